@@ -217,6 +217,32 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
         reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, 16)
 
 
+def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    snapshot = cache.open_snapshot()
+    sample, recipe = snapshot.sample(0), snapshot.latent_recipe
+    bucket = snapshot.buckets[sample.bucket]
+    length = 2 * recipe.channels * (bucket.height // recipe.compression) * (bucket.width // recipe.compression)
+    real, tries, cache.files.patience_s = os.preadv, [0], 3.0
+    reader = ShardReader(cache.files, recipe.name)
+    expected = reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, length)
+    dead = reader._handle(sample.shard).descriptor
+    away = time.monotonic() + 0.3
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if descriptor == dead or time.monotonic() < away:
+            tries[0] += 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    held = reader._handle(sample.shard)  # its number is given to no other file
+    assert reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, length) == expected
+    assert tries[0] > 1 and held.descriptor == dead
+
+
 def test_listings_and_looks_at_a_disk_that_is_away_wait_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(tmp_path, patience_s=30)
     (tmp_path / "a").write_bytes(b"1")
