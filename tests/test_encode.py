@@ -415,6 +415,11 @@ def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tm
     config = make_config(tmp_path, "encode.max_reject_rate=0.2")
     with pytest.raises(RejectRateError, match="5 of 17"):
         stages.encode.run(config, data=str(source))
+    for n in range(5, 20):
+        (source / f"bad-{n}.png").write_bytes(b"x")
+        (source / f"bad-{n}.txt").write_text("bad")
+    with pytest.raises(RejectRateError, match="20 of 32"):  # the default
+        stages.encode.run(make_config(tmp_path), data=str(source))
 
 
 def test_a_source_of_which_much_is_missing_is_left_as_it_was(
