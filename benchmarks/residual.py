@@ -24,6 +24,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.parallelize import Microbatch, parallelize
+from pipeline.processes import run_and_exit
 from pipeline.training.build import numerics
 
 CPU = torch.device("cpu")
@@ -108,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

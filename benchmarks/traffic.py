@@ -49,6 +49,7 @@ from pipeline.parallel import mesh
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
+from pipeline.processes import run_and_exit
 from pipeline.training.step import TrainStep
 
 BLOCKS = 20
@@ -368,4 +369,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -415,6 +415,11 @@ def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tm
     config = make_config(tmp_path, "encode.max_reject_rate=0.2")
     with pytest.raises(RejectRateError, match="5 of 17"):
         stages.encode.run(config, data=str(source))
+    for n in range(5, 20):
+        (source / f"bad-{n}.png").write_bytes(b"x")
+        (source / f"bad-{n}.txt").write_text("bad")
+    with pytest.raises(RejectRateError, match="20 of 32"):  # the default
+        stages.encode.run(make_config(tmp_path), data=str(source))
 
 
 def test_a_source_of_which_much_is_missing_is_left_as_it_was(
@@ -824,6 +829,27 @@ def test_out_of_memory_halves_the_batch_and_says_so(
     stages.encode.run(after, data=str(source))
     commits = index.commits(Cache(after.cache).files, recipe, 0)
     assert commits and not any("halved_batches" in commit.provenance for commit in commits), "those of another run"
+
+
+def test_a_unit_that_fits_after_a_halved_one_counts_no_halving(
+    source: Path, monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    real, shapes = encoders.LatentEncoder.encode, []
+
+    def encode(self: encoders.LatentEncoder, images: np.ndarray) -> np.ndarray:
+        shapes.append(np.shape(images)[1:])
+        if len(images) > 1 and shapes[-1] == shapes[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, images)
+
+    monkeypatch.setattr(encoders.LatentEncoder, "encode", encode)
+    config = make_config(tmp_path)
+    stages.encode.run(config, data=str(source))
+    cache = Cache(config.cache)
+    result = index.commits(cache.files, cache.recipes("latent")[0].name, 0)
+    halved = [commit.provenance["halved_batches"] for commit in result if "halved_batches" in commit.provenance]
+    assert len(set(shapes)) > 1 and halved, "other shapes fit"
+    assert len(result) - len(halved) == len(set(shapes)) - 1
 
 
 def test_a_name_that_no_source_can_have_is_refused_before_anything_is_read(

@@ -122,7 +122,6 @@ def test_a_run_on_a_few_samples_ends(
         "train.steps=10",
         "train.log_every=1",
         "train.save_every=1000",
-        "train.max_quarantine_rate=0.1",
     )
     printed: list[str] = []
     with pytest.raises(RejectRateError, match=r"\d+ of the last \d+ samples") as caught:

@@ -162,7 +162,8 @@ def test_a_wrong_address_and_missing_credentials_fail_at_once(
 ) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     port = endpoint is not None and endpoint.endswith(":9")
-    monkeypatch.setattr(retrying, "FIRST_S", 0.5 if port else 300.0)  # a server may come to be there; the others not
+    if not port:  # a server may come to be there; the others not
+        monkeypatch.setattr(retrying, "FIRST_S", 300.0)
     if endpoint is not None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint.format(line=f"127.0.0.1:{line.port}"))
     for name in without:
@@ -215,6 +216,32 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
     reader = ShardReader(cache.files, cache.open_snapshot().latent_recipe.name)
     with pytest.raises(AwayError, match="not connected"):
         reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, 16)
+
+
+def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    snapshot = cache.open_snapshot()
+    sample, recipe = snapshot.sample(0), snapshot.latent_recipe
+    bucket = snapshot.buckets[sample.bucket]
+    length = 2 * recipe.channels * (bucket.height // recipe.compression) * (bucket.width // recipe.compression)
+    real, tries, cache.files.patience_s = os.preadv, [0], 3.0
+    reader = ShardReader(cache.files, recipe.name)
+    expected = reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, length)
+    dead = reader._handle(sample.shard).descriptor
+    away = time.monotonic() + 0.3
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if descriptor == dead or time.monotonic() < away:
+            tries[0] += 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    held = reader._handle(sample.shard)  # its number is given to no other file
+    assert reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, length) == expected
+    assert tries[0] > 1 and held.descriptor == dead
 
 
 def test_listings_and_looks_at_a_disk_that_is_away_wait_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

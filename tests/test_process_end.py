@@ -18,6 +18,7 @@ from pipeline import processes
 from pipeline.cache.arrow import ParquetFile, parquet_batches
 from pipeline.config import Config
 
+ROOT = Path(__file__).resolve().parent.parent
 READING_AT_THE_END = """
 import io, sys, threading, time
 import pyarrow as pa, pyarrow.parquet as pq
@@ -53,6 +54,25 @@ def child(code: str) -> subprocess.CompletedProcess[str]:
 def test_a_native_thread_that_still_reads_changes_neither_output_nor_exit_code() -> None:
     ended = child(READING_AT_THE_END.replace("END", "run_and_exit(main)"))
     assert (ended.returncode, ended.stdout, ended.stderr) == (5, "done\n", "")
+
+
+def test_the_installed_command_ends_so_too() -> None:
+    ended = child(READING_AT_THE_END.replace("END", "from pipeline import cli\ncli.main = main\ncli.console()"))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (5, "done\n", "")
+
+
+def test_every_program_ends_by_the_helper() -> None:
+    """But `benchmarks/__main__.py`, which has no native threads: it starts processes and waits for them."""
+    programs = {
+        path.relative_to(ROOT).as_posix(): text.rpartition('if __name__ == "__main__":')[2].rstrip()
+        for folder in ("pipeline", "stages", "benchmarks", "tests/support/workers")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+        if 'if __name__ == "__main__":' in (text := path.read_text(encoding="utf-8"))
+    }
+    assert len(programs) > 35
+    wrong = [path for path, code in programs.items() if not code.splitlines()[-1].startswith("    run_and_exit(")]
+    assert sorted(wrong) == ["benchmarks/__main__.py", "pipeline/cli.py"]
+    assert programs["pipeline/cli.py"].endswith("    console()")
 
 
 def test_that_thread_would_end_an_interpreter_that_is_torn_down() -> None:
@@ -144,9 +164,8 @@ def test_a_parquet_table_from_memory_is_the_one_that_was_written() -> None:
 
 
 def test_pyarrows_own_ways_to_read_parquet_are_used_nowhere() -> None:
-    root = Path(__file__).resolve().parent.parent
-    home = root / "pipeline/cache/arrow.py"
-    for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]:
+    home = ROOT / "pipeline/cache/arrow.py"
+    for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("stages/*.py")]:
         text = path.read_text(encoding="utf-8")
         assert path == home or not any(way in text for way in ("pq.read_table", "pq.ParquetFile", "pq.ParquetDataset"))
         assert path == home or ".ipc.open_" not in text

@@ -306,7 +306,7 @@ def reassigned(
     joined.leave(
         "its bucket is smaller than one batch, and its latent is not yet encoded for the neighbouring one",
         len(missing),
-        "sana-pipe encode --reassign (see above), then sana-pipe bucket again",
+        "sana-pipe encode --data DIR --reassign FILE (see above), then sana-pipe bucket again",
     )
     keep = np.ones(len(frame), bool)
     keep[missing] = False

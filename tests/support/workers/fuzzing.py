@@ -38,6 +38,7 @@ from pipeline.encoding import plan, scan
 from pipeline.errors import UserError
 from pipeline.images import decoding, vips_decoder
 from pipeline.models.sana_config import read_config
+from pipeline.processes import run_and_exit
 from pipeline.snapshots.filters import Filter
 from pipeline.sources.detect import open_source
 from pipeline.work import claims
@@ -461,4 +462,4 @@ def main(seed: int, count: int, names: list[str]) -> None:
 
 if __name__ == "__main__":
     FOLDER = sys.argv[3]
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:] or list(TARGETS))
+    run_and_exit(lambda: main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:] or list(TARGETS)))

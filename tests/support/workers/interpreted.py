@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels import gated_convolution_triton, linear_attention_triton
+from pipeline.processes import run_and_exit
 
 MARGIN = 4096
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -234,4 +235,4 @@ def main(seed: int, more: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "--more" in sys.argv)
+    run_and_exit(lambda: main(int(sys.argv[1]), "--more" in sys.argv))
