@@ -385,7 +385,7 @@ def _check_parallelism_config(answers: _Answers, sizes: Mapping[str, int]) -> No
 
 
 def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
-    """The device of this process.
+    """The device of this process. A GPU becomes the current one, which Triton and NCCL go by.
 
     Args:
         name: `auto` (the process's GPU if there is one, else the CPU), `cpu`, `cuda` (the process's GPU) or `cuda:N`.
@@ -418,6 +418,7 @@ def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
             found=f"{count} GPUs, {launch.local_world} processes on this node",
             fix="start no more processes per node than it has GPUs, or set device: cpu",
         )
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
