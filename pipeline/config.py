@@ -687,7 +687,8 @@ class TrainConfig(_Section):
     has them."""
     tf32: bool = False
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
-    fast. Under bf16 and fp16 that concerns what stays in fp32, such as linear attention."""
+    fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
+    multiplies in fp32 there, in a kernel that is as exact either way."""
     residual: Literal["fp32", "compute"] | None = None
     """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
     compute: as `precision`. null: fp32 for a new run; a resumed run keeps its choice (compute if it is older than this
