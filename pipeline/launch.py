@@ -313,7 +313,7 @@ def _check_computation(answers: _Answers, train: TrainConfig) -> None:
     """Precision, engines, compilation and device."""
     precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
     off = {"", "0", "false", "no"}
-    dynamo = off if train.compile == "none" else {train.compile_backend.lower()}
+    dynamo = off | ({train.compile_backend.lower()} if train.compile == "block" else set())  # off: it compiles nothing
     for name, allowed, here in (
         ("ACCELERATE_MIXED_PRECISION", {precision}, f"train.precision is {train.precision} (= {precision!r} there)"),
         ("ACCELERATE_USE_DEEPSPEED", off, "the model is parallelized with FSDP2, not DeepSpeed"),
