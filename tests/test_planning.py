@@ -31,7 +31,7 @@ NARROW = SanaConfig(
 )
 SHAPE = Shape(12, 12, 32, 2)
 ALONE = Layout(1, 1, 1, 1)
-COMPUTE = {"residual": "fp32"}
+COMPUTE: dict[str, Any] = {"residual": "fp32", "microbatch": 8, "activation_checkpointing": "full", "compile": "none"}
 
 
 def traced(train: dict[str, Any], layout: Layout = ALONE, shape: Shape = SHAPE, **options: Any) -> Traced:
