@@ -9,6 +9,7 @@ Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from pipeline.loader import shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, LoaderState, bf16
 from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
+from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import broadcast_from_rank_0
 from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
@@ -107,7 +109,7 @@ def _chain(
             report = _train(phase_config, launch, phase.snapshot, resume, quarantine, log, begin, stop)
             if report.stopped_by is not None:
                 return report
-            _give_back(phase_config)
+            _give_back()
             summaries.append(_from_rank_0(config, launch, partial(_summary, cache, place, report.checkpoint)))
         begin = report.checkpoint
         if number == len(places) or not place.finished:
@@ -174,9 +176,9 @@ def _from_rank_0(config: Config, launch: Launch, function: Callable[[], T]) -> T
         return broadcast_from_rank_0(function)
 
 
-def _give_back(config: Config) -> None:
+def _give_back() -> None:
     """Free the memory of a phase: models and graphs refer to each other in circles."""
-    if config.train.compile != "none":
+    if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_initialized():
@@ -218,10 +220,14 @@ def _train(
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
     if config.train.undecided:
-        shape = architecture_of(config, task(config, inputs, launch))
         as_begun = None if continued is None else continued.config
+
+        def shape() -> SanaConfig:
+            return architecture_of(config, task(config, inputs, launch))
+
         config, lines = auto.decide(config, shape, data, auto.present(device, launch), as_begun)
-        for line in lines:
+        config, more = auto.decide_compile(config, device, as_begun)
+        for line in (*lines, *more):
             log(line)
 
     def predicted(context: Context) -> Expected | None:

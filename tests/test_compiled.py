@@ -104,6 +104,33 @@ def test_one_graph_serves_all_buckets_and_text_lengths(text: str) -> None:
     assert torch.allclose(out, plain(*given), atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_inductor_compiles_two_graphs_and_nothing_after_the_second_step() -> None:
+    """Real code for this CPU, as `train.compile: auto` takes on a GPU; values and gradients of plain PyTorch."""
+    settings = tiny_run.config(layers=2)
+    model, plain = tiny_run.model(settings), tiny_run.model(settings)
+    counter = CompileCounterWithBackend("inductor")
+    compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
+    compile_conditions(model, counter)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    shapes = itertools.product(((4, 6), (6, 4), (8, 8), (3, 16), (16, 2)), (5, 7, 16))
+    for step, ((height, width), rows) in enumerate(shapes):
+        latents = torch.randn(3, model.config.in_channels, height, width, generator=generator)
+        captions = torch.randn(3, rows, model.config.caption_channels, generator=generator)
+        mask = torch.arange(rows)[None] < torch.tensor([rows, 2, 4])[:, None]
+        outputs = [made(latents, captions, mask, torch.tensor([10.0, 500.0, 900.0])) for made in (model, plain)]
+        assert torch.allclose(*outputs, atol=1e-4)
+        for out in outputs:
+            out.square().mean().backward()
+        if step == 1:
+            compiled = counter.frame_count, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
+            assert compiled[0] <= 2
+    assert (counter.frame_count, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]) == compiled
+    found, expected = ({n: p.grad for n, p in made.named_parameters()} for made in (model, plain))
+    assert tiny_run.distance(found, expected) <= 1e-4  # type: ignore[arg-type]
+
+
 def test_one_graph_too_many_is_an_error_and_not_left_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_run.model(tiny_run.config(layers=1))
     compile_blocks(model.blocks, "eager", 1)

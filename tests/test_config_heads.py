@@ -106,9 +106,7 @@ def derived(name: str) -> list[str]:
     for gpus in (4, 8):
         text = f"{state / gpus:.1f} GB on each of {gpus}"
         fragments += [text] if text in head(name) else []
-    inputs_of_batch = (
-        f"GB a sample of 1024 x 1024, {inputs * train.microbatch:.1f} GB at microbatch {train.microbatch} (arithmetic)"
-    )
+    inputs_of_batch = f"GB a sample of 1024 x 1024, {inputs * 8:.1f} GB at microbatch 8 (arithmetic)"
     fragments += [inputs_of_batch] if "at microbatch" in head(name) else []
     fragments += [f"{shape.num_layers} blocks"] if " blocks with" in head(name) else []
     return fragments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -9,7 +10,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -335,19 +336,61 @@ def test_flops_are_those_of_the_formula() -> None:
     assert parts.get_total_flops() == counter.get_total_flops() == 3 * 4 * whole[0].numel() * 4
 
 
+class OnGpu:
+    """Stands for a tensor of the second GPU."""
+
+    is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_capability() -> Iterator[None]:
+    backend._is_new_enough.cache_clear()
+    yield
+    backend._is_new_enough.cache_clear()
+
+
 def test_kernels_run_on_a_gpu_alone_and_not_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.kernels("linear_attention", torch.zeros(1)) is None
 
-    class OnGpu:
-        is_cuda, dtype = True, torch.bfloat16
-
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
     if importlib.util.find_spec("triton") is not None:
-        assert backend.kernels("linear_attention", OnGpu(), OnGpu()).__name__.endswith("_triton")  # type: ignore[union-attr, arg-type]
+        chosen = backend.kernels("linear_attention", OnGpu(), OnGpu())  # type: ignore[arg-type]
+        assert chosen is not None and chosen.module.__name__.endswith("_triton")
     exact = OnGpu()
     exact.dtype = torch.float64
     assert backend.kernels("linear_attention", OnGpu(), exact) is None  # type: ignore[arg-type]
     monkeypatch.setattr(backend, "triton_is_installed", lambda: False)
     assert backend.kernels("linear_attention", OnGpu()) is None  # type: ignore[arg-type]
+
+
+@triton
+@pytest.mark.parametrize(("capability", "kernels"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_kernels_are_for_the_gpus_that_they_are_compiled_for(
+    capability: tuple[int, int], kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert (backend.kernels("linear_attention", OnGpu()) is not None) == kernels  # type: ignore[arg-type]
+
+
+@triton
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current one."""
+    events: list[object] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        events.append(device)
+        yield
+        events.append("left")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", current)
+    for name in ("gated_convolution", "linear_attention"):
+        chosen = backend.kernels(name, OnGpu())  # type: ignore[arg-type]
+        assert chosen is not None
+        monkeypatch.setattr(chosen.module, "forward", lambda *args: events.append(args))
+        chosen.forward(1, 2)
+    assert events == [OnGpu.device, (1, 2), "left"] * 2
 
 
 # -------------------------------------------------------------------------------------------------------------- GPU

@@ -272,6 +272,18 @@ def test_devices() -> None:
         resolve_device("cuda:0", Launch(local_world=2, world=2))
 
 
+def test_a_resolved_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    assert resolve_device("auto", Launch(world=2, local_world=2, rank=1, local_rank=1)) == torch.device("cuda", 1)
+    assert resolve_device("auto") == torch.device("cuda", 0)
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert current == [1, 1, 0]
+
+
 @pytest.fixture
 def tf32() -> Iterator[Callable[[], tuple[bool, bool]]]:
     """Reads whether TF32 is allowed in matrix products and in convolutions."""

@@ -50,7 +50,8 @@ COMPILED = {"compile": "block"}
 
 def settings(sizes: Sizes, microbatch: int, train: Mapping[str, Any]) -> TrainConfig:
     """The configuration's defaults for Sana 1.6B, but for these options."""
-    given = {"microbatch": microbatch, "precision": "bf16", "residual": "fp32", **train}
+    usual = {"precision": "bf16", "residual": "fp32", "activation_checkpointing": "full", "compile": "none"}
+    given = {"microbatch": microbatch, **usual, **train}
     if sizes.dry and train.get("compile") == "block":
         given |= {"compile_backend": "eager"} if sizes.graphs else {"compile": "none"}
     return TrainConfig.model_validate(given)

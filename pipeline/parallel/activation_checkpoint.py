@@ -111,6 +111,7 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
         blocks: all blocks of the model, in order. Their first argument is the tokens.
     """
     mode, compress = train.activation_checkpointing, train.activation_compression
+    assert mode != "auto", "pipeline.planning.auto.decide comes first"
     offloader = None
     if compress != "none" or train.activation_offload:
         offloader = Offloader(None if compress == "none" else compress, train.activation_offload)

@@ -76,7 +76,8 @@ SAMPLE = 1024
 def configured(gpus: int, **changes: Any) -> Config:
     """The shipped configuration with the batch of a launch."""
     batch = max(SMALLEST_BATCH, BATCH_PER_GPU * gpus)
-    return load(CONFIGURATION, [f"bucket.batch={batch}", *(f"{name}={value}" for name, value in changes.items())])
+    fixed = {"train.microbatch": 8, "train.activation_checkpointing": "full", "bucket.batch": batch, **changes}
+    return load(CONFIGURATION, [f"{name}={value}" for name, value in fixed.items()])
 
 
 # ---------------------------------------------------------------- the cache

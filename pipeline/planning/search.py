@@ -217,6 +217,7 @@ def with_placeholders(train: TrainConfig) -> TrainConfig:
         "parallel": train.parallel.model_copy(update={"sizes": "given"}),
         "microbatch": 1,
         "activation_checkpointing": "full",
+        "compile": "none",
     }
     return train.model_copy(update={name: values[name] for name in train.undecided})
 

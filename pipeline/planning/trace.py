@@ -126,7 +126,7 @@ def refuse(train: TrainConfig) -> None:
             f"train.float8: {train.float8} is not covered by the prediction: its casts are fused by the compiler only",
             fix="plan with --set train.float8=none; float8 saves time, and no memory worth planning with",
         )
-    if train.compile != "none":
+    if train.compile == "block":
         raise ConfigError(
             f"train.compile: {train.compile} is not covered by the prediction: the compiler decides what is saved",
             fix="plan with --set train.compile=none; compiled blocks need about as much or less",

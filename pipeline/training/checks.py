@@ -106,11 +106,12 @@ def _check_packed_attention(train: TrainConfig, device: torch.device) -> None:
 
 def _check_alike(train: TrainConfig) -> None:
     """Every process chooses the options that are auto for itself. Collective."""
-    chosen = all_gather_objects((train.parallel, train.microbatch, train.activation_checkpointing))
+    chosen = all_gather_objects((train.parallel, train.microbatch, train.activation_checkpointing, train.compile))
     different = [rank for rank, values in enumerate(chosen) if values != chosen[0]]
     if different:
         raise UserError(
-            "the processes have different values of train.parallel, train.microbatch or train.activation_checkpointing",
+            "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing "
+            "or train.compile",
             found=f"process {different[0]}: {chosen[different[0]]}, process 0: {chosen[0]}",
             fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs "
             "or calibrations (~/.config/sana-pipe/calibration)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout
 from pipeline.planning.trace import Shape
@@ -16,4 +18,4 @@ NARROW = SanaConfig(
 )
 SHAPE = Shape(12, 12, 32, 2)
 ALONE = Layout(1, 1, 1, 1)
-COMPUTE = {"residual": "fp32"}
+COMPUTE: dict[str, Any] = {"residual": "fp32", "microbatch": 8, "activation_checkpointing": "full", "compile": "none"}
