@@ -232,7 +232,7 @@ def _heavy(modules: set[str]) -> list[str]:
 def test_memory_is_never_measured_by_tracemalloc() -> None:
     """Its hooks crash the process when threads of pyarrow take memory; children are watched from outside instead."""
     paths = [p for folder in ("pipeline", "stages", "benchmarks", "tests") for p in ROOT.glob(f"{folder}/**/*.py")]
-    assert [path for path in paths if any("tracemalloc" in name for _, name in _imports(path, ROOT))] == []
+    assert [path for path in paths if any("tracemalloc" in name for _, name in imports(path, ROOT))] == []
 
 
 def test_training_imports_no_encoder() -> None:

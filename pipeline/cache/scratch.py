@@ -111,12 +111,12 @@ class Scratch:
         """Rows in ascending order of the column `key` (fixed 16 bytes), as tables of about `RUN` rows. Rows of equal
         keys keep their order, and are in one table."""
         runs: list[pa.Table] = []
-        bounds: list[np.ndarray] = []
+        bins = self.writer(np.int64)  # 32 KiB a run
 
         def sorted_runs() -> Iterator[pa.Table]:
             for run in _regrouped(batches, RUN):
                 ordered, high = _sorted(run)
-                bounds.append(np.searchsorted(high >> np.uint64(52), np.arange(BINS + 1, dtype=np.uint64)))
+                bins.add(np.searchsorted(high >> np.uint64(52), np.arange(BINS + 1, dtype=np.uint64)))
                 yield ordered
 
         first = next(source := sorted_runs(), None)
@@ -133,7 +133,8 @@ class Scratch:
             yield from source
 
         whole = self.table(first.schema, all_runs())
-        starts = np.cumsum([0, *(bound[-1] for bound in bounds)])
+        bounds = bins.finish().reshape(-1, BINS + 1)
+        starts = np.cumsum([0, *bounds[:, -1]])
         runs = [whole.slice(start, bound[-1]) for start, bound in zip(starts.tolist(), bounds, strict=False)]
         for low, high in _ranges(np.sum(bounds, axis=0)):
             parts = [run.slice(bound[low], bound[high] - bound[low]) for run, bound in zip(runs, bounds, strict=True)]

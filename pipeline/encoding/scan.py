@@ -374,8 +374,7 @@ class _Scan:
                 columns = {column: [] for column in SCAN.names}
         piece.forget()
         made = pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
-        if piece.stamp is not None:
-            self.source.release(made.column("item").to_pylist())
+        self.source.release(made.column("item").to_pylist())
         return made
 
     def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Seen) -> dict[str, Any]:
