@@ -287,16 +287,13 @@ def reassigned(
         batches: of the resolution's buckets.
     """
     table, first = resolution.table, resolution.first
-    inside = np.flatnonzero((frame.bucket >= first) & (frame.bucket < first + len(table)))
-    before = frame.bucket[inside] - first
-    after = _merged(table, batches, before, frame.height[inside], frame.width[inside])
-    moved = np.flatnonzero(after != before)
-    if not len(moved):
+    rows, after = _merged(table, first, batches, frame)
+    if not len(rows):
         return frame, []
-    rows = inside[moved]
-    records_at = records.latents.find(latent_keys(records.latent.id, frame.digest[rows], table, after[moved]))
-    bucket, latent = frame.bucket.copy(), frame.latent.copy()
-    bucket[rows], latent[rows] = after[moved] + first, np.maximum(records_at, 0)
+    records_at = records.latents.find(latent_keys(records.latent.id, frame.digest[rows], table, after))
+    bucket, latent = (joined.scratch.array(len(frame), np.int64) for _ in range(2))
+    bucket[:], latent[:] = frame.bucket, frame.latent
+    bucket[rows], latent[rows] = after + first, np.maximum(records_at, 0)
     missing = rows[records_at < 0]
     items = frame.item.take(pa.array(missing)).to_pylist()
     moves = [
@@ -308,27 +305,44 @@ def reassigned(
         len(missing),
         "sana-pipe encode --data DIR --reassign FILE (see above), then sana-pipe bucket again",
     )
-    keep = np.ones(len(frame), bool)
+    keep = joined.scratch.array(len(frame), bool)
+    keep[:] = True
     keep[missing] = False
     return replace(frame, bucket=bucket, latent=latent).take(keep, joined.scratch), moves
 
 
-def _merged(
-    table: Sequence[Shape], batches: Sequence[int], bucket: np.ndarray, height: np.ndarray, width: np.ndarray
-) -> np.ndarray:
-    """The bucket of each sample, (n,) int64, when buckets smaller than one batch are closed. The smallest is closed
-    first, and its samples may fill its neighbour; the last open bucket stays."""
-    bucket = bucket.copy()
-    sizes = np.bincount(bucket, minlength=len(table))
+def _merged(table: Sequence[Shape], first: int, batches: Sequence[int], frame: Frame) -> tuple[np.ndarray, np.ndarray]:
+    """The samples that move when buckets smaller than one batch are closed, and their buckets in `table`.
+
+    The smallest is closed first, and its samples may fill its neighbour; the last open bucket stays. Only samples of
+    closed buckets are in memory.
+
+    Returns:
+        (n,) int64 rows, ascending, and (n,) int64 buckets.
+    """
+
+    def rows_in(bucket: int) -> np.ndarray:
+        return np.concatenate([part.start + np.flatnonzero(frame.bucket[part] == bucket + first) for part in parts])
+
+    parts = list(pieces(len(frame)))
+    sizes = np.zeros(len(table), np.int64)
+    for part in parts:
+        inside = frame.bucket[part] - first
+        sizes += np.bincount(inside[(inside >= 0) & (inside < len(table))], minlength=len(table))
     still_open = [b for b in range(len(table)) if sizes[b]]
+    rows, bucket = np.zeros(0, np.int64), np.zeros(0, np.int64)
     while len(still_open) > 1:
         small = [b for b in still_open if sizes[b] < batches[b]]
         if not small:
             break
         closed = min(small, key=lambda b: (sizes[b], b))
         still_open.remove(closed)
-        rows = np.flatnonzero(bucket == closed)
-        nearest = buckets.nearest_all([table[b] for b in still_open], height[rows], width[rows])
-        bucket[rows] = np.array(still_open)[nearest]
-        sizes = np.bincount(bucket, minlength=len(table))
-    return bucket
+        stay = bucket != closed
+        leaving = np.concatenate([rows_in(closed), rows[~stay]])
+        shapes = [table[b] for b in still_open]
+        nearest = np.array(still_open)[buckets.nearest_all(shapes, frame.height[leaving], frame.width[leaving])]
+        rows, bucket = np.concatenate([rows[stay], leaving]), np.concatenate([bucket[stay], nearest])
+        sizes[closed] = 0
+        sizes += np.bincount(nearest, minlength=len(table))
+    order = np.argsort(rows)
+    return rows[order], bucket[order]
