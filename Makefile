@@ -31,7 +31,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
 
-TARGETS := install browser demo test test-durations slow dist fault fault-long nightly lowest newest mutants gpu lint types format bench check clean
+TARGETS := install browser demo test test-durations slow dist fault fault-long nightly lowest newest versions mutants gpu lint types format bench check clean
 .PHONY: help $(TARGETS)
 
 help:
@@ -80,7 +80,7 @@ nightly: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'nightly and not gpu' --timeout 3600 $(PYTEST_ARGS)
 
 # What pyproject.toml declares must be true: the default tests with the lowest declared versions, and with the newest
-# that there are. For every night, since both install a second environment.
+# that there are. `versions`, both, is for every night, since each installs a second environment.
 lowest:
 	'$(PYTHON)' -m tests.lowest > .constraints-lowest.txt
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=.constraints-lowest.txt
@@ -88,6 +88,8 @@ lowest:
 newest:
 	rm -rf .venv-newest
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+
+versions: lowest newest
 
 # Lists changes of the code that no test notices; takes hours per room.
 mutants: $(STAMP)

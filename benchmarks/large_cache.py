@@ -36,6 +36,7 @@ from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
+from pipeline.encoding import unit_records
 from pipeline.images import buckets
 from pipeline.processes import run_and_exit
 from pipeline.snapshots import join
@@ -186,12 +187,13 @@ def _commit(cache: Cache, recipe: layout.Recipe, plan: int, units: list[tuple[st
     shard = pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(units), dtype=np.int32), counts), digests)
     records = pa.table(columns, schema.names).cast(schema).append_column("shard", shard).combine_chunks()
     commits = []
+    made_by = {**unit_records.provenance(), "model": "scale", "revision": "0" * 40}
     for digest, (unit, count) in zip(digests, units, strict=True):
         path = cache.files.path(Paths.shard(recipe.name, digest))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.truncate(path, count * length)
-        commits.append(index.Commit(unit, digest, count * length, count, digest, (), {}))
+        commits.append(index.Commit(unit, digest, count * length, count, digest, (), dict(made_by)))
     body = {"recipe": recipe.name, "plan": plan, "records": total, "commits": [commit.body() for commit in commits]}
     name = cache.files.put_content(to_ipc(records), "tables", "arrow")
     cache.files.put(Paths.segment(recipe.name, plan), layout.seal(body | {"table": name}))

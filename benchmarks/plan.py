@@ -97,7 +97,9 @@ QUICK = ("bf16, recomputed", "fp32, nothing recomputed", "FSDP2 of 2, bf16")
 
 
 def settings(change: dict[str, Any]) -> TrainConfig:
-    return TrainConfig.model_validate({"microbatch": 2, "residual": "fp32", **change})
+    return TrainConfig.model_validate(
+        {"microbatch": 2, "activation_checkpointing": "full", "residual": "fp32", **change}
+    )
 
 
 def real(architecture: SanaConfig, train: TrainConfig, shape: Shape, mesh: Any, steps: int) -> float:
@@ -212,9 +214,16 @@ def _data(side: int, microbatch: int) -> Data:
 def seconds_one() -> float:
     """CPU seconds of a prediction, after one that loads torch's lazy parts."""
     whole, layout, shape = SanaConfig(), Layout(1, 1, 4, 1), Shape(32, 32, 300, 8)
-    Traced.of(SanaConfig(num_layers=1), TrainConfig(), layout, shape, rank=0, on_gpu=True)
+    Traced.of(
+        SanaConfig(num_layers=1),
+        TrainConfig(activation_checkpointing="full", microbatch=8),
+        layout,
+        shape,
+        rank=0,
+        on_gpu=True,
+    )
     began = time.process_time()
-    Traced.of(whole, TrainConfig(), layout, shape, rank=0, on_gpu=True)
+    Traced.of(whole, TrainConfig(activation_checkpointing="full", microbatch=8), layout, shape, rank=0, on_gpu=True)
     return time.process_time() - began
 
 

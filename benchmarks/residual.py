@@ -36,7 +36,9 @@ WAYS = {"fp32": ("fp32", "compute"), "fp32 residual": ("bf16", "fp32"), "bf16 re
 def gradients(layers: int, scale: float, name: str, samples: int, side: int) -> tuple[float, dict[str, Tensor]]:
     """Loss of one batch and its gradient, fp32."""
     precision, residual = WAYS[name]
-    train = TrainConfig.model_validate({"precision": precision, "residual": residual})
+    train = TrainConfig.model_validate(
+        {"precision": precision, "residual": residual, "activation_checkpointing": "full"}
+    )
     generator = torch.Generator().manual_seed(0)
     latents, noise = (torch.randn(samples, 32, side, side, generator=generator) for _ in range(2))
     captions, mask = torch.randn(samples, 24, 2304, generator=generator), torch.ones(samples, 24, dtype=torch.bool)

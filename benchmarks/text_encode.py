@@ -177,7 +177,7 @@ def cpu_seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 @torch.inference_mode()
 def largest_error(encoder: TextEncoder, captions: Sequence[str], wanted: Sequence[torch.Tensor]) -> float:
     """Of a token, before rows are rounded for the cache."""
-    rows = encoder._rows(encoder._ids(captions)[0])
+    rows = encoder.run(encoder.token_ids(captions)[0])
     return max(
         float(((a.float() - b.float()).norm(dim=1) / b.float().norm(dim=1)).max())
         for a, b in zip(rows, wanted, strict=True)

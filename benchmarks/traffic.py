@@ -264,7 +264,13 @@ def update_launches() -> tuple[int, int]:
     norm, update = multi_tensor_launches(parameters, 1), multi_tensor_launches(parameters, 4)
     small = nn.Linear(2, 2)
     fused = torch.optim.AdamW(small.parameters(), fused=True)
-    step = TrainStep(ParallelModel(small), None, fused, TrainConfig(), torch.device("cpu"))  # type: ignore[arg-type]
+    step = TrainStep(
+        ParallelModel(small),
+        None,
+        fused,
+        TrainConfig(activation_checkpointing="full", microbatch=8),
+        torch.device("cpu"),
+    )  # type: ignore[arg-type]
     small.weight.grad, small.bias.grad = torch.ones(2, 2), torch.ones(2)
     with Counter() as counter:
         step._update(torch.tensor(0.5))

@@ -417,7 +417,7 @@ def train(
 ) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train.
 
-    With `phases` in the configuration their runs follow one another, each from the last checkpoint of the one before;
+    With `phases` in the configuration their runs follow one another, each from the last checkpoint of the run before;
     --resume auto finds its place among them.
     """
     config = _load(config_path, overrides)

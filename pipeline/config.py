@@ -673,10 +673,10 @@ class TrainConfig(_Section):
     phase: NotNegative = 0
     """Number of this round of training: with the same seed, each has another order and other noise. `--from` counts on
     from the last round unless this option is given; a resumed run keeps its number."""
-    microbatch: Microbatch = 8
-    """Samples per process and forward pass; lower it if memory runs out. auto: the largest that is predicted to leave a
-    tenth of the GPU's memory free; chosen as with `parallel.sizes: auto`. On a CPU, half of the main memory (or of
-    the control group's limit), divided by the node's processes, counts as the memory. `sample` takes 8 for auto."""
+    microbatch: Microbatch = Field(default="auto")  # type: ignore[assignment]
+    """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
+    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU and with context parallelism,
+    which is not searched. A resumed run keeps its choice. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
@@ -687,7 +687,8 @@ class TrainConfig(_Section):
     has them."""
     tf32: bool = False
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
-    fast. Under bf16 and fp16 that concerns what stays in fp32, such as linear attention."""
+    fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
+    multiplies in fp32 there, in a kernel that is as exact either way."""
     residual: Literal["fp32", "compute"] | None = None
     """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
     compute: as `precision`. null: fp32 for a new run; a resumed run keeps its choice (compute if it is older than this
@@ -696,10 +697,11 @@ class TrainConfig(_Section):
     """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
     docs/nvlabs.md; default is better where they differ, and has the constants of diffusers' pipeline."""
-    activation_checkpointing: Recompute = "full"
+    activation_checkpointing: Recompute = "auto"
     """What a block computes again in the backward pass. none: nothing. full: all but its inputs. selective: all but its
     inputs and the results of matrix products that are no wider than their inputs. every-K (every-2): each K-th block in
-    full. auto: the fastest of none, selective and full that fits; chosen as with `microbatch: auto`."""
+    full. auto: on a GPU the fastest of none, selective and full that fits, chosen as with `microbatch: auto`; else
+    full."""
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
@@ -753,8 +755,10 @@ class TrainConfig(_Section):
     """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
     packed_attention: bool = False
     """Cross attention without padding (on a GPU of compute capability 8.0 or newer, in bf16). Needs `text: packed`."""
-    compile: Literal["none", "block"] = "none"
-    """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep."""
+    compile: Literal["auto", "none", "block"] = "auto"
+    """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
+    block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
+    resumed run keeps its choice."""
     compile_backend: str = "inductor"
     """torch.compile's backend."""
     compile_max_graphs: Positive = 8
@@ -771,6 +775,7 @@ class TrainConfig(_Section):
             "parallel": self.parallel.sizes,
             "microbatch": self.microbatch,
             "activation_checkpointing": self.activation_checkpointing,
+            "compile": self.compile,
         }
         return tuple(name for name, value in parts.items() if value == "auto")
 
@@ -835,7 +840,7 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_compile(self) -> TrainConfig:
-        if self.compile == "none":
+        if self.compile != "block":
             return self
         allowed: dict[str, tuple[object, tuple[object, ...]]] = {
             "activation_compression": (self.activation_compression, ("none",)),
@@ -902,7 +907,7 @@ class TrainConfig(_Section):
 
 
 class PhaseConfig(_Section):
-    """A phase of training: a run of its own that begins from the last checkpoint of the phase before. What it leaves
+    """A phase of training: a separate run that begins from the last checkpoint of the phase before. What it leaves
     out is as in the rest of the configuration."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]

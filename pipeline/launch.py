@@ -313,7 +313,7 @@ def _check_computation(answers: _Answers, train: TrainConfig) -> None:
     """Precision, engines, compilation and device."""
     precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
     off = {"", "0", "false", "no"}
-    dynamo = off if train.compile == "none" else {train.compile_backend.lower()}
+    dynamo = off | ({train.compile_backend.lower()} if train.compile == "block" else set())  # off: it compiles nothing
     for name, allowed, here in (
         ("ACCELERATE_MIXED_PRECISION", {precision}, f"train.precision is {train.precision} (= {precision!r} there)"),
         ("ACCELERATE_USE_DEEPSPEED", off, "the model is parallelized with FSDP2, not DeepSpeed"),
@@ -385,7 +385,7 @@ def _check_parallelism_config(answers: _Answers, sizes: Mapping[str, int]) -> No
 
 
 def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
-    """The device of this process.
+    """The device of this process. A GPU becomes the current one, which Triton and NCCL go by.
 
     Args:
         name: `auto` (the process's GPU if there is one, else the CPU), `cpu`, `cuda` (the process's GPU) or `cuda:N`.
@@ -418,6 +418,7 @@ def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
             found=f"{count} GPUs, {launch.local_world} processes on this node",
             fix="start no more processes per node than it has GPUs, or set device: cpu",
         )
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 

@@ -2,7 +2,7 @@
 
 `sample` decodes in a second process, so that the VAE and the transformer never share one, and `demo` runs the commands
 that a user would type. The child must use this package, installed or not, from any directory; so its command line is
-not the one to copy by hand, which `shown` gives.
+not the command to copy by hand, which `shown` gives.
 
 `run_and_exit` ends every sana-pipe process. Threads of Arrow, libvips, gloo and fsspec outlive their work. If one of
 them enters the interpreter while it is torn down, the process ends with SIGABRT although all work is done. So

@@ -3,8 +3,8 @@
 `retry` asks until there is an answer, for at most `patience_s` from the first failure on. A store that is silent for
 `NOTICE_S` is named on stderr with the time limit, and again when it answers.
 Why one helper: every read and write over a network gives up after the same time and in the same way, and a thousand
-processes that were refused together do not retry together (the pauses are random). Drivers have retries of their own,
-nested ones; `drivers.Connection` turns them off, so that the total is what the setting says.
+processes that were refused together do not retry together (the pauses are random). Drivers retry, too,
+and nested; `drivers.Connection` turns that off, so that the total is what the setting says.
 Why not tenacity: it repeats one call and its conditions see only that call, so it would replace the loop in `retry` and
 nothing else. The rest is state of a store over all calls and threads (whether it has answered this process, or other
 calls meanwhile; one notice for all waiting calls, even while an attempt hangs), and knowledge of drivers (which of
@@ -188,11 +188,11 @@ def _raise_unless_retryable(
 @contextmanager
 def stopping(check: Callable[[], None]) -> Iterator[None]:
     """Within the block, every waiting thread calls `check` during its pauses; an exception from it ends the waiting."""
-    _checks.append(check)
+    wait_checks.append(check)
     try:
         yield
     finally:
-        _checks.remove(check)
+        wait_checks.remove(check)
 
 
 def http_status(error: BaseException) -> int | None:
@@ -317,7 +317,7 @@ class _StoreState:
 
 _states: dict[str, _StoreState] = {}
 _watched: set[_StoreState] = set()
-_checks: list[Callable[[], None]] = []
+wait_checks: list[Callable[[], None]] = []
 _lock = threading.Lock()
 _watching: threading.Thread | None = None
 
@@ -351,7 +351,7 @@ def _watch() -> None:
 def _pause(seconds: float) -> None:
     end = time.monotonic() + seconds
     while True:
-        for check in list(_checks):
+        for check in list(wait_checks):
             check()
         left = end - time.monotonic()
         if left <= 0:

@@ -20,7 +20,7 @@ class LiveLine:
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """Put a text in the place of the last one."""
+        """Replace the last text."""
         if self.live:
             fitting = text[: shutil.get_terminal_size().columns - 1]
             sys.stderr.write("\r" + fitting.ljust(len(self._shown)))
@@ -35,7 +35,7 @@ class LiveLine:
             self._shown = ""
 
     def above(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """`say`, for lines that appear above this one."""
+        """`say`, for lines that appear above the live line."""
 
         def say_above(line: str) -> None:
             shown = self._shown

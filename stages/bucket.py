@@ -105,8 +105,7 @@ def run(
         IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
         UserError: nothing is left to train on, a setting names what is not there, or the name is not valid or taken.
     """
-    settings = config.bucket
-    heldout_name = f"{name or 'latest'}.heldout"
+    settings, heldout_name = config.bucket, f"{name or 'latest'}.heldout"
     for label in ([name] if name is not None else []) + ([heldout_name] if settings.heldout else []):
         check_snapshot_name(label)
     caches = _caches(config, dry_run)
@@ -119,18 +118,8 @@ def run(
     earlier = _earlier(config, cache)
     if settings.dedup == "image":
         frame = selection.deduplicated(joined, frame, list(settings.sources), earlier)
-    held_out = selection.heldout(frame, settings.heldout, joined.scratch)
-
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
-    heldout_made = None
-    if held_out.any():
-        heldout_joined = Joined(joined.sources, scratch=joined.scratch)
-        heldout_joined.leave("not in the held-out part", len(frame) - int(held_out.sum()))
-        heldout_made = _make(
-            config, inputs, heldout_joined, frame.take(held_out, joined.scratch), earlier, heldout=True
-        )
-        joined.leave("held out for validation", int(held_out.sum()), "bucket.heldout=0")
-        frame = frame.take(np.logical_not(held_out, out=held_out), joined.scratch)
+    frame, heldout_made = _held_out(config, inputs, joined, frame, earlier)
     if settings.subset is not None:
         frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
         if pictures < settings.subset:
@@ -234,12 +223,26 @@ def _joined(config: Config, inputs: _Inputs) -> Joined:
 
 
 def _earlier(config: Config, cache: Cache) -> selection.Earlier:
-    """The snapshot that this one grows from."""
+    """The snapshot that the new snapshot grows from."""
     ids = cache.open_snapshot(config.bucket.grow).sample_ids() if config.bucket.grow else ()
     return selection.Earlier(cache.files.scratch, ids)
 
 
 # ---------------------------------------------------------------- outputs
+
+
+def _held_out(
+    config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: selection.Earlier
+) -> tuple[Frame, _Made | None]:
+    """The samples to train on, and the snapshot of those held out, if there are any."""
+    held_out = selection.heldout(frame, config.bucket.heldout, joined.scratch)
+    if not held_out.any():
+        return frame, None
+    heldout_joined = Joined(joined.sources, scratch=joined.scratch)
+    heldout_joined.leave("not in the held-out part", len(frame) - int(held_out.sum()))
+    made = _make(config, inputs, heldout_joined, frame.take(held_out, joined.scratch), earlier, heldout=True)
+    joined.leave("held out for validation", int(held_out.sum()), "bucket.heldout=0")
+    return frame.take(np.logical_not(held_out, out=held_out), joined.scratch), made
 
 
 def _make(
@@ -309,7 +312,7 @@ def _publish(
 
 
 def _adopt(made: _Made, inputs: _Inputs, dry_run: bool) -> int:
-    """Bring the shards and scans of other caches into the first one. Returns the bytes of these shards."""
+    """Bring the shards and scans of other caches into the first cache. Returns the bytes of these shards."""
     head, (cache, *others) = made.assembled.head, inputs.caches
     total = 0
     for index in (inputs.records.latents, inputs.records.texts):

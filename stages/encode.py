@@ -93,7 +93,7 @@ def run(
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
                 prompt_sets.check_prompts_name(prompts_name)
-                asked = None if prompts is None else (prompts_name, prompting.read(prompts))
+                asked = None if prompts is None else (prompts_name, prompting.read(prompts, config.patience_s))
                 if data is None:
                     assert asked is not None
                     done = _run_prompts(config, *asked, share, engine, stop)
@@ -271,7 +271,7 @@ def _run(
 ) -> dict[str, Any]:
     latent, text = surveying.recipes(config)
     table = buckets.table(config.data, latent.compression)
-    targets = planning.read_targets(reassign, latent.compression) if reassign else {}
+    targets = planning.read_targets(reassign, latent.compression, config.patience_s) if reassign else {}
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
     latent, text = surveying.known(cache, latent, text, config)

@@ -17,6 +17,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,7 @@ def run(
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
     document = checkpoints.read_document(folder)
-    state = {"run": _run_of(folder), **document.state.as_dict()}
+    state = {"run": run_of(folder), **document.state.as_dict()}
     _check_target(out, state, overwrite)
     _check_same(config, document.config, folder)
     parts = _parts(config) if form == "diffusers" else None
@@ -109,10 +111,7 @@ def run(
         _check_fit(config, architecture, parts)
     weights = checkpoints.ModelTensors(folder, ema=ema)
 
-    work = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+    with _published(out) as work:
         if parts is not None:
             save_weights(weights, architecture, work / "transformer", DTYPES[dtype])
             _write(config, parts, work)
@@ -122,6 +121,19 @@ def run(
             text = nvlabs_readme(config, architecture, document, dtype)
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)
+    which = "the running average at " if ema else ""
+    print(f"exported {which}step {document.state.step} of {folder} to {out}; the call is in its README.md", flush=True)
+    return out
+
+
+@contextmanager
+def _published(out: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `out` once it is complete."""
+    work = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        yield work
         for path in [*work.rglob("*"), work]:
             sync_path(path)
         _put_in_place(work, out)
@@ -131,15 +143,12 @@ def run(
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    which = "the running average at " if ema else ""
-    print(f"exported {which}step {document.state.step} of {folder} to {out}; the call is in its README.md", flush=True)
-    return out
 
 
 # ---------------------------------------------------------------------------------------------------- checks
 
 
-def _run_of(checkpoint: Path) -> str:
+def run_of(checkpoint: Path) -> str:
     """Identifies a run directory without its path."""
     return hashlib.sha256(str(checkpoint.resolve().parents[1]).encode()).hexdigest()[:16]
 
@@ -246,15 +255,15 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
     from pipeline.models.sampler import scheduler  # the only import of diffusers here
 
     scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
-    _copy_model(parts.vae, work / "vae", config.vae)
+    copy_model(parts.vae, work / "vae", config.vae)
     if config.vae.scaling_factor is not None:
         path = work / "vae" / "config.json"
         _json(path, {**hub.read_json(path), "scaling_factor": config.vae.scaling_factor})
-    _copy_model(parts.text, work / "text_encoder", config.text)
+    copy_model(parts.text, work / "text_encoder", config.text)
     (work / "tokenizer").mkdir()
     for name in _TOKENIZER:
         if (parts.tokenizer / name).is_file():
-            copy = _copy_settings if name.endswith("config.json") else shutil.copyfile
+            copy = copy_settings if name.endswith("config.json") else shutil.copyfile
             copy(parts.tokenizer / name, work / "tokenizer" / name)
     _json(
         work / "model_index.json",
@@ -262,7 +271,7 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
             "_class_name": "SanaPipeline",
             "scheduler": ["diffusers", "DPMSolverMultistepScheduler"],
             "text_encoder": ["transformers", "Gemma2Model"],
-            "tokenizer": ["transformers", _tokenizer_class(parts.tokenizer)],
+            "tokenizer": ["transformers", tokenizer_class(parts.tokenizer)],
             "transformer": ["diffusers", "SanaTransformer2DModel"],
             "vae": ["diffusers", "AutoencoderDC"],
         },
@@ -296,7 +305,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _copy_settings(source: Path, target: Path) -> None:
+def copy_settings(source: Path, target: Path) -> None:
     """Copy a JSON object without the local paths that libraries write into it."""
     values = hub.read_json(source)
     places = [
@@ -310,11 +319,11 @@ def _copy_settings(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _copy_model(source: Path, target: Path, weights: Weights) -> None:
+def copy_model(source: Path, target: Path, weights: Weights) -> None:
     """Copy a model's configuration and weights; file names lose the variant, since the copy has only one."""
     target.mkdir()
     for path in sorted(source.glob("*config.json")):
-        _copy_settings(path, target / path.name)
+        copy_settings(path, target / path.name)
     chosen = hub.choose(source, weights.variant)
     middle = f".{weights.variant}" if weights.variant else ""
     plain = {name: name.replace(middle, "", 1) for name in chosen.files}
@@ -326,7 +335,7 @@ def _copy_model(source: Path, target: Path, weights: Weights) -> None:
         _json(target / f"{chosen.index.partition('.')[0]}.safetensors.index.json", index)
 
 
-def _tokenizer_class(folder: Path) -> str:
+def tokenizer_class(folder: Path) -> str:
     """In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than training did."""
     path = folder / "tokenizer_config.json"
     name = hub.read_json(path).get("tokenizer_class") if path.is_file() else None
@@ -390,6 +399,32 @@ def readme(
         *(f"    {name}={value}," for name, value in arguments.items()),
         ").images[0]",
     ]
+    state = document.state
+    return "\n".join(
+        [
+            "# A Sana model in diffusers' format",
+            "",
+            f"Written by `sana-pipe export` from step {state.step} (snapshot `{state.snapshot}`, seed {state.seed}).",
+            "",
+            "```python",
+            *lines,
+            "```",
+            "",
+            *_reasons(config, architecture, compression, arguments),
+            f"* The scheduler carries `flow_shift={config.train.flow.shift}`, the one of training.",
+            "",
+            "| part | from |",
+            "|---|---|",
+            f"| transformer | the checkpoint; {str(DTYPES[dtype]).removeprefix('torch.')} |",
+            f"| vae | `{_origin(config.vae)}` |",
+            f"| text_encoder, tokenizer | `{_origin(config.text)}` |",
+            "",
+        ]
+    )
+
+
+def _reasons(config: Config, architecture: SanaConfig, compression: int, arguments: dict[str, str]) -> list[str]:
+    """Why the call has each argument, a line each."""
     why = [
         f"* `height`, `width`: trained at {config.data.resolution} px"
         + (
@@ -411,35 +446,18 @@ def readme(
     if "complex_human_instruction" in arguments:
         why.append(
             "* `complex_human_instruction`: "
-            + ("training used another one than the pipeline's default." if used else "training used none.")
+            + (
+                "training used another one than the pipeline's default."
+                if instruction(config.text)
+                else "training used none."
+            )
         )
     if config.text.recipe == "nvlabs":
         why.append(
             "* Training read captions as they were written (recipe `nvlabs`); `SanaPipeline` lowers and strips every "
             "prompt, and no argument turns that off. Capital letters will not reach the model."
         )
-    state = document.state
-    return "\n".join(
-        [
-            "# A Sana model in diffusers' format",
-            "",
-            f"Written by `sana-pipe export` from step {state.step} (snapshot `{state.snapshot}`, seed {state.seed}).",
-            "",
-            "```python",
-            *lines,
-            "```",
-            "",
-            *why,
-            f"* The scheduler carries `flow_shift={config.train.flow.shift}`, the one of training.",
-            "",
-            "| part | from |",
-            "|---|---|",
-            f"| transformer | the checkpoint; {str(DTYPES[dtype]).removeprefix('torch.')} |",
-            f"| vae | `{_origin(config.vae)}` |",
-            f"| text_encoder, tokenizer | `{_origin(config.text)}` |",
-            "",
-        ]
-    )
+    return why
 
 
 _LOAD_COMMENTS = {

@@ -79,8 +79,8 @@ def run(
     if search:
         return _search(config, shape, data, machine, write, as_json)
     constants = calibration.load(machine.card, config.train)
-    undecided = config.train.undecided
-    config, decided = auto.decide(config, shape, data, machine)
+    undecided = tuple(name for name in config.train.undecided if name != "compile")
+    config, decided = auto.decide(config, lambda: shape, data, machine)
     prediction = predicting.predict(config.train, shape, data, machine)
     largest = predicting.largest_microbatch(prediction, data)
     time = Time.of(prediction, data, constants)

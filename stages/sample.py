@@ -8,7 +8,7 @@ Price: one more start of Python, and the latents go through a file.
 
 Guidance uses the null record's valid rows, as `SanaPipeline` does, so that an exported model draws the same way.
 
-New prompts (`--prompt`) are encoded by `sana-pipe encode --prompts`, in a process of its own, into a temporary cache.
+New prompts (`--prompt`) are encoded by `sana-pipe encode --prompts`, in a separate process, into a temporary cache.
 `--watch` decodes what a training draws (see `pipeline.reporting.pictures`).
 """
 
@@ -108,7 +108,7 @@ def run_prompts(
     height: int | None = None,
     width: int | None = None,
 ) -> Path:
-    """Encode new prompts, draw and decode them, each in a process of its own; returns the contact sheet.
+    """Encode new prompts, draw and decode them, each in a separate process; returns the contact sheet.
 
     Args:
         checkpoint, out, ema: as in `run`.

@@ -78,7 +78,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
         0 if both hold the same samples with the same records, 1 if not.
 
     Raises:
-        CacheError: no such snapshot, or a damaged one.
+        CacheError: no such snapshot, or it is damaged.
     """
     cache = Cache.of(config)
     first, second = cache.open_snapshot(a), cache.open_snapshot(b)

@@ -9,6 +9,7 @@ Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from pipeline.loader import shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, LoaderState, bf16
 from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
+from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import broadcast_from_rank_0
 from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
@@ -56,7 +58,7 @@ def run(
     """Train on a snapshot, or the phases of the configuration one after the other.
 
     Args:
-        snapshot: a name, an id or a prefix of one; None is the newest, for a resumed run the one it began with.
+        snapshot: a name, an id or a prefix of one; None is the newest, for a resumed run the snapshot it began with.
         resume: None, `auto` or a checkpoint folder.
         quarantine: file that lists unreadable records; other samples then substitute for theirs.
         say: prints one line (default: print, flushed); called on the first process only.
@@ -86,33 +88,33 @@ def _chain(
     launch: Launch,
     resume: str | Path | None,
     quarantine: str | Path | None,
-    say: Log,
+    log: Log,
     begin: str | Path | None,
     stop: StopRequest,
 ) -> Report:
     """Train the phases that are not finished. The first process reads where they stand, for all."""
     cache = Cache.of(config)
-    places, summaries = _agreed(config, launch, lambda: _survey(config, cache, resume, begin, say))
+    places, summaries = _from_rank_0(config, launch, lambda: _survey(config, cache, resume, begin, log))
     report = Report(0, None, None, None)
     for number, (place, phase) in enumerate(zip(places, config.phases, strict=True), start=1):
-        own, last = config.of_phase(phase.name), place.last
+        phase_config, last = config.of_phase(phase.name), place.last
         title = f"phase {phase.name} ({number} of {len(places)})"
         if place.finished and last is not None:
-            say(f"{title}: finished after step {last.done}")
-            if launch.is_main and (changed := _changed(cache, place, own, phase.snapshot)):
-                say(f"note: {title} is finished; what changed since is not used: {', '.join(changed)}")
+            log(f"{title}: finished after step {last.done}")
+            if launch.is_main and (changed := _changed(cache, place, phase_config, phase.snapshot)):
+                log(f"note: {title} is finished; what changed since is not used: {', '.join(changed)}")
             report = Report(last.done, last.folder, None, None)
         else:
-            say(title)
-            report = _train(own, launch, phase.snapshot, resume, quarantine, say, begin, stop)
+            log(title)
+            report = _train(phase_config, launch, phase.snapshot, resume, quarantine, log, begin, stop)
             if report.stopped_by is not None:
                 return report
-            _give_back(own)
-            summaries.append(_agreed(config, launch, partial(_summary, cache, place, report.checkpoint)))
+            _give_back()
+            summaries.append(_from_rank_0(config, launch, partial(_summary, cache, place, report.checkpoint)))
         begin = report.checkpoint
         if number == len(places) or not place.finished:
             for line in phases.table(summaries):
-                say(line)
+                log(line)
     return report
 
 
@@ -130,7 +132,7 @@ def _changed(cache: Cache, place: phases.PhaseState, config: Config, snapshot: s
 
 
 def _survey(
-    config: Config, cache: Cache, resume: str | Path | None, begin: str | Path | None, say: Log
+    config: Config, cache: Cache, resume: str | Path | None, begin: str | Path | None, log: Log
 ) -> tuple[list[phases.PhaseState], list[dict[str, Any]]]:
     """Where the phases stand, and the summaries of the finished ones; refuses a chain that cannot go on from there."""
     places = phases.survey(config)
@@ -142,7 +144,7 @@ def _survey(
             fix="--resume auto to continue the phases, or --set train.output=DIR for new ones",
         )
     if begun and begin is not None:
-        say(f"--from {begin} is not used: phase {begun[0].name!r} has begun")
+        log(f"--from {begin} is not used: phase {begun[0].name!r} has begun")
     if not begun and begin is None and checkpoint.newest(output / "checkpoints") is not None:
         raise ConfigError(
             f"{output} holds checkpoints of a run without phases, from which the first phase would not begin",
@@ -153,7 +155,7 @@ def _survey(
             try:
                 cache.open_snapshot(phase.snapshot)
             except CacheError as error:
-                say(f"note: phase {phase.name!r} cannot begin yet: {error.what}")
+                log(f"note: phase {phase.name!r} cannot begin yet: {error.what}")
     return places, [_summary(cache, place, place.last.folder) for place in places if place.finished and place.last]
 
 
@@ -167,16 +169,16 @@ def _summary(cache: Cache, place: phases.PhaseState, folder: Path | None) -> dic
     return phases.summarize(replace(place, last=last), head)
 
 
-def _agreed(config: Config, launch: Launch, function: Callable[[], T]) -> T:
+def _from_rank_0(config: Config, launch: Launch, function: Callable[[], T]) -> T:
     """What the first process finds, on every process."""
     parallel = ParallelConfig(timeout_s=config.train.parallel.timeout_s)
     with open_mesh(launch, parallel, torch.device("cpu")):
         return broadcast_from_rank_0(function)
 
 
-def _give_back(config: Config) -> None:
+def _give_back() -> None:
     """Free the memory of a phase: models and graphs refer to each other in circles."""
-    if config.train.compile != "none":
+    if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_initialized():
@@ -196,13 +198,10 @@ def _train(
     """One run. `stop`: it is a phase, which keeps the snapshot that it began with whatever the configuration says."""
     cache = Cache.of(config)
 
-    def origin() -> tuple[checkpoint.Resumed | None, str]:
-        resumed = checkpoint.origin(Path(config.train.output), resume, begin)
-        kept = None if resumed is None or resumed.begins else resumed.document.state.snapshot
-        wanted = kept if stop is not None and kept is not None else snapshot or kept
-        return resumed, cache.open_snapshot(wanted).id
+    def start() -> tuple[checkpoint.Resumed | None, str]:
+        return _start(config, cache, snapshot, resume, begin, is_phase=stop is not None)
 
-    resumed, chosen = origin() if stop is None else _agreed(config, launch, origin)
+    resumed, chosen = start() if stop is None else _from_rank_0(config, launch, start)
     continued = None if resumed is None or resumed.begins else resumed.document
     if resumed is not None and "phase" not in config.train.model_fields_set:
         config = config.with_train(phase=resumed.phase)
@@ -221,23 +220,19 @@ def _train(
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
     if config.train.undecided:
-        shape = architecture_of(config, task(config, inputs, launch))
         as_begun = None if continued is None else continued.config
+
+        def shape() -> SanaConfig:
+            return architecture_of(config, task(config, inputs, launch))
+
         config, lines = auto.decide(config, shape, data, auto.present(device, launch), as_begun)
-        for line in lines:
+        config, more = auto.decide_compile(config, device, as_begun)
+        for line in (*lines, *more):
             log(line)
 
-    def expected(context: Context) -> Expected | None:
+    def predicted(context: Context) -> Expected | None:
         decided = with_residual(context.config, earlier)
         return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
-
-    def accepted() -> None:
-        cache.keep(opened.id)
-        if inputs.heldout is not None:
-            heldout.check_disjoint(opened, inputs.heldout)
-            cache.keep(inputs.heldout.id)
-        if inputs.old_heldout is not None:
-            cache.keep(inputs.old_heldout.id)
 
     return fit(
         config,
@@ -246,10 +241,26 @@ def _train(
         resume=resume,
         begin=begin,
         say=log,
-        accepted=accepted,
-        expect=expected,
+        accepted=partial(inputs.keep, cache),
+        expect=predicted,
         stop=stop,
     )
+
+
+def _start(
+    config: Config,
+    cache: Cache,
+    snapshot: str | None,
+    resume: str | Path | None,
+    begin: str | Path | None,
+    *,
+    is_phase: bool,
+) -> tuple[checkpoint.Resumed | None, str]:
+    """The checkpoint that the run starts from, if any, and the id of its snapshot."""
+    resumed = checkpoint.start_checkpoint(Path(config.train.output), resume, begin)
+    run_snapshot = None if resumed is None or resumed.begins else resumed.document.state.snapshot
+    wanted = run_snapshot if is_phase and run_snapshot is not None else snapshot or run_snapshot
+    return resumed, cache.open_snapshot(wanted).id
 
 
 def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None, is_phase: bool) -> list[str]:
@@ -298,6 +309,19 @@ class Inputs:
     heldout: Snapshot | None = None
     old_heldout: Snapshot | None = None
     prompts: PromptSet | None = None
+
+    def keep(self, cache: Cache) -> None:
+        """Keep the snapshots from `gc`.
+
+        Raises:
+            UserError: training and held-out samples overlap.
+        """
+        cache.keep(self.snapshot.id)
+        if self.heldout is not None:
+            heldout.check_disjoint(self.snapshot, self.heldout)
+            cache.keep(self.heldout.id)
+        if self.old_heldout is not None:
+            cache.keep(self.old_heldout.id)
 
 
 def _inputs(
@@ -426,14 +450,14 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
 
     drawn = None if inputs.prompts is None else _pictures(config, snapshot, inputs.prompts)
     return TrainingTask(
-        origin=LoaderState(snapshot.id, train.seed, train.phase, 0, train.length_window),
+        first_state=LoaderState(snapshot.id, train.seed, train.phase, 0, train.length_window),
         batch=max(bucket.batch for bucket in snapshot.buckets),
         channels=snapshot.latent_recipe.channels,
         text_width=snapshot.text_recipe.width,
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
-        heights=_heights(snapshot, part, drawn),
+        heights=latent_heights(snapshot, part, drawn),
         names=snapshot.names,
         validation=None if part is None else validation,
         old_samples=None if inputs.old_heldout is None else heldout.sample_ids(inputs.old_heldout),
@@ -442,7 +466,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
     )
 
 
-def _heights(snapshot: Snapshot, part: Snapshot | None, drawn: DrawnPrompts | None) -> dict[str, int]:
+def latent_heights(snapshot: Snapshot, part: Snapshot | None, drawn: DrawnPrompts | None) -> dict[str, int]:
     """Heights of latents by what has them."""
     compression = snapshot.latent_recipe.compression
     buckets = [*snapshot.buckets, *(() if part is None else part.buckets)]

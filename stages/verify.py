@@ -132,7 +132,7 @@ class _Report:
 
 
 def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) -> None:
-    """Repair damaged documents; also write the copies that are missing, whatever was found."""
+    """Repair damaged documents; also write the copies that are missing, with or without findings."""
     rebuild.rebuild_documents(cache)
     still = {finding.path: finding for finding in audit.verify_documents(cache)} if findings else {}
     for finding in findings:

@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from benchmarks.saved_bytes import saved_bytes
 from pipeline.config import TrainConfig
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel import activation_checkpoint, saved_tensors
+from pipeline.parallel import saved_tensors
 from pipeline.parallel.activation_checkpoint import (
     ManagedActivations,
     apply_activation_checkpointing,
@@ -26,78 +22,13 @@ from pipeline.parallel.activation_checkpoint import (
 )
 from pipeline.parallel.compression import BLOCK, quantise, restore
 from pipeline.parallel.saved_tensors import SMALLEST, Offloader
+from tests.support.saved_activations import PRECISIONS, WAYS, inputs, measure, model, offloaders, settings
 from tests.support.workers import tiny_run
-
-SHAPE = SanaConfig(
-    in_channels=4,
-    out_channels=4,
-    num_attention_heads=8,
-    attention_head_dim=32,
-    num_cross_attention_heads=4,
-    cross_attention_head_dim=64,
-    cross_attention_dim=256,
-    caption_channels=24,
-    num_layers=4,
-)
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def settings(checkpointing: str = "none", compression: str = "none", offload: bool = False) -> Any:
-    return tiny_run.config(
-        activation_checkpointing=checkpointing, activation_compression=compression, activation_offload=offload
-    ).train
-
-
-def model(dtype: torch.dtype, *way: Any, layers: int = 4) -> SanaTransformer:
-    made = SanaTransformer.from_scratch(replace(SHAPE, num_layers=layers), 0).to(dtype)
-    apply_activation_checkpointing(made.blocks, settings(*way))
-    return made
-
-
-def inputs(dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.arange(32)[None] < torch.tensor([20, 32])[:, None]
-    latents = torch.randn(2, 4, 12, 10, generator=generator).to(dtype)
-    captions = torch.randn(2, 32, 24, generator=generator).to(dtype)
-    return [latents, captions, mask, torch.tensor([300.0, 900.0])]
-
-
-def measure(module: SanaTransformer, dtype: torch.dtype) -> tuple[int, int, dict[str, Tensor]]:
-    """Bytes kept on the device, bytes kept in host memory, gradients."""
-    given = inputs(dtype)
-    total, out = saved_bytes(lambda: module(*given), [*module.parameters(), *given])
-    host = sum(offloader.host_bytes() for offloader in offloaders(module))
-    out.float().square().mean().backward()
-    return total - host, host, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def offloaders(module: nn.Module) -> set[Offloader]:
-    managed = [m for m in module.modules() if isinstance(m, ManagedActivations)]
-    compressed = [m for m in module.modules() if isinstance(m, activation_checkpoint.CompressedActivations)]
-    every = {m.activation_policy.offloader for m in managed} | {m.offloader for m in compressed}
-    return {offloader for offloader in every if offloader is not None}
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, tuple[int, int, dict[str, Tensor]]]:
     return {name: measure(model(dtype), dtype) for name, dtype in PRECISIONS.items()}
-
-
-# least number of times fewer bytes in fp32 and bf16 (all of the model, its ends included), gradients exact?
-WAYS = {
-    "full": (("full",), 11.4, 11.1, True),
-    "selective": (("selective",), 2.5, 2.45, True),
-    "every-2": (("every-2",), 1.8, 1.8, True),
-    "int8": (("none", "int8"), 1.5, 1.25, False),
-    "fp8": (("none", "fp8"), 1.5, 1.25, False),
-    "full, int8": (("full", "int8"), 17.5, 14.2, False),
-    "every-2, int8": (("every-2", "int8"), 2.75, 2.3, False),
-    "offload": (("none", "none", True), 21, 20, True),
-    "full, offload": (("full", "none", True), 23, 22, True),
-    "selective, offload": (("selective", "none", True), 2.8, 2.8, True),
-    "full, int8, offload": (("full", "int8", True), 23, 22, False),
-    "int8, offload": (("none", "int8", True), 21, 20, False),
-}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +203,7 @@ class LateCopies(saved_tensors.Transfers):
         for part in on_device:
             weakref.finalize(part, lambda: self.freed_early.append(number) if self.done < number else None)
 
-    def _empty(self, like: Tensor, device: torch.device | None) -> Tensor:
+    def empty(self, like: Tensor, device: torch.device | None) -> Tensor:
         return torch.full(like.shape, float("nan") if like.is_floating_point() else 1).to(like.dtype)
 
     def _copy(self, sources: Any, targets: Any) -> int:
@@ -289,23 +220,23 @@ def test_copies_beside_the_computation_are_waited_for_and_begun_ahead(
     _, _, expected = plain["fp32"] if exact else measure(model(torch.float32, *way), torch.float32)
     LateCopies.log, LateCopies.freed_early = log, freed_early = [], []  # type: ignore[var-annotated]
     monkeypatch.setattr(saved_tensors, "transfers", LateCopies)
-    take = saved_tensors._OnDevice.take
+    take = saved_tensors.OnDevice.take
 
-    def logged(self: saved_tensors._OnDevice, saved: Any) -> Tensor:
+    def logged(self: saved_tensors.OnDevice, saved: Any) -> Tensor:
         log.append(("take", 0))
         tensor = take(self, saved)
-        assert len(self._copies) <= 2 * saved_tensors.AHEAD
+        assert len(self.pending_copies) <= 2 * saved_tensors.AHEAD
         return tensor
 
-    monkeypatch.setattr(saved_tensors._OnDevice, "take", logged)
+    monkeypatch.setattr(saved_tensors.OnDevice, "take", logged)
     module = model(torch.float32, *way)
     for _ in range(2):  # the second time after all of the first is gone
         module.zero_grad()
         given = inputs(torch.float32)
         out = module(*given)
         (offloader,) = offloaders(module)
-        (on_device,) = [each for each in offloader._on_device.values() if each is not None]
-        assert 0 < len(on_device._copies) <= saved_tensors.AHEAD
+        (on_device,) = [each for each in offloader.by_device.values() if each is not None]
+        assert 0 < len(on_device.pending_copies) <= saved_tensors.AHEAD
         out.float().square().mean().backward()
         actual = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
         assert all(torch.equal(actual[n], expected[n]) for n in expected)
@@ -342,7 +273,7 @@ def test_a_copy_waits_for_the_computation_and_the_computation_for_its_event(monk
 
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream("the computation"))
-    monkeypatch.setattr(saved_tensors.Transfers, "_empty", lambda self, like, device: torch.empty_like(like))
+    monkeypatch.setattr(saved_tensors.Transfers, "empty", lambda self, like, device: torch.empty_like(like))
     through = saved_tensors.Transfers(torch.device("cpu"))
     (there,), event = through.to_device([torch.arange(3)])
     assert torch.equal(there, torch.arange(3))

@@ -20,6 +20,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.loader.loader import Loader
 from pipeline.models import encoders
+from tests.support.damage import flip
 from tests.support.loading import loader_settings
 
 MakeConfig = Callable[..., Config]
@@ -33,12 +34,6 @@ def filled(small_cache_copy: Path, make_config: MakeConfig, photos: Path, tmp_pa
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 0x04
-    path.write_bytes(data)
 
 
 def a_record(cache: Cache, kind: str, number: int = 1) -> tuple[Path, dict]:

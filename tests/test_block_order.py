@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.loader import schedule as module
 from pipeline.loader.schedule import Blocks, Schedule
-from tests.test_schedule import cases, mixes, order_digest, walk
+from tests.support.schedules import cases, mixes, order_digest, walk
 
 lies = st.builds(Blocks, st.integers(1, 12), st.integers(1, 5))
 

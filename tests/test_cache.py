@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -315,7 +318,9 @@ def commit_unit(cache: Cache, plan: int, unit: str, first: int, count: int = 2) 
         for i in range(first, first + count):
             writer.add(layout.latent_key(LATENT.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
         made = writer.finish()
-    commit = index.commit_of(cache.files, unit, made, [index.RecordReject("00" * 16, "bad.jpg", "broken")])
+    commit = index.commit_of(
+        cache.files, unit, made, [index.RecordReject("00" * 16, "bad.jpg", "broken")], {"torch": "2"}
+    )
     index.publish_commit(cache.files, LATENT.name, plan, commit)
     return commit
 
@@ -343,6 +348,39 @@ def test_segments_replace_unit_documents(tmp_path: Path) -> None:
         assert np.array_equal(column, merged.columns[name]), name
     assert loose.shards == merged.shards and len(merged.rejects) == 2
     assert index.committed(cache.files, LATENT.name, 0) == {"aa", "bb"}
+
+
+def test_an_index_keeps_no_commits_of_its_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "c", create=True)
+    for plan in range(5):
+        table = pa.table({"key": pa.array([bytes([plan]) * 16], pa.binary(16))})
+        assert cache.add_plan(LATENT.name, plan, [Unit("aa", 0, 1, 1)], table)
+        commit_unit(cache, plan, "aa", 2 * plan)
+        if plan < 4:
+            assert index.merge(cache.files, LATENT.name, plan, ["aa"])
+    kept: list[index.Commit] = []
+    fill = index.RecordIndex._fill
+
+    def filled(self: index.RecordIndex, batches: Any) -> None:
+        gc.collect()
+        kept.extend(one for one in gc.get_objects() if isinstance(one, index.Commit))
+        fill(self, batches)
+
+    monkeypatch.setattr(index.RecordIndex, "_fill", filled)
+    assert len(found := cache.index(LATENT.name)) == 10
+    assert (len(found.shards), len(found.rejects)) == (5, 5)
+    assert len(kept) == 1 and (kept[0].rejects, kept[0].provenance) == ((), {}), "only that without a segment"
+
+
+def test_a_document_is_checked_without_many_copies_of_it() -> None:
+    data = layout.seal({"sizes": [1, 2, 3] * 50_000})
+    tracemalloc.start()
+    try:
+        layout.unseal(data, "here")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * len(data)
 
 
 @pytest.mark.parametrize("lowered", [False, True])

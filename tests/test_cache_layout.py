@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +9,7 @@ import pytest
 
 import stages.pack
 from pipeline.config import Config
-
-PAGE = Path(__file__).parent.parent / "cache_layout.md"
-
-
-def examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+from tests.support.layout_page import PAGE, examples
 
 
 def test_the_examples_run(small_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from pipeline.sources.source import Item, Reject, Source
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop
-from tests.test_sources import make_tar
+from tests.support.source_files import make_tar
 
 Captions = dict[str, dict[str, float]]
 

@@ -156,7 +156,7 @@ def test_the_copy_shares_nothing_and_keeps_every_class() -> None:
         model = tiny_run.model(settings)
         data_parallel.apply_fsdp(model, model.blocks, device_mesh, settings.train)
         optimizer = optimizers.build(model, settings.train.optim, CPU)
-        before = checkpoint._tensors(model, optimizer, None)
+        before = checkpoint.state_tensors(model, optimizer, None)
         copy = HostCopy().of(before)
         flat = {(kind, name): value for kind in before for name, value in before[kind].items()}
         for (kind, name), value in flat.items():
@@ -222,6 +222,37 @@ def test_a_buffer_for_tensors_of_a_gpu_is_page_locked_once_and_released(monkeypa
     assert [name for name, _ in calls[3:]] == ["release", "lock", "wait"]
     del buffer
     assert calls[-1][0] == "release"
+
+
+def test_memory_that_cannot_be_page_locked_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        last_error = 0
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            Runtime.last_error = 2
+            return 2
+
+    class Library:
+        def __init__(self, name: str | None):
+            assert name is None, "the runtime that torch has loaded"
+
+        def cudaGetLastError(self) -> int:
+            error, Runtime.last_error = Runtime.last_error, 0
+            return error
+
+    class Stream:
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(host_copy.ctypes, "CDLL", Library)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    notes: list[str] = []
+    buffer, given = HostCopy(notes.append), torch.arange(4.0)
+    for _ in range(2):
+        assert torch.equal(buffer.of({"a": given})["a"], given)
+    assert Runtime.last_error == 0
+    assert len(notes) == 1 and "page-locked" in notes[0]
 
 
 def test_the_saving_thread_uses_the_gpu_of_its_process_and_never_waits_for_it(

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.workers import checkpoints, tiny_run
+from tests.support.launched import run_worker
+from tests.support.workers import checkpoints
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
@@ -22,11 +21,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("checkpoints")
-    command = [sys.executable, "-m", "tests.support.workers.checkpoints", str(where)]
-    done = subprocess.run(
-        command, cwd=tiny_run.ROOT, env=tiny_run.environ(), capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_worker("checkpoints", where, timeout_s=500)
     return where
 
 

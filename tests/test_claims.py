@@ -46,7 +46,7 @@ def claim_file(tmp_path: Path) -> Path:
 
 
 def beat(owner: Claims, tmp_path: Path, count: int) -> None:
-    owner.files.replace(Paths.claim(*UNIT), owner._content(count))
+    owner.files.replace(Paths.claim(*UNIT), owner.content(count))
 
 
 def test_one_takes_the_other_waits(two: tuple[Claims, Claims]) -> None:
@@ -116,7 +116,7 @@ def test_a_dead_process_of_this_machine_holds_nothing(tmp_path: Path, clock: Clo
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"machine": None}])
 def test_of_another_machines_process_nothing_is_known(tmp_path: Path, clock: Clock, change: dict[str, str]) -> None:
     there = Claims(Files(tmp_path), 60, clock)
-    there._place = {**there._place, "process": "999999999", "started": "1", **change}
+    there.place = {**there.place, "process": "999999999", "started": "1", **change}
     there.take(*UNIT)
     here = Claims(Files(tmp_path), 60, clock)
     assert here.take(*UNIT) == "claimed"
@@ -128,7 +128,7 @@ def test_a_process_id_used_again_is_another_process(tmp_path: Path, clock: Clock
     if not owner.place():
         pytest.skip("this system has no /proc to ask about processes")
     old = Claims(Files(tmp_path), 60, clock)
-    old._place = {**old._place, "started": "12"}  # our own id, of a process that started at another time
+    old.place = {**old.place, "started": "12"}  # our own id, of a process that started at another time
     old.take(*UNIT)
     assert Claims(Files(tmp_path), 60, clock).take(*UNIT) == "ours"
 
@@ -174,7 +174,7 @@ def test_a_woken_owner_leaves_the_new_owners_claim(tmp_path: Path) -> None:
     owner.take(*UNIT)
     with owner.heartbeat(*UNIT):
         for _ in range(10):  # a beat between reading and writing the claim overwrites it once
-            other.files.replace(Paths.claim(*UNIT), other._content(0))
+            other.files.replace(Paths.claim(*UNIT), other.content(0))
             time.sleep(0.5)
             if other.state(*UNIT) == "ours":
                 break
@@ -209,7 +209,7 @@ def test_of_two_who_take_it_at_once_the_last_to_write_has_it(
     real = Files.put
 
     def late(files: Files, name: str, data: bytes) -> bool:
-        real(second.files, name, second._content(0))
+        real(second.files, name, second.content(0))
         return real(files, name, data)
 
     with monkeypatch.context() as patch:
@@ -229,7 +229,7 @@ def test_of_two_who_take_it_at_once_the_last_to_write_has_it(
 
     def overtaken(name: str, data: bytes) -> None:
         replace(name, data)
-        replace(name, third._content(0))
+        replace(name, third.content(0))
 
     with monkeypatch.context() as patch:
         patch.setattr(first.files, "replace", overtaken)
@@ -241,7 +241,7 @@ def test_of_two_who_take_it_at_once_the_last_to_write_has_it(
 def test_a_beat_that_fails_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Claims(Files(tmp_path), 0.06)
     written: list[bytes] = []
-    real, read, enough = holder.files.replace, holder._read, threading.Event()
+    real, read, enough = holder.files.replace, holder.read, threading.Event()
     reads: Iterator[bytes | None] = iter([None, None])
 
     def replace(name: str, data: bytes) -> None:
@@ -254,14 +254,14 @@ def test_a_beat_that_fails_is_followed_by_another(tmp_path: Path, monkeypatch: p
 
     holder.take(*UNIT)
     monkeypatch.setattr(holder.files, "replace", replace)
-    monkeypatch.setattr(holder, "_read", lambda name: next(reads, read(name)))
+    monkeypatch.setattr(holder, "read", lambda name: next(reads, read(name)))
     with holder.heartbeat(*UNIT):
         assert enough.wait(30)
         [thread] = [thread for thread in threading.enumerate() if thread.name == "claim"]
         assert thread.daemon, "it does not keep a process alive"
     beats = [json.loads(data) for data in written]
     assert [one["beat"] for one in beats[:5]] == [3, 4, 5, 6, 7], "two looks found nothing, each beat is another"
-    assert all(one == {"owner": holder.token, "beat": one["beat"], **holder._place} for one in beats)
+    assert all(one == {"owner": holder.token, "beat": one["beat"], **holder.place} for one in beats)
     assert all(data.endswith(b"}\n") for data in written)
 
 

@@ -12,9 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from pipeline.config import TrainConfig
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
-from pipeline.parallel.activation_checkpoint import checkpoint_blocks
+from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
@@ -53,7 +54,8 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
             model = tiny_run.model(tiny_run.config())
             names = list(model.state_dict())
             if way != "plain":
-                checkpoint_blocks(model.blocks, "selective" if way == "selective" else "full")
+                mode = "selective" if way == "selective" else "full"
+                apply_activation_checkpointing(model.blocks, TrainConfig(activation_checkpointing=mode))
             if compiled:
                 compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
                 compile_conditions(model, counter)  # type: ignore[arg-type]
@@ -100,6 +102,33 @@ def test_one_graph_serves_all_buckets_and_text_lengths(text: str) -> None:
             out.square().mean().backward()
             assert counter.frame_count == 2
     assert torch.allclose(out, plain(*given), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_inductor_compiles_two_graphs_and_nothing_after_the_second_step() -> None:
+    """Real code for this CPU, as `train.compile: auto` takes on a GPU; values and gradients of plain PyTorch."""
+    settings = tiny_run.config(layers=2)
+    model, plain = tiny_run.model(settings), tiny_run.model(settings)
+    counter = CompileCounterWithBackend("inductor")
+    compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
+    compile_conditions(model, counter)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    shapes = itertools.product(((4, 6), (6, 4), (8, 8), (3, 16), (16, 2)), (5, 7, 16))
+    for step, ((height, width), rows) in enumerate(shapes):
+        latents = torch.randn(3, model.config.in_channels, height, width, generator=generator)
+        captions = torch.randn(3, rows, model.config.caption_channels, generator=generator)
+        mask = torch.arange(rows)[None] < torch.tensor([rows, 2, 4])[:, None]
+        outputs = [made(latents, captions, mask, torch.tensor([10.0, 500.0, 900.0])) for made in (model, plain)]
+        assert torch.allclose(*outputs, atol=1e-4)
+        for out in outputs:
+            out.square().mean().backward()
+        if step == 1:
+            compiled = counter.frame_count, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
+            assert compiled[0] <= 2
+    assert (counter.frame_count, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]) == compiled
+    found, expected = ({n: p.grad for n, p in made.named_parameters()} for made in (model, plain))
+    assert tiny_run.distance(found, expected) <= 1e-4  # type: ignore[arg-type]
 
 
 def test_one_graph_too_many_is_an_error_and_not_left_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,27 +10,14 @@ from typing import Any
 import pytest
 
 from pipeline.config import load, shipped
-from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import expected_shapes
 from pipeline.training import optimizers
 from stages import demo
 from tests.support import hub_layouts
+from tests.support.sana_shapes import SHAPES
 
 RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
 GPUS = 8
-_SMALL = SanaConfig(
-    num_layers=28,
-    num_attention_heads=36,
-    num_cross_attention_heads=16,
-    cross_attention_head_dim=72,
-    cross_attention_dim=1152,
-)
-SHAPES = {
-    "sana_600m_512": _SMALL,
-    "sana_1600m_1024": SanaConfig(),
-    "sana15_1600m_1024": SanaConfig(qk_norm="rms_norm_across_heads"),
-    "sana15_4800m_1024": SanaConfig(qk_norm="rms_norm_across_heads", num_layers=60),
-}
 NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num_warmup_steps)
     "sana_600m_512": ("Sana_600M_img512", 1e-4, 128, 2000),
     "sana_1600m_1024": ("Sana_1600M_img1024_AdamW", 1e-4, 64, 2000),
@@ -119,9 +106,7 @@ def derived(name: str) -> list[str]:
     for gpus in (4, 8):
         text = f"{state / gpus:.1f} GB on each of {gpus}"
         fragments += [text] if text in head(name) else []
-    inputs_of_batch = (
-        f"GB a sample of 1024 x 1024, {inputs * train.microbatch:.1f} GB at microbatch {train.microbatch} (arithmetic)"
-    )
+    inputs_of_batch = f"GB a sample of 1024 x 1024, {inputs * 8:.1f} GB at microbatch 8 (arithmetic)"
     fragments += [inputs_of_batch] if "at microbatch" in head(name) else []
     fragments += [f"{shape.num_layers} blocks"] if " blocks with" in head(name) else []
     return fragments

@@ -79,7 +79,7 @@ def test_all_pictures_of_a_run_count(small_cache: Path, make_config: Any, tmp_pa
         check_inputs(settings, task, Launch(0, 64, 0, 64), lambda line: None)
     low = SimpleNamespace(buckets=[SimpleNamespace(height=16, width=96)])
     drawn = tiny_run.prompts(settings, (24, 64))
-    heights = stages.train._heights(snapshot, low, drawn)  # type: ignore[arg-type]
+    heights = stages.train.latent_heights(snapshot, low, drawn)  # type: ignore[arg-type]
     assert heights == {**task.heights, "bucket 16x96": 16 // snapshot.latent_recipe.compression, "train.pictures": 3}
 
 

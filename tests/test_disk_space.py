@@ -287,7 +287,7 @@ def test_a_ray_task_waits_too(
             return ray_engine.make_unit(order, recipe, 0, plan.units[-1].unit)
         finally:
             os.chdir(before)
-            ray_engine._makers.clear()
+            ray_engine.makers.clear()
 
     with pytest.raises(NoSpaceError) as caught:
         task(config)

@@ -7,17 +7,14 @@ One launch (`tests/support/workers/optimizers.py`) runs all of it; the tests bel
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.training import checkpoint, metrics
+from tests.support.launched import found, run_worker
 from tests.support.workers import optimizers, tiny_run
-from tests.test_dist_training import ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
@@ -25,15 +22,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("optimizers")
-    command = [sys.executable, "-m", "tests.support.workers.optimizers", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, env=tiny_run.environ())
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_worker("optimizers", folder, timeout_s=550)
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "found.json").read_text())
+    return found(folder)
 
 
 @pytest.mark.parametrize("place", optimizers.PLACES)

@@ -5,9 +5,6 @@ One launch (`tests/support/workers/pipelines.py`) runs all of it; the tests belo
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,8 @@ import pytest
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import mesh
-from tests.support.workers import pipelines, tiny_run
+from tests.support.launched import found_by_size, run_worker
+from tests.support.workers import pipelines
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 ROWS = [(world, name) for world, cases in pipelines.CASES.items() for name in cases]
@@ -32,17 +30,13 @@ SCHEDULES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipelines")
-    command = [sys.executable, "-m", "tests.support.workers.pipelines", str(path)]
-    done = subprocess.run(
-        command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=800, env=tiny_run.environ()
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_worker("pipelines", path, timeout_s=800)
     return path
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[int, dict[str, Any]]:
-    return {world: json.loads((folder / f"found-{world}.json").read_text()) for world in (1, *pipelines.CASES)}
+    return found_by_size(folder, (1, *pipelines.CASES))
 
 
 @pytest.mark.parametrize(("world", "name"), ROWS)

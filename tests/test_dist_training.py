@@ -6,7 +6,6 @@ below judge its results.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -19,32 +18,17 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
+from tests.support.launched import ROOT, found, run_worker, torchrun
 from tests.support.workers import failing_run, tiny_run
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def torchrun(*arguments: object, processes: int = 2) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    return subprocess.Popen(
-        [*command, *map(str, arguments)],
-        env=environ,
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("two")
-    process = torchrun("tests.support.workers.two_processes", folder)
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
-    return json.loads((folder / "found.json").read_text())
+    run_worker("two_processes", folder, processes=2, timeout_s=400)
+    return found(folder)
 
 
 def test_the_launch_is_recognised(results: dict[str, Any]) -> None:

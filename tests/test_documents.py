@@ -30,6 +30,7 @@ from pipeline.encoding import rebuild, unit_records
 from pipeline.errors import IntegrityError
 from pipeline.models import encoders
 from tests.support import tiny_cache
+from tests.support.damage import flip
 
 
 def documents(root: Path) -> list[str]:
@@ -53,13 +54,9 @@ def lose(root: Path, pattern: str) -> None:
         (root / Paths.copy(name)).unlink()
 
 
-def flip(data: bytes) -> bytes:
-    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
-
-
 HARM: dict[str, Callable[[Path], object]] = {
     "lost": Path.unlink,
-    "flipped": lambda path: path.write_bytes(flip(path.read_bytes())),
+    "flipped": lambda path: flip(path, path.stat().st_size // 2),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-30]),
     "empty": lambda path: path.write_bytes(b""),
 }

@@ -26,7 +26,7 @@ from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
-from pipeline.encoding.scan import SCAN, _unchanged, _unique
+from pipeline.encoding.scan import SCAN, check_unique, unchanged_row
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import filters, selection
@@ -38,8 +38,8 @@ from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES, Kinds
 from pipeline.work import engine
 from tests.support.lowered import lower_limits
+from tests.support.source_files import listed, make_tar, opened
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
-from tests.test_sources import listed, make_tar, opened
 
 RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
 
@@ -197,7 +197,7 @@ def test_ties_are_rounded_to_even() -> None:
         expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         assert np.array_equal(codec.from_float(values), expected), hex(tail)
     tokens = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -127.0]], np.float32)
-    steps, quantised = codec._quantise(tokens, np.ones(8, np.float32))
+    steps, quantised = codec.quantise(tokens, np.ones(8, np.float32))
     assert codec.to_float(steps).tolist() == [1.0]
     assert quantised.tolist() == [[127, 0, 2, 2, 0, -2, -2, -127]]
 
@@ -349,7 +349,7 @@ def test_a_picture_for_two_buckets_stands_in_the_listings_order(tmp_path: Path) 
     ]
     (tmp_path / "list.csv").write_text("item,height,width\nc,32,0\n")
     with pytest.raises(UserError, match="32x0"):
-        planning.read_targets(str(tmp_path / "list.csv"), 8)
+        planning.read_targets(str(tmp_path / "list.csv"), 8, 0)
 
 
 def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) -> None:
@@ -402,11 +402,13 @@ def test_a_batch_that_does_not_fit_is_halved_and_counted() -> None:
             raise MemoryError
         return [np.array([one]) for one in inputs]
 
-    assert [int(a[0]) for a in unit_records._finite(list(range(7)), encode, limits) if a is not None] == list(range(7))
+    assert [int(a[0]) for a in unit_records.encode_finite(list(range(7)), encode, limits) if a is not None] == list(
+        range(7)
+    )
     assert calls == [7, 4, 2, 2, 3], "the first half is the larger one"
     assert unit_records.provenance(limits.halved)["halved_batches"] == 2
     calls.clear()
-    unit_records._finite(list(range(3)), encode, limits)
+    unit_records.encode_finite(list(range(3)), encode, limits)
     assert calls == [3] and limits.halved == 2
 
 
@@ -445,7 +447,7 @@ def test_the_batch_that_fits_is_searched_once_per_size_of_picture() -> None:
     for turn in range(2):
         for size in (10, 4):
             calls.clear()
-            made = unit_records._finite([np.full(size, i) for i in range(8)], encode, limits)
+            made = unit_records.encode_finite([np.full(size, i) for i in range(8)], encode, limits)
             assert [int(a[0]) for a in made if a is not None] == list(range(8))
             failed = {10: [8, 4], 4: [8]}[size] if turn == 0 else []
             fits = {10: [2, 2, 2, 2], 4: [4, 4]}[size]
@@ -718,8 +720,8 @@ def test_limits_of_a_policy_are_allowed_themselves() -> None:
 
 def test_a_row_is_known_by_its_size_and_its_time() -> None:
     row = {"size": 1, "mtime_ns": 2}
-    assert _unchanged(row, 1, 2) is row
-    assert _unchanged(row, 1, 3) is None and _unchanged(row, 2, 2) is None and _unchanged(None, 1, 2) is None
+    assert unchanged_row(row, 1, 2) is row
+    assert unchanged_row(row, 1, 3) is None and unchanged_row(row, 2, 2) is None and unchanged_row(None, 1, 2) is None
 
 
 @pytest.mark.parametrize("lowered", [False, True])
@@ -735,9 +737,9 @@ def test_items_with_the_same_sample_id_are_refused(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(scanning, "sample_ids", ids)
     with pytest.raises(UserError) as caught:
-        _unique("photos", table, Scratch())
+        check_unique("photos", table, Scratch())
     assert "4.jpg" in caught.value.what and "17.jpg" in caught.value.what and "'3.jpg'" not in caught.value.what
-    _unique("photos", table.slice(0, 17), Scratch())
+    check_unique("photos", table.slice(0, 17), Scratch())
 
 
 def test_unit_documents_tell_what_may_pass() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
+from tests.support.launched import children
 from tests.support.workers import tiny_run
 from tests.support.workers.mortal_run import STEPS
 
@@ -41,11 +42,6 @@ def torchrun(
         return subprocess.Popen(
             command, env=environ, cwd=tiny_run.ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started (workers of torchrun are in sessions of their own)."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def ended(process: subprocess.Popen[bytes], log: Path) -> None:

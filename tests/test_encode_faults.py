@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -34,15 +35,16 @@ UNITS = (
 
 
 def encode(
-    config: Config, folder: Path, photos: Path, stderr: Path | None = None, **options: Any
+    config: Config, folder: Path, photos: Path, stderr: Path | None = None, lowered: bool = False, **options: Any
 ) -> subprocess.Popen[bytes]:
     path = folder / "config.yaml"
     path.write_text(dump(config))
     assert yaml.safe_load(path.read_text())["cache"] == config.cache
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    start = [sys.executable, "-m", "tests.support.workers.lowered"] if lowered else command()
     with open(stderr, "wb") if stderr else nullcontext(subprocess.PIPE) as printed:
         return subprocess.Popen(
-            command("encode", "--config", str(path), "--data", str(photos)),
+            [*start, "encode", "--config", str(path), "--data", str(photos)],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=printed,
@@ -63,22 +65,28 @@ def undisturbed(
 
 @pytest.mark.fault
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("lowered", [False, True])
 def test_killed_at_random_then_finished(
-    fault_seed: int, undisturbed: tuple[dict[str, bytes], float], photos: Path, make_config: MakeConfig, tmp_path: Path
+    lowered: bool,
+    fault_seed: int,
+    undisturbed: tuple[dict[str, bytes], float],
+    photos: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
 ) -> None:
     truth, seconds = undisturbed
     chance = random.Random(fault_seed)
     config = make_config(tmp_path, *UNITS)
     kills = 0
     for _ in range(2):
-        process = encode(config, tmp_path, photos)
+        process = encode(config, tmp_path, photos, lowered=lowered)
         try:
             process.wait(timeout=chance.uniform(0.3, 1.0) * seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills += 1
-    process = encode(config, tmp_path, photos)
+    process = encode(config, tmp_path, photos, lowered=lowered)
     _, error = process.communicate()
     assert process.returncode == 0, error.decode()
     assert files(tmp_path / "cache") == truth, f"after {kills} kills"

@@ -23,8 +23,8 @@ from pipeline.encoding import unit_records
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 from pipeline.sources.tars import TarSource
+from tests.support.http_server import serve
 from tests.support.lowered import lower_limits
-from tests.test_remote import serve
 
 MakeConfig = Callable[..., Config]
 COUNT = 8

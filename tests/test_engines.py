@@ -72,7 +72,7 @@ def here(
 def other_machine(cache: Cache) -> Claims:
     """A worker of which this machine knows nothing but its claims."""
     claims = Claims(cache.files, 60)
-    claims._place = {}
+    claims.place = {}
     return claims
 
 
@@ -300,7 +300,7 @@ def test_records_are_summed_and_what_is_left_is_not_expected(cache: Cache, todo:
 
     def sleep(seconds: float) -> None:
         for work in held:
-            owner.files.replace(Paths.claim(*work), owner._content(next(beats)))
+            owner.files.replace(Paths.claim(*work), owner.content(next(beats)))
 
     worker.stop.sleep = sleep  # type: ignore[method-assign]
     bar = Progress("units", 0)
@@ -371,7 +371,7 @@ def test_the_grace_runs_from_the_first_signal(now: list[float]) -> None:
     with stop.polite():
         stop.check()
         stop.check_batch()
-        stop._note(signal.SIGUSR1, None)
+        stop.note(signal.SIGUSR1, None)
         with pytest.raises(Stopped, match="SIGUSR1"):
             stop.check()
         now[0] += 4.9
@@ -380,12 +380,12 @@ def test_the_grace_runs_from_the_first_signal(now: list[float]) -> None:
         with pytest.raises(Stopped, match="SIGUSR1"):
             stop.check_batch()
     with pytest.raises(Stopped, match="SIGTERM"):
-        stop._note(signal.SIGTERM, None)  # no longer polite
+        stop.note(signal.SIGTERM, None)  # no longer polite
     stop = Stop(grace_s=5)
     with stop.polite():
         for number in (signal.SIGUSR1, signal.SIGTERM):
             stop.check_batch()
-            stop._note(number, None)
+            stop.note(number, None)
         with pytest.raises(Stopped, match="SIGTERM"):
             stop.check_batch()
 
@@ -403,21 +403,21 @@ def test_a_sleep_takes_its_time_and_ends_at_a_signal(now: list[float]) -> None:
 
 def test_signals_are_caught_inside_the_block_only() -> None:
     stop, handlers = Stop(0), [signal.getsignal(number) for number in SIGNALS]
-    checks = list(retrying._checks)
+    checks = list(retrying.wait_checks)
     with stop.signals():
-        assert retrying._checks == [*checks, stop.check_batch], "waiting for storage ends, too"
+        assert retrying.wait_checks == [*checks, stop.check_batch], "waiting for storage ends, too"
         for number in SIGNALS:
-            assert signal.getsignal(number) == stop._note
+            assert signal.getsignal(number) == stop.note
             signal.signal(number, signal.SIG_IGN)  # as a library may
         stop.catch()
-        assert all(signal.getsignal(number) == stop._note for number in SIGNALS)
+        assert all(signal.getsignal(number) == stop.note for number in SIGNALS)
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
-    assert retrying._checks == checks
+    assert retrying.wait_checks == checks
 
     def elsewhere() -> None:
         with stop.signals():
             stop.catch()
-            done.append(retrying._checks == checks)
+            done.append(retrying.wait_checks == checks)
 
     done: list[bool] = []
     thread = threading.Thread(target=elsewhere)
@@ -727,7 +727,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     fake, folder = FakeRay([2.0, -4.0]), Path.cwd()
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_engine, "_makers", {})
+    monkeypatch.setattr(ray_engine, "makers", {})
     handler = signal.getsignal(signal.SIGTERM)
     yield fake
     signal.signal(signal.SIGTERM, handler)
@@ -747,7 +747,7 @@ def test_ray_tasks_are_handed_out_a_few_ahead_and_counted(
         assert cluster.run([], bar) == 0
         assert ray.calls == [], "no cluster is started for nothing"
         assert cluster.run(todo, bar) == 8 * 3
-        assert signal.getsignal(signal.SIGTERM) == stop._note, "ray replaces it"
+        assert signal.getsignal(signal.SIGTERM) == stop.note, "ray replaces it"
         assert cluster.run(todo, bar) == 0, "committed units are made once"
     assert ray.most == 2 * 2 + 2, "dead nodes do not count"
     assert (bar.done, bar.rejected, bar.total, bar.tokens) == (24, 8, 16, sum(range(8)))
@@ -760,13 +760,13 @@ def test_ray_tasks_are_handed_out_a_few_ahead_and_counted(
     assert (order.key, order.folder, order.version) == ("key", str(Path.cwd()), __version__)
     assert ray.calls[2][1] == {"max_retries": 10, "num_cpus": 1.0, "num_gpus": 0.0}
     assert {call[2:] for call in ray.calls if call[0] == "wait"} == {(1, 0.5)}
-    [maker] = ray_engine._makers.values()
+    [maker] = ray_engine.makers.values()
     assert maker.done == [unit.unit for _, unit in todo], "in the order of the plan, by one maker"  # type: ignore
     assert "waiting for one" not in capsys.readouterr().out
     before = list(ray.calls)
     with cluster_of(cache) as cluster:
-        cluster._connect()
-    assert ray.calls[len(before) :] == [("put", cluster._order)], "another's cluster is not ended"
+        cluster.connect()
+    assert ray.calls[len(before) :] == [("put", cluster.order)], "another's cluster is not ended"
 
 
 @pytest.mark.parametrize(
@@ -783,16 +783,16 @@ def test_what_a_ray_task_needs(
     cache: Cache, ray: FakeRay, settings: Any, resources: dict[str, float], need: tuple[float, float]
 ) -> None:
     ray.resources = resources
-    assert cluster_of(cache, **settings)._need() == {"num_cpus": need[0], "num_gpus": need[1]}
+    assert cluster_of(cache, **settings).need() == {"num_cpus": need[0], "num_gpus": need[1]}
 
 
 def test_how_many_ray_tasks_run_at_once(cache: Cache, ray: FakeRay) -> None:
     cluster = cluster_of(cache)
     ray.slots = [4.0, 7.0, -9.0]
-    assert cluster._slots({"num_cpus": 1.5, "num_gpus": 0.0}) == 2 + 4
-    assert cluster._slots({"num_cpus": 1.0, "num_gpus": 0.25}) == 4 + 4
-    assert cluster._slots({"num_cpus": 0.0, "num_gpus": 0.0}) == 2, "one on each living node"
-    assert cluster._slots({"num_cpus": 100.0, "num_gpus": 0.0}) == 0
+    assert cluster.slots({"num_cpus": 1.5, "num_gpus": 0.0}) == 2 + 4
+    assert cluster.slots({"num_cpus": 1.0, "num_gpus": 0.25}) == 4 + 4
+    assert cluster.slots({"num_cpus": 0.0, "num_gpus": 0.0}) == 2, "one on each living node"
+    assert cluster.slots({"num_cpus": 100.0, "num_gpus": 0.0}) == 0
 
 
 def test_without_a_node_ray_waits_and_says_so_once(
@@ -830,7 +830,7 @@ def test_a_signal_ends_what_ray_runs(cache: Cache, todo: engine.Work, ray: FakeR
 
     class Signalled(MeteredMaker):
         def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
-            stop._note(signal.SIGTERM, None)
+            stop.note(signal.SIGTERM, None)
             return super().make(plan, unit, progress)
 
     cluster = ray_engine.Cluster(EncodeConfig(), "key", lambda: Signalled(cache), stop)
@@ -866,7 +866,7 @@ def test_a_ray_task_refuses_another_version_and_reuses_its_maker(
     assert len(built) == 1
     assert task(3, folder=str(tmp_path / "absent")).records == 3, "relative paths may not matter"
     assert task(4, key="b").records == 3
-    assert (len(built), list(ray_engine._makers)) == (2, ["b"]), "one encoder at a time"
+    assert (len(built), list(ray_engine.makers)) == (2, ["b"]), "one encoder at a time"
 
 
 @pytest.mark.parametrize("kind", [ConnectionError, RuntimeError, ValueError])
@@ -878,15 +878,15 @@ def test_a_ray_cluster_that_cannot_be_reached(
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(UserError) as caught, cluster_of(cache) as cluster:
-        cluster._connect()
+        cluster.connect()
     assert caught.value.found == "nobody there"
     assert "shutdown" not in ray.calls
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-        ray_engine._reachable()
+        ray_engine.check_reachable()
     with pytest.raises(UserError) as caught:
-        ray_engine._reachable()
+        ray_engine.check_reachable()
     assert str(caught.value.found).startswith(f"RAY_ADDRESS=127.0.0.1:{port}: ")
 
 

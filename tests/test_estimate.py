@@ -226,7 +226,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
     items = [item.key for item in folder.items()]
     decoded: list[float] = []
     encoder: Any = Encoder()
-    result = estimate._probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)
+    result = estimate.probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)
     assert result == (pytest.approx(measured[0]), measured[1])
     assert sizes == batches
     assert len(decoded) == 4

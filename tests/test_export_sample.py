@@ -252,7 +252,7 @@ def test_encoders_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) 
     shutil.copytree(trained.config.vae.id, models)
     path = models / "vae" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "latent_channels": 32}))
-    with pytest.raises(ConfigError, match="gives channels: 32, the model's in_channels is 16"):
+    with pytest.raises(ConfigError, match=r"channels: 32, .*in_channels .*16"):
         export.run(changed(trained.config, tmp_path, f"vae.id={models}"), "auto", tmp_path / "export")
 
 
@@ -265,7 +265,7 @@ def test_export_is_whole_or_not_at_all(trained: Trained, tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_copy_model", full)
+        patch.setattr(export, "copy_model", full)
         with pytest.raises(UserError, match="No space left"):
             export.run(trained.config, "auto", out, overwrite=True)
     assert {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
@@ -289,7 +289,7 @@ def test_only_an_older_export_of_the_same_run_is_overwritten(
     out = tmp_path / "export"
     out.mkdir()
     mark = out / export.MARK
-    state = {"run": export._run_of(trained.checkpoint), **checkpoints.read_document(trained.checkpoint).state.as_dict()}
+    state = {"run": export.run_of(trained.checkpoint), **checkpoints.read_document(trained.checkpoint).state.as_dict()}
     written: list[Path] = []
     monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[2]))
 

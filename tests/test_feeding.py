@@ -21,6 +21,8 @@ from pipeline.errors import AwayError, RejectRateError
 from pipeline.launch import Launch
 from pipeline.training import checkpoint, feeding, metrics
 from pipeline.training.trainer import fit
+from tests.support.damage import flip
+from tests.support.launched import run_worker, torchrun
 from tests.support.workers import tiny_run
 
 
@@ -107,9 +109,7 @@ def rotten(cache: Path) -> None:
     for row in {*range(len(snapshot))} - {row for _, row in shortest.values()}:
         sample = snapshot.sample(row)
         path = cache / f"shards/{snapshot.latent_recipe.name}/{sample.shard[:2]}/{sample.shard}.tar"
-        data = bytearray(path.read_bytes())
-        data[sample.offset] ^= 1
-        path.write_bytes(data)
+        flip(path, sample.offset)
 
 
 def test_a_run_on_a_few_samples_ends(
@@ -151,7 +151,7 @@ def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyP
     total, warned = 0, 0
     for step, new in enumerate(bad, start=1):
         total += new
-        fine = feed._within_limit(batch, total)
+        fine = feed.within_limit(batch, total)
         warned = warned or step * bool(printed)
         if not fine:
             return warned, step
@@ -173,11 +173,7 @@ def test_the_ceiling_looks_at_the_last_samples(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.dist
 def test_what_one_process_cannot_have_ends_all_of_them_alike(tmp_path: Path) -> None:
-    from tests.test_dist_training import torchrun
-
-    process = torchrun("tests.support.workers.starved_run", tmp_path)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
+    run_worker("starved_run", tmp_path, processes=2, timeout_s=200)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     for run, kind, code in (("away", "AwayError", 75), ("rotten", "RejectRateError", 5)):
         assert (first[run]["error"], first[run]["kind"]) == (second[run]["error"], second[run]["kind"])
@@ -191,8 +187,6 @@ def test_what_one_process_cannot_have_ends_all_of_them_alike(tmp_path: Path) -> 
 
 @pytest.mark.dist
 def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
-    from tests.test_dist_training import torchrun
-
     process = torchrun("tests.support.workers.slow_run", tmp_path / "run")
     rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 100
     while not rows.exists() or not metrics.read(rows):

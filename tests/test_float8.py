@@ -21,7 +21,8 @@ from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.parallel.shards import local
 from pipeline.training.checks import check_inputs
-from tests.support.workers import float8_runs, strategies, tiny_run
+from tests.support.launched import results_by_case
+from tests.support.workers import float8_runs, tiny_run
 
 CPU = torch.device("cpu")
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
@@ -106,7 +107,7 @@ def test_compiled_blocks_stay_one_graph(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
-    results = strategies.found_by(float8_runs, tmp_path)
+    results = results_by_case(float8_runs, tmp_path)
     assert list(results) == list(float8_runs.CASES[2])
     for row in results.values():
         assert row["losses"] == pytest.approx(row["alone"], rel=3e-3)

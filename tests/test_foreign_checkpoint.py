@@ -72,8 +72,8 @@ def forge(folder: Path, change: Callable[[Metadata, Path], Any], mark: Path) -> 
     path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()), mark)))
     values = json.loads(head.read_text())
     del values["digest"]
-    values["files"][".metadata"] = checkpoint._fingerprint(path)
-    head.write_text(json.dumps({**values, "digest": checkpoint._digest_of(values)}))
+    values["files"][".metadata"] = checkpoint.fingerprint_of(path)
+    head.write_text(json.dumps({**values, "digest": checkpoint.digest_of(values)}))
 
 
 @pytest.mark.parametrize("change", [_runs_code, _calls_torch, _is_something_else, _holds_an_object, _points_outside])

@@ -28,7 +28,7 @@ from pipeline.sources import filesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.training.checkpoint import CheckpointError, read_document
 from pipeline.work import claims
-from tests.test_sources import listed, make_tar, opened
+from tests.support.source_files import listed, make_tar, opened
 
 WORKER = Path(__file__).parent / "support" / "workers" / "fuzzing.py"
 INPUTS = 1_050
@@ -186,7 +186,7 @@ def test_documents_that_are_nested_too_deeply(tmp_path: Path) -> None:
     deep = b'{"a":' * 3000
     with pytest.raises(IntegrityError, match="not a document"):
         layout.unseal(deep, "here")
-    assert claims._parsed(deep) == {}
+    assert claims.parse_claim(deep) == {}
     (tmp_path / "checkpoint.json").write_bytes(deep)
     with pytest.raises(CheckpointError, match="is damaged"):
         read_document(tmp_path)

@@ -200,13 +200,13 @@ def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pyte
 def test_the_references_are_read_again_by_time_and_not_by_number_of_files(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, readings, real = [0.0], list[float](), garbage._Needed
+    now, readings, real = [0.0], list[float](), garbage.Needed
 
     def needed(of: Cache, before: float) -> object:
         readings.append(now[0])
         return real(of, before)
 
-    monkeypatch.setattr(garbage, "_Needed", needed)
+    monkeypatch.setattr(garbage, "Needed", needed)
     left = [a_shard(cache, number) for number in range(3)]
     age(cache.files, *left)
     many = [(f"tables/{number:032x}.arrow", 1, "") for number in range(1001)]

@@ -30,11 +30,11 @@ from pipeline.launch import Launch
 from pipeline.loader.loader import Loader
 from pipeline.training.trainer import fit
 from tests.support import synthetic
+from tests.support.golden import GOLDEN
 from tests.support.loading import loader_settings
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GOLDEN = Path(__file__).resolve().parent / "data" / "golden-fc02fdf.tar.xz"
 SETTINGS = {
     "plain": [],
     "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.small=drop", "bucket.heldout=0.2"],

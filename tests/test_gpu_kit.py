@@ -210,7 +210,7 @@ def test_the_kernels_in_the_classes_exist() -> None:
 def test_a_profile_counts_states_of_generators_that_are_read() -> None:
     layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
     for preserved, count in ((True, 1), (False, 0)):
-        with steps._generator_reads() as reads:
+        with steps.generator_reads() as reads:
             checkpoint(layer, x, use_reentrant=False, preserve_rng_state=preserved)
         assert len(reads) == count
 

@@ -201,9 +201,9 @@ def test_other_files_are_rejected_by_name(data: bytes, reason: str) -> None:
 )
 def test_known_formats_are_named(name: str, starts: list[bytes]) -> None:
     for start in starts:
-        assert pillow_decoder._unidentified(start + b"\0" * 60).startswith(f"{name} is not an allowed format (")
+        assert pillow_decoder.unidentified(start + b"\0" * 60).startswith(f"{name} is not an allowed format (")
     for other in (starts[0][:-1] + b"\x02", b"0000ftypqt  ", b"0000f00pheic"):
-        assert pillow_decoder._unidentified(other + b"\0" * 60).startswith("not a picture in an allowed format")
+        assert pillow_decoder.unidentified(other + b"\0" * 60).startswith("not a picture in an allowed format")
 
 
 def test_interpreters_are_never_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -738,8 +738,8 @@ def test_vips_shows_what_pillow_shows(fast: None, kind: str, source: tuple[int, 
 
 @pytest.mark.parametrize(("side", "by"), [(1024, 1), (6143, 1), (6144, 2), (12287, 2), (12288, 4), (24576, 8)])
 def test_shrinking_on_load_leaves_a_factor_of_three(fast: None, side: int, by: int) -> None:
-    assert vips_decoder._shrink_on_load((side, side), (1024, 1024)) == by
-    assert vips_decoder._shrink_on_load((side, 3 * side), (1024, 1024)) == by
+    assert vips_decoder.shrink_on_load((side, side), (1024, 1024)) == by
+    assert vips_decoder.shrink_on_load((side, 3 * side), (1024, 1024)) == by
 
 
 @settings(max_examples=150, deadline=None)
@@ -852,7 +852,7 @@ def test_a_picture_that_lies_about_its_size_is_rejected(fast: None, monkeypatch:
     import simplejpeg
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **kwargs: np.zeros((9, 9, 3), np.uint8))
-    with pytest.raises(ImageReject, match="header says 160x96, the picture is 9x9"):
+    with pytest.raises(ImageReject, match=r"160x96.*9x9"):
         load(encoded(scene(160, 96), "JPEG"), (48, 64))
 
 
@@ -867,10 +867,10 @@ def test_the_choice_of_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: decoding.choose("vips"),
         lambda: decoding.load(encoded(scene()), (32, 32), decoder=vips_decoder.DECODER),
     ):
-        with pytest.raises(UserError, match="No module named 'pyvips'") as caught:
+        with pytest.raises(UserError, match="'pyvips'") as caught:
             attempt()
         assert "pip install" in str(caught.value.fix)
-    with pytest.raises(UserError, match="no decoder 'vips-srgb-9'"):
+    with pytest.raises(UserError, match="'vips-srgb-9'"):
         decoding.load(encoded(scene()), (32, 32), decoder="vips-srgb-9")
 
 

@@ -29,6 +29,7 @@ from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import CacheError
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
+from tests.support.damage import flip
 
 SAMPLED = 150
 
@@ -399,9 +400,7 @@ def test_without_verification_there_are_silent_cases(copy: Path, monkeypatch: py
     snapshot = Cache(copy).open_snapshot()
     place = snapshot.sample(0)
     path = copy / layout.Paths.shard(snapshot.latent_recipe.name, place.shard)
-    data = bytearray(path.read_bytes())
-    data[place.offset] ^= 1
-    path.write_bytes(data)
+    flip(path, place.offset)
     with_it, without = Tally(truth), Tally(truth)
     assert with_it.judge("flip", lambda: read(copy), [path.stem])
     monkeypatch.setattr(ShardReader, "matches", lambda *a: True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -9,8 +10,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -157,19 +159,24 @@ def product_inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((2, 5, 6), *((4, 6),) * 3)]
 
 
+def registered(module: ModuleType, part: str = "") -> tuple[Any, Any]:
+    """The operation of a module, or a part of it, as torch knows it, and that of its gradients."""
+    name = module.__name__.rpartition(".")[2] + part
+    return getattr(torch.ops.sana_pipe, name).default, getattr(torch.ops.sana_pipe, f"{name}_backward").default
+
+
 OPERATIONS: dict[str, tuple[Any, Any, Callable[[torch.dtype], list[Any]]]] = {
-    "gated convolution": (gated_convolution._operation, gated_convolution._gradients, convolution_inputs),
+    "gated convolution": (*registered(gated_convolution), convolution_inputs),
     "gated convolution of a band": (
-        gated_convolution._operation,
-        gated_convolution._gradients,
+        *registered(gated_convolution),
         lambda dtype: [*convolution_inputs(dtype), 1, 1],
     ),
-    "state": (linear_attention._state, linear_attention._state_gradients, state_inputs),
-    "read": (linear_attention._read, linear_attention._read_gradients, read_inputs),
-    "linear attention": (linear_attention._operation, linear_attention._gradients, attention_inputs),
-    "linear attention, side by side": (linear_attention._operation, linear_attention._gradients, side_by_side_inputs),
-    "joined product": (joined_linear._operation, joined_linear._gradients, product_inputs),
-    "packed attention": (packed_attention._operation, packed_attention._gradients, packed_inputs),
+    "state": (*registered(linear_attention, "_state"), state_inputs),
+    "read": (*registered(linear_attention, "_read"), read_inputs),
+    "linear attention": (*registered(linear_attention), attention_inputs),
+    "linear attention, side by side": (*registered(linear_attention), side_by_side_inputs),
+    "joined product": (*registered(joined_linear), product_inputs),
+    "packed attention": (*registered(packed_attention), packed_inputs),
 }
 
 
@@ -195,7 +202,7 @@ def test_the_twin_has_the_gradients_of_its_values(name: str) -> None:
 def in_parts(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
     """Linear attention of the first two tokens and of the others, with the sum of their states."""
     parts = list(zip(*(x.split([2, x.shape[1] - 2], dim=1) for x in (query, key, value)), strict=True))
-    summed = sum(linear_attention._state(k, v, head_dim) for _, k, v in parts)
+    summed = sum(torch.ops.sana_pipe.linear_attention_state(k, v, head_dim) for _, k, v in parts)
     read = [linear_attention.linear_attention(*part, head_dim, eps, lambda state: summed) for part in parts]
     return torch.cat(read, dim=1)
 
@@ -329,19 +336,61 @@ def test_flops_are_those_of_the_formula() -> None:
     assert parts.get_total_flops() == counter.get_total_flops() == 3 * 4 * whole[0].numel() * 4
 
 
+class OnGpu:
+    """Stands for a tensor of the second GPU."""
+
+    is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_capability() -> Iterator[None]:
+    backend._is_new_enough.cache_clear()
+    yield
+    backend._is_new_enough.cache_clear()
+
+
 def test_kernels_run_on_a_gpu_alone_and_not_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.kernels("linear_attention", torch.zeros(1)) is None
 
-    class OnGpu:
-        is_cuda, dtype = True, torch.bfloat16
-
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
     if importlib.util.find_spec("triton") is not None:
-        assert backend.kernels("linear_attention", OnGpu(), OnGpu()).__name__.endswith("_triton")  # type: ignore[union-attr, arg-type]
+        chosen = backend.kernels("linear_attention", OnGpu(), OnGpu())  # type: ignore[arg-type]
+        assert chosen is not None and chosen.module.__name__.endswith("_triton")
     exact = OnGpu()
     exact.dtype = torch.float64
     assert backend.kernels("linear_attention", OnGpu(), exact) is None  # type: ignore[arg-type]
-    monkeypatch.setattr(backend, "_triton_is_installed", lambda: False)
+    monkeypatch.setattr(backend, "triton_is_installed", lambda: False)
     assert backend.kernels("linear_attention", OnGpu()) is None  # type: ignore[arg-type]
+
+
+@triton
+@pytest.mark.parametrize(("capability", "kernels"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_kernels_are_for_the_gpus_that_they_are_compiled_for(
+    capability: tuple[int, int], kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert (backend.kernels("linear_attention", OnGpu()) is not None) == kernels  # type: ignore[arg-type]
+
+
+@triton
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current one."""
+    events: list[object] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        events.append(device)
+        yield
+        events.append("left")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", current)
+    for name in ("gated_convolution", "linear_attention"):
+        chosen = backend.kernels(name, OnGpu())  # type: ignore[arg-type]
+        assert chosen is not None
+        monkeypatch.setattr(chosen.module, "forward", lambda *args: events.append(args))
+        chosen.forward(1, 2)
+    assert events == [OnGpu.device, (1, 2), "left"] * 2
 
 
 # -------------------------------------------------------------------------------------------------------------- GPU

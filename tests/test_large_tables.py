@@ -179,8 +179,8 @@ def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, mon
     monkeypatch.setattr(scratch, "LIMIT", 100)
     monkeypatch.setattr(scratch, "RUN", 5)
     files: list[int] = []
-    unnamed = scratch._unnamed
-    monkeypatch.setattr(scratch, "_unnamed", lambda *args, **options: files.append(1) or unnamed(*args, **options))
+    unnamed = scratch.unnamed_file
+    monkeypatch.setattr(scratch, "unnamed_file", lambda *args, **options: files.append(1) or unnamed(*args, **options))
     assert stages.bucket.run(of) == whole
     assert len(files) > 10
 

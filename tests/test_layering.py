@@ -7,8 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.import_graph import imports, module_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         " work parallel encoding training planning reporting",
     }.items()
 }
-FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRARY_HOMES
+FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it
     "diffusers": {"pipeline.models"},
     "transformers": {"pipeline.models"},
     "tokenizers": {"pipeline.models"},
@@ -47,29 +50,6 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # in every room but those of LIBRA
 }
 CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "xxhash", "zstandard"}
 ENVIRONMENT_HOME = "pipeline.launch"
-
-
-def _module(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file names in an import, absolute, relative or through importlib with a literal."""
-    here = _module(path, root)
-    package = here.split(".") if path.name == "__init__.py" else here.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
 
 
 def _within(module: str, room: str) -> bool:
@@ -96,8 +76,8 @@ def violations(root: Path) -> list[str]:
     """Every import under `root`/{pipeline,stages} that the table forbids, as `file:line: what`."""
     result = []
     for path in sorted([*root.glob("pipeline/**/*.py"), *root.glob("stages/**/*.py")]):
-        here = _module(path, root)
-        for line, target in _imports(path, root):
+        here = module_name(path, root)
+        for line, target in imports(path, root):
             where = f"{path.relative_to(root)}:{line}"
             top = target.partition(".")[0]
             if top in ("pipeline", "stages", "benchmarks", "tests"):
@@ -129,12 +109,71 @@ def test_every_import_is_in_the_table() -> None:
     assert violations(ROOT) == []
 
 
+def test_no_test_imports_another_test() -> None:
+    """What they share is in tests/support."""
+    paths = list((ROOT / "tests").rglob("*.py"))
+    assert len(paths) > 100, "the tests were not found"
+    borrowed = [
+        f"{path.relative_to(ROOT)}:{line}: {target}"
+        for path in paths
+        for line, target in imports(path, ROOT)
+        if target.startswith("tests.test_")
+    ]
+    assert borrowed == []
+
+
+PRIVATE_USES = 38
+"""Places where tests name what a module keeps to itself. May go down, never up: make the name public, or test the
+behaviour."""
+
+
+def private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def private_uses(paths: list[Path], defined: set[str]) -> list[str]:
+    """Where files take such a name from an object, import it or patch it, as `file:line: name`."""
+    uses = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            names: list[Any] = []
+            if isinstance(node, ast.Attribute):
+                names = [node.attr] if getattr(node.value, "id", "") not in ("self", "cls") else []
+            elif isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("setattr", "object", "delattr"):
+                names = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant)]
+            uses += [f"{path}:{node.lineno}: {name}" for name in names if private(name) and name in defined]
+    return uses
+
+
+def test_tests_reach_for_less_that_is_private() -> None:
+    defined = set()
+    for path in [path for folder in ("pipeline", "stages", "benchmarks") for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id if isinstance(node, ast.Name) else node.attr)
+    uses = private_uses(sorted((ROOT / "tests").rglob("*.py")), defined)
+    assert len(uses) <= PRIVATE_USES, "\n".join(uses)
+    assert len(uses) == PRIVATE_USES, f"lower PRIVATE_USES to {len(uses)}"
+
+
+@pytest.mark.parametrize(
+    "line", ["module._x()", "from pipeline.module import _x", "patch.setattr(module, '_x', None)", "a.b._x = 1"]
+)
+def test_a_planted_use_is_counted(tmp_path: Path, line: str) -> None:
+    (tmp_path / "test.py").write_text(f"self._x\nmodule._other\nmodule.x\n{line}\n")
+    assert private_uses([tmp_path / "test.py"], {"_x", "x"}) == [f"{tmp_path / 'test.py'}:4: _x"]
+
+
 def test_every_permission_is_used() -> None:
     used = {
         (_room(here), target)
         for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("stages/**/*.py")]
-        for here in [_module(path, ROOT)]
-        for _, target in _imports(path, ROOT)
+        for here in [module_name(path, ROOT)]
+        for _, target in imports(path, ROOT)
     }
     granted = {(room, allowed) for room, names in ALLOWED.items() for allowed in names}
     assert [pair for pair in sorted(granted) if not any(r == pair[0] and _within(t, pair[1]) for r, t in used)] == []
@@ -193,7 +232,7 @@ def _heavy(modules: set[str]) -> list[str]:
 def test_memory_is_never_measured_by_tracemalloc() -> None:
     """Its hooks crash the process when threads of pyarrow take memory; children are watched from outside instead."""
     paths = [p for folder in ("pipeline", "stages", "benchmarks", "tests") for p in ROOT.glob(f"{folder}/**/*.py")]
-    assert [path for path in paths if any("tracemalloc" in name for _, name in _imports(path, ROOT))] == []
+    assert [path for path in paths if any("tracemalloc" in name for _, name in imports(path, ROOT))] == []
 
 
 def test_training_imports_no_encoder() -> None:

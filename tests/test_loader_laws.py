@@ -32,6 +32,7 @@ from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
 from tests.support import tiny_cache
 from tests.support.consumed import loader, seen, sequence
+from tests.support.damage import flip
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
@@ -491,9 +492,7 @@ def rotten(tmp_path: Path, cache: Cache) -> tuple[Cache, set[int]]:
     one, two = snapshot.sample(3), snapshot.sample(11)
     for recipe, place in ((snapshot.latent_recipe, one), (snapshot.text_recipe, two.captions[0])):
         path = root / f"shards/{recipe.name}/{place.shard[:2]}/{place.shard}.tar"
-        data = bytearray(path.read_bytes())
-        data[place.offset] ^= 1
-        path.write_bytes(data)
+        flip(path, place.offset)
     return Cache(root), {one.sample_id, two.sample_id}
 
 

@@ -18,7 +18,8 @@ import pytest
 from pipeline.cache.root import Cache
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
-from tests.test_dist_training import torchrun
+from tests.support.damage import flip
+from tests.support.launched import found, run_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 120
@@ -32,12 +33,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_order_law_with_real_processes(cache: Cache, tmp_path: Path, processes: int) -> None:
-    process = torchrun(
-        "tests.support.workers.gather_order", cache.root, tmp_path / "found.json", 3, processes=processes
-    )
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    assert json.loads((tmp_path / "found.json").read_text()) == sequence(loader(cache, length_window=3))
+    run_worker("gather_order", cache.root, tmp_path, 3, processes=processes, timeout_s=240)
+    assert found(tmp_path) == sequence(loader(cache, length_window=3))
 
 
 @pytest.mark.dist
@@ -45,22 +42,12 @@ def test_quarantine_with_real_processes(tmp_path: Path) -> None:
     """A bad record on one rank: all ranks go on with equal shapes, and the sequence is that of one process."""
     cache = tiny_cache.build(tmp_path / "cache")
     for path in sorted(cache.root.glob("shards/text-*/*/*.tar"))[:3]:
-        data = bytearray(path.read_bytes())
+        data = path.read_bytes()
         place = next(i for i in range(0, len(data), 512) if data[i : i + 6] == b"\x93NUMPY") + 128
-        data[place] ^= 1
-        path.write_bytes(data)
+        flip(path, place)
     expected = sequence(loader(cache, quarantine=tmp_path / "alone.jsonl"))
-    process = torchrun(
-        "tests.support.workers.gather_order",
-        cache.root,
-        tmp_path / "found.json",
-        0,
-        tmp_path / "four.jsonl",
-        processes=4,
-    )
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    assert json.loads((tmp_path / "found.json").read_text()) == expected
+    run_worker("gather_order", cache.root, tmp_path, 0, tmp_path / "four.jsonl", processes=4, timeout_s=240)
+    assert found(tmp_path) == expected
     alone, four = (sorted((tmp_path / f"{name}.jsonl").read_text().splitlines()) for name in ("alone", "four"))
     assert alone and alone == four
 

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipeline.launch import Launch, scheduled_attempt
 from pipeline.training import checkpoint, lock, metrics
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
+from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,18 +32,6 @@ NEVER = 1e9
 def train(run: Path, *, steps: int = 1, resume: str | None = None, touch: Any = None, **options: Any) -> Report:
     settings = tiny_run.config(run, steps=steps, **options)
     return fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, say=lambda line: None)
-
-
-ELSEWHERE = lock.Owner("07e4", "node7", 4711, {"machine": "node7", "process": "4711", "started": "1"}, 0, None, 0)
-
-
-def plant(run: Path, owner: lock.Owner, *, untouched_s: float = 0.0, job: str | None = None, attempt: int = 0) -> Path:
-    """A lock in a run directory, as its owner would have written it."""
-    run.mkdir(exist_ok=True)
-    path = run / lock.NAME
-    path.write_text(json.dumps(asdict(replace(owner, since=time.time() - 7300, job=job, attempt=attempt))))
-    os.utime(path, (time.time() - untouched_s,) * 2)
-    return path
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pipeline.parallel.parallelize import parallelize
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
-from tests import test_activation as one
+from tests.support import saved_activations
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.gpu
@@ -22,20 +22,24 @@ pytestmark = pytest.mark.gpu
 
 def on_device(*way: Any) -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes allocated between the passes beyond the parameters, and the gradients."""
-    module = one.model(torch.bfloat16, *way).cuda()
-    given = [tensor.cuda() for tensor in one.inputs(torch.bfloat16)]
+    module = saved_activations.model(torch.bfloat16, *way).cuda()
+    given = [tensor.cuda() for tensor in saved_activations.inputs(torch.bfloat16)]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out = module(*given)
     torch.cuda.synchronize()
-    saved = torch.cuda.memory_allocated() - before - sum(each.device_bytes() for each in one.offloaders(module))
+    saved = (
+        torch.cuda.memory_allocated()
+        - before
+        - sum(each.device_bytes() for each in saved_activations.offloaders(module))
+    )
     out.float().square().mean().backward()
     return saved, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", one.WAYS)
+@pytest.mark.parametrize("name", saved_activations.WAYS)
 def test_less_is_allocated(name: str) -> None:
-    way, _, least, exact = one.WAYS[name]
+    way, _, least, exact = saved_activations.WAYS[name]
     on_device()  # what libraries allocate once
     without, expected = on_device()
     saved, actual = on_device(*way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from pipeline.errors import ConfigError
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, metrics, optimizers
 from pipeline.training.optimizers import in_backward
+from tests.support.launched import found, run_worker
+from tests.support.runs import fit_tiny, same_checkpoints
 from tests.support.workers import tiny_run
-from tests.test_dist_training import torchrun
-from tests.test_training import _equal, _fit
 
 CPU = torch.device("cpu")
 
@@ -76,7 +75,7 @@ def test_the_configuration_moves_the_step_into_the_backward_pass(
         return optimizer
 
     monkeypatch.setattr(optimizers, "build", watched)
-    _fit(tiny_run.config(tmp_path, steps=1, microbatch=8, optim={"clip": None, "in_backward": True}))
+    fit_tiny(tiny_run.config(tmp_path, steps=1, microbatch=8, optim={"clip": None, "in_backward": True}))
     assert given[:-1] and set(given[:-1]) == {1}
     assert given[-1] == 0, "nothing is left for the step after the backward pass"
 
@@ -85,11 +84,11 @@ def test_a_run_with_updates_within_the_backward_pass_resumes(tmp_path: Path) -> 
     """Also from a checkpoint of a run that did them afterwards, and the other way round."""
     within = {"microbatch": 8, "optim": {"clip": None, "in_backward": True}}
     after = {"microbatch": 8, "optim": {"clip": None}}
-    _fit(tiny_run.config(tmp_path / "whole", steps=4, **after))
-    _fit(tiny_run.config(tmp_path / "parts", steps=2, **within))
-    _fit(tiny_run.config(tmp_path / "parts", steps=3, **after), resume="auto")
-    _fit(tiny_run.config(tmp_path / "parts", steps=4, **within), resume="auto")
-    assert _equal(tmp_path / "whole/checkpoints/step-00000004", tmp_path / "parts/checkpoints/step-00000004")
+    fit_tiny(tiny_run.config(tmp_path / "whole", steps=4, **after))
+    fit_tiny(tiny_run.config(tmp_path / "parts", steps=2, **within))
+    fit_tiny(tiny_run.config(tmp_path / "parts", steps=3, **after), resume="auto")
+    fit_tiny(tiny_run.config(tmp_path / "parts", steps=4, **within), resume="auto")
+    assert same_checkpoints(tmp_path / "whole/checkpoints/step-00000004", tmp_path / "parts/checkpoints/step-00000004")
     whole, parts = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     assert [row["loss"] for row in whole] == [row["loss"] for row in parts]
 
@@ -97,7 +96,7 @@ def test_a_run_with_updates_within_the_backward_pass_resumes(tmp_path: Path) -> 
 def test_several_microbatches_are_refused(tmp_path: Path) -> None:
     settings = tiny_run.config(tmp_path / "run", microbatch=3, optim={"clip": None, "in_backward": True})
     with pytest.raises(ConfigError, match=r"(?s)microbatch = 8 or more.*bucket.batch = 3 or less.*microbatch=8"):
-        _fit(settings)
+        fit_tiny(settings)
     assert not (tmp_path / "run").exists()
     in_backward.check(settings.train, 12, 4)
     with pytest.raises(ConfigError, match="microbatch = 4 or more"):
@@ -106,9 +105,9 @@ def test_several_microbatches_are_refused(tmp_path: Path) -> None:
 
 def test_parameters_in_host_memory_in_one_process(tmp_path: Path) -> None:
     """Sharded and offloaded also where there is nothing to share; the same run."""
-    _fit(tiny_run.config(tmp_path / "device", steps=3))
-    _fit(tiny_run.config(tmp_path / "host", steps=2, parallel={"offload": "all"}))
-    _fit(tiny_run.config(tmp_path / "host", steps=3, parallel={"offload": "all"}), resume="auto")
+    fit_tiny(tiny_run.config(tmp_path / "device", steps=3))
+    fit_tiny(tiny_run.config(tmp_path / "host", steps=2, parallel={"offload": "all"}))
+    fit_tiny(tiny_run.config(tmp_path / "host", steps=3, parallel={"offload": "all"}), resume="auto")
     device, host = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("device", "host"))
     assert [row["loss"] for row in host] == pytest.approx([row["loss"] for row in device], abs=1e-6)
     _, weights = checkpoint.load_model_state(tmp_path / "host/checkpoints/step-00000003")
@@ -122,10 +121,8 @@ def test_parameters_in_host_memory_in_one_process(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("memory")
-    process = torchrun("tests.support.workers.memory_modes", folder)
-    output, _ = process.communicate(timeout=500)
-    assert process.returncode == 0, output
-    return json.loads((folder / "found.json").read_text())
+    run_worker("memory_modes", folder, processes=2, timeout_s=500)
+    return found(folder)
 
 
 IN_BF16 = ("full", "selective", "int8", "full, offload")

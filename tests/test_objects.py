@@ -39,7 +39,6 @@ from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import command
 from pipeline.work.claims import Claims
 from tests.support import tiny_cache
-from tests.test_cache import LATENT
 
 MakeConfig = Callable[..., Config]
 
@@ -184,7 +183,7 @@ def test_a_store_that_overwrites_is_refused_at_once(
 def test_a_shard_that_is_given_up_leaves_nothing(objects: ObjectFiles) -> None:
     import numpy as np
 
-    with pytest.raises(RuntimeError), ShardWriter(objects, LATENT, "u") as writer:
+    with pytest.raises(RuntimeError), ShardWriter(objects, tiny_cache.recipes()[0], "u") as writer:
         writer.add(b"k" * 16, np.zeros((32, 4, 4), np.uint16))
         raise RuntimeError
     assert list(objects.walk("")) == [] and list(objects.mirror.root.glob("tmp/*")) == []
@@ -284,6 +283,90 @@ def test_the_mirror_fetches_once_heals_itself_and_stays_in_its_bound(place: str,
     finally:
         del files.fs.get_file
     assert list(folder.glob("tmp/*")) == []
+
+
+def fetched_into(mirror: mirrors.Mirror, number: int, size: int = 1000) -> None:
+    data = number.to_bytes(4, "little") * (size // 4)
+    name = layout.Paths.table(layout.content_digest(data), "npy")
+    mirror.open(name, lambda: size, lambda path: void(path.write_bytes(data)))
+
+
+def void(value: object) -> None:
+    pass
+
+
+def held(mirror: mirrors.Mirror) -> int:
+    return sum(path.stat().st_size for path in mirror.root.glob("??/*.npy"))
+
+
+def test_copies_are_listed_only_when_some_have_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listings, real = list[int](), mirrors.Mirror._copies
+    monkeypatch.setattr(mirrors.Mirror, "_copies", lambda self: (listings.append(1), real(self))[1])
+    mirror = mirrors.Mirror(tmp_path, 100_000)
+    for n in range(50):
+        fetched_into(mirror, n)
+    assert len(listings) == 1 and mirror._counted() == held(mirror) == 50_000
+    for n in range(50, 200):
+        fetched_into(mirror, n)
+        assert mirror._counted() == held(mirror) <= 100_000
+    assert len(listings) <= 1 + 100 / 5, "each time a twentieth goes"
+    (tmp_path / mirrors.TOTAL).write_text("-1")
+    listings.clear()
+    fetched_into(mirror, 200)
+    assert len(listings) == 1 and mirror._counted() == held(mirror)
+    copy = next(tmp_path.glob("??/*.npy"))
+    mirror.drop(f"tables/{copy.name}")
+    fetched_into(mirror, 201)
+    assert mirror._counted() == held(mirror)
+    next(tmp_path.glob("??/*.npy")).write_bytes(bytes(1000))  # damaged
+    for n in range(200):
+        fetched_into(mirror, n)
+        assert mirror._counted() == held(mirror) <= 100_000
+
+
+@pytest.mark.parametrize("moment", ["before the copy", "after the copy", "while copies are removed"])
+def test_after_a_kill_the_next_fetch_counts_the_copies_again(tmp_path: Path, moment: str) -> None:
+    mirror = mirrors.Mirror(tmp_path, 10_000)
+    for n in range(10 if "removed" in moment else 5):
+        fetched_into(mirror, n)
+    code = f"""
+import os
+from pathlib import Path
+from pipeline.cache import mirror as mirrors
+from tests.test_objects import fetched_into
+moment, replace, unlink = {moment!r}, os.replace, mirrors.Mirror._unlink
+def killed(source, target):
+    if str(target).endswith(".npy"):
+        if moment == "after the copy":
+            replace(source, target)
+        os.kill(os.getpid(), 9)
+    replace(source, target)
+def removed(self, copy):
+    unlink(self, copy)
+    os.kill(os.getpid(), 9)
+os.replace = killed
+mirrors.Mirror._unlink = removed
+fetched_into(mirrors.Mirror(Path({str(tmp_path)!r}), 10_000), 10)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False)
+    assert ended.returncode == -9 and mirror._counted() is None
+    assert held(mirror) == {"before": 5000, "after": 6000, "while": 9000}[moment.split()[0]]
+    fetched_into(mirror, 11)
+    assert mirror._counted() == held(mirror) <= 10_000
+
+
+def test_two_processes_count_the_copies_of_both(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom pipeline.cache.mirror import Mirror\n"
+        "from tests.test_objects import fetched_into\n"
+        f"mirror = Mirror(Path({str(tmp_path)!r}), 40_000)\n"
+        "for n in range(60):\n    fetched_into(mirror, n + int(sys.argv[1]))"
+    )
+    root = Path(__file__).parents[1]
+    started = [subprocess.Popen([sys.executable, "-c", code, str(first)], cwd=root) for first in (0, 30)]
+    assert [process.wait() for process in started] == [0, 0]
+    mirror = mirrors.Mirror(tmp_path, 40_000)
+    assert mirror._counted() == held(mirror) <= 40_000
 
 
 def test_a_copy_is_checked_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_a_group_of_any_size_gives_the_same(recipe: str, monkeypatch: pytest.Mon
         return model.state_dict()
 
     whole = run()
-    monkeypatch.setattr(came, "_GROUP", 500)
+    monkeypatch.setattr(came, "GROUP", 500)
     assert all(torch.equal(value, whole[name]) for name, value in run().items())
 
 

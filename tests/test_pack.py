@@ -39,20 +39,10 @@ from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import packing
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
+from tests.support.damage import flip
+from tests.support.packed import pack
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
-
-
-def pack(cache: Cache, block: int = 4, window: int = 2, name: str | None = None) -> Snapshot:
-    """Pack the newest snapshot, `block` samples to a shard, in this process."""
-    source = cache.open_snapshot()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "block_sizes", lambda s, target: [min(block, n) for n in (b.samples for b in s.buckets)])
-        plan = packing.planned(cache, source, block)
-    packer = packing.Packer(cache, source, plan)
-    for unit in plan.units:
-        packer.make(plan, unit, lambda made, rejected: None)
-    return cache.open_snapshot(cache.add_snapshot(packing.assembled(cache, source, plan, window), name))
 
 
 def made(root: Path, **options: Any) -> tuple[Cache, Snapshot, Snapshot]:
@@ -314,12 +304,6 @@ def test_unpacked_snapshots_keep_their_order(both: tuple[Cache, Snapshot, Snapsh
 
 
 # ---------------------------------------------------------------- integrity
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_flipped_bit_in_a_joint_shard_is_named(copy: Cache) -> None:

@@ -27,7 +27,7 @@ from pipeline.snapshots import packing
 from tests.support import tiny_cache
 from tests.support.consumed import seen
 from tests.support.loading import loader_settings
-from tests.test_pack import pack
+from tests.support.packed import pack
 
 BUCKETS = {(256, 256): 480, (128, 256): 360}
 BLOCK = 24

@@ -276,7 +276,7 @@ def test_a_signal_ends_the_waiting(s3_bucket: str, line: Line, tmp_path: Path) -
     stop = Stop(0.0)
     began = time.monotonic()
     with stop.signals(), stop.polite(), pytest.raises(Stopped):
-        threading.Timer(0.3, lambda: stop._note(15, None)).start()
+        threading.Timer(0.3, lambda: stop.note(15, None)).start()
         files.read("a")
     assert time.monotonic() - began < 10
 

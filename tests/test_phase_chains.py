@@ -16,8 +16,8 @@ import pytest
 
 from pipeline.training import checkpoint, metrics
 from tests.support import tiny_cache
+from tests.support.launched import children
 from tests.support.workers import phase_chain, tiny_run
-from tests.test_elastic_faults import children
 
 pytestmark = pytest.mark.timeout(600)
 ATTEMPTS = 3

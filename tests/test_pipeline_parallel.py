@@ -309,10 +309,10 @@ def test_microbatches_of_different_shapes_are_refused(one_of_many: Any) -> None:
 def test_one_schedule_per_shape_and_no_more_than_a_few(one_of_many: Any) -> None:
     pipeline = first_of_two(one_of_many)
     shapes = [inputs(batch) for batch in (1, 2, 3)]
-    first = [pipeline._schedule_for(2, given) for given in shapes]
+    first = [pipeline.schedule_for(2, given) for given in shapes]
     assert len({id(schedule) for schedule in first}) == 3
-    assert [pipeline._schedule_for(2, given) for given in shapes] == first
-    assert pipeline._schedule_for(3, shapes[0]) not in first
+    assert [pipeline.schedule_for(2, given) for given in shapes] == first
+    assert pipeline.schedule_for(3, shapes[0]) not in first
     for batch in range(4, 40):
-        pipeline._schedule_for(2, inputs(batch))
-    assert len(pipeline._schedules) <= 4
+        pipeline.schedule_for(2, inputs(batch))
+    assert len(pipeline.schedules) <= 4

@@ -30,8 +30,8 @@ from pipeline.planning.tracker import Stopwatch
 from pipeline.training import checkpoint, metrics
 from pipeline.training.expectation import Expected
 from pipeline.training.trainer import fit
+from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 from tests.support.workers import tiny_run
-from tests.test_planning import ALONE, COMPUTE, NARROW, SHAPE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "home")
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def test_the_stopwatch_sees_the_operations_that_the_trace_counts(change: dict[st
         watch = Stopwatch(inside=CUSTOM)
         watch.phase = "forward"
         with watch_updates(step.optimizer, watch), watch:
-            step._step(watch)
+            step.step_once(watch)
     for kind in ("matmul", "attention", "depthwise"):
         assert watch.work[kind].flops == traced[kind].flops > 0
         assert watch.seconds[kind] > 0
@@ -192,12 +192,12 @@ def test_two_microbatches_separate_starts_from_work() -> None:
 def test_a_calibration_takes_no_more_than_fits_and_seconds() -> None:
     train = TrainConfig.model_validate({**COMPUTE, "precision": "fp32", "microbatch": 8})
     data, machine = Data({(384, 384): 64}, None, 32), Machine(cards.processor(), 4 << 30, 1)
-    part = calibration._largest(train, replace(NARROW, num_layers=64), data, machine)
+    part = calibration.largest_fitting(train, replace(NARROW, num_layers=64), data, machine)
     prediction = part.predicted()
     assert part.architecture.num_layers < 64 and part.train.microbatch <= 8
     assert prediction.total <= machine.memory
     with pytest.raises(UserError, match="not even two blocks"):
-        calibration._largest(train, NARROW, data, replace(machine, memory=1 << 28))
+        calibration.largest_fitting(train, NARROW, data, replace(machine, memory=1 << 28))
 
 
 def test_devices_are_cards_by_name_and_memory() -> None:
@@ -245,6 +245,13 @@ def test_plan_of_encoding_takes_its_options(words: list[str], capsys: pytest.Cap
 AUTO = ("train.parallel=auto", "train.microbatch=auto", "train.activation_checkpointing=auto")
 
 
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is `auto` is searched for a card with 80 GB for each process."""
+    monkeypatch.setattr(auto, "present", lambda device, launch: Machine(cards.card("h100"), 80 << 30, launch.world))
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_auto_is_decided_once_and_kept(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,7 +262,7 @@ def test_auto_is_decided_once_and_kept(
     assert (chosen["parallel"]["sizes"], chosen["parallel"]["dp_shard"]) == ("given", 1)
     assert chosen["activation_checkpointing"] == "none", "nothing is faster than not to recompute"
     assert "train.microbatch: 12" in line and "one process" in line
-    stored = checkpoint.origin(tmp_path / "run", "auto")
+    stored = checkpoint.start_checkpoint(tmp_path / "run", "auto")
     assert stored is not None and stored.document.config["train"] == chosen
 
     monkeypatch.setattr(auto, "search", lambda *args, **options: pytest.fail("searched again"))
@@ -269,10 +276,78 @@ def test_a_resume_on_other_processes_decides_anew() -> None:
     stored = {"microbatch": 3, "activation_checkpointing": "full"}
     of_one = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1, "offload": "none"}
     earlier = {"train": {**stored, "parallel": of_one}}
-    assert auto._as_it_began(config, earlier, 1) == earlier["train"]
-    assert auto._as_it_began(config, earlier, 2) is None
-    assert auto._as_it_began(config, {"train": {**stored, "parallel": {**of_one, "dp_shard": -1}}}, 2) is None
-    assert auto._as_it_began(config, None, 1) is None
+    assert auto.as_it_began(config, earlier, 1) == earlier["train"]
+    assert auto.as_it_began(config, earlier, 2) is None
+    rest = {"train": {**stored, "parallel": {**of_one, "dp_shard": -1}}}
+    assert auto.as_it_began(config, rest, 2) == rest["train"], "explicit values, on whatever number of processes"
+    assert auto.as_it_began(tiny_run.config(microbatch="auto", parallel="auto"), rest, 2) is None
+    assert auto.as_it_began(config, None, 1) is None
+
+
+@pytest.mark.parametrize("change", [{"microbatch": "auto"}, {"activation_checkpointing": "auto"}, {"compile": "auto"}])
+def test_auto_on_a_cpu_is_a_fixed_choice(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is searched, and the rest of the section stays as it is."""
+    monkeypatch.setattr(auto, "search", lambda *args, **options: pytest.fail("searched"))
+    config, machine = tiny_run.config(**change), Machine(cards.card("cpu"), 1 << 34, 2)
+    decided, lines = auto.decide(config, lambda: pytest.fail("asked"), Data({(64, 64): 6}, None, 32), machine)
+    decided, more = auto.decide_compile(decided, CPU)
+    (name,) = change
+    fixed = {"microbatch": 8, "activation_checkpointing": "full", "compile": "none"}
+    assert decided.train.model_dump() == {**config.train.model_dump(), name: fixed[name]}
+    assert [*lines, *more] == ([] if name == "compile" else [f"auto: train.{name}: {fixed[name]} (on a CPU)"])
+
+
+def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
+    config = tiny_run.config(parallel="auto", microbatch="auto", activation_checkpointing="auto", residual="fp32")
+    machine = Machine(cards.card("cpu"), 1 << 34, 2, assumed=True)
+    decided, lines = auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
+    assert (decided.train.microbatch, decided.train.activation_checkpointing) == (8, "full")
+    assert decided.train.parallel.sizes == "given" and len(lines) == 2
+
+
+def test_context_parallelism_takes_the_fixed_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "search", lambda *args, **options: pytest.fail("searched"))
+    config = tiny_run.config(microbatch="auto", activation_checkpointing="auto", parallel={"cp_size": 2})
+    machine = Machine(cards.card("h100"), 1 << 36, 2)
+    decided, (line,) = auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
+    assert (decided.train.microbatch, decided.train.activation_checkpointing) == (8, "full")
+    assert "context parallelism" in line
+
+
+def test_defaults_are_auto() -> None:
+    assert TrainConfig().undecided == ("microbatch", "activation_checkpointing", "compile")
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "earlier", "expected"),
+    [
+        ({}, (8, 0), None, "block"),
+        ({}, (7, 5), None, "none"),
+        ({"activation_offload": True}, (9, 0), None, "none"),
+        ({"activation_compression": "int8"}, (9, 0), "block", "none"),
+        ({"parallel": {"pp_size": 2, "pp_schedule": "zbv"}}, (9, 0), None, "none"),
+        ({}, (9, 0), "none", "none"),
+        ({}, (9, 0), "block", "block"),
+        ({}, (9, 0), "unknown", "none"),
+    ],
+)
+def test_blocks_are_compiled_where_they_can_be(
+    change: dict[str, Any],
+    capability: tuple[int, int],
+    earlier: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """earlier: of the checkpoint that is resumed; unknown: it is older than the option."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: name == "triton")
+    config, gpu = tiny_run.config(compile="auto", **change), torch.device("cuda", 0)
+    begun = None if earlier is None else {"train": {} if earlier == "unknown" else {"compile": earlier}}
+    decided, lines = auto.decide_compile(config, gpu, begun)
+    assert decided.train.compile == expected and len(lines) == (expected == "block")
+    assert auto.decide_compile(config, CPU, begun)[0].train.compile == "none"
+    monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: None)
+    assert auto.decide_compile(config, gpu, begun)[0].train.compile == "none"
 
 
 def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
@@ -281,14 +356,14 @@ def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
     stored["train"]["parallel"] |= {"dp_shard": 1, "timeout_s": 600}
     machine = Machine(cards.card("h100"), 1 << 40, 1)
     config = tiny_run.config(parallel={"sizes": "auto", "timeout_s": 3600, "reduce_dtype": "bf16"})
-    decided, _ = auto.decide(config, NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
+    decided, _ = auto.decide(config, lambda: NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
     parallel = decided.train.parallel
     assert (parallel.timeout_s, parallel.reduce_dtype, parallel.dp_shard, parallel.sizes) == (3600, "bf16", 1, "given")
 
     stored["train"]["activation_checkpointing"] = "selective"
     asked = tiny_run.config(activation_checkpointing="auto", activation_compression="int8")
     with pytest.raises(ConfigError, match="instead of auto"):
-        auto.decide(asked, NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
+        auto.decide(asked, lambda: NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
 
 
 def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
@@ -314,17 +389,17 @@ def test_a_microbatch_that_does_not_fit_after_all_is_followed_by_a_smaller_one(m
     monkeypatch.setattr(predict, "predict", doubled)
     data, config = Data({(64, 64): 24}, None, 16), tiny_run.config(microbatch="auto", residual="fp32")
     machine = Machine(cards.card("h100"), 16 << 30, 1)
-    decided, _ = auto.decide(config, NARROW, data, machine)
+    decided, _ = auto.decide(config, lambda: NARROW, data, machine)
     assert asked[0] == 24 and 4 <= decided.train.microbatch <= 13 and len(asked) <= 3
     with pytest.raises(UserError, match="nothing fits") as caught:
-        auto.decide(config, NARROW, data, replace(machine, memory=2 << 30))
+        auto.decide(config, lambda: NARROW, data, replace(machine, memory=2 << 30))
     assert float(str(caught.value.expected).split()[2]) > 1.8, "what the smallest one needed"
 
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_the_limits_of_all_control_groups_above_count(tmp_path: Path, deep: bool) -> None:
     (tmp_path / "cgroup").write_text("0::/slurm/job_7/step_0\n" if deep else "12:memory:/x\n")
-    named = [path.relative_to(tmp_path).as_posix() for path in cards._limits(tmp_path / "cgroup", tmp_path)]
+    named = [path.relative_to(tmp_path).as_posix() for path in cards.limit_files(tmp_path / "cgroup", tmp_path)]
     below = ["slurm/job_7/step_0/memory.max", "slurm/job_7/memory.max", "slurm/memory.max"] if deep else []
     assert set(named) == {*below, "memory.max", "memory/memory.limit_in_bytes"}
 
@@ -337,18 +412,23 @@ def test_auto_leaves_a_tenth_free() -> None:
     given = config.train.model_copy(update={"microbatch": 6})
     needed = predict.predict(given, NARROW, data, machine).total
     tight = replace(machine, memory=round(needed * 1.05))
-    decided, _ = auto.decide(config, NARROW, data, tight)
+    decided, _ = auto.decide(config, lambda: NARROW, data, tight)
     assert decided.train.microbatch < 6
     assert predict.predict(decided.train, NARROW, data, machine).total <= 0.9 * tight.memory
-    decided, _ = auto.decide(config, NARROW, data, replace(machine, memory=round(needed * 1.25)))
+    decided, _ = auto.decide(config, lambda: NARROW, data, replace(machine, memory=round(needed * 1.25)))
     assert decided.train.microbatch == 6
     with pytest.raises(UserError, match="nothing fits"):
-        auto.decide(config, NARROW, data, replace(machine, memory=1 << 29))
+        auto.decide(config, lambda: NARROW, data, replace(machine, memory=1 << 29))
 
 
 def test_what_is_not_decided_is_refused() -> None:
     task = tiny_run.task(tiny_run.config())
-    for change in ({"microbatch": "auto"}, {"activation_checkpointing": "auto"}, {"parallel": "auto"}):
+    for change in (
+        {"microbatch": "auto"},
+        {"activation_checkpointing": "auto"},
+        {"compile": "auto"},
+        {"parallel": "auto"},
+    ):
         with pytest.raises(ConfigError, match="is not decided"):
             fit(tiny_run.config(**change), task, Launch())
 
@@ -392,7 +472,7 @@ def test_precisions_are_searched_where_the_weights_bear_them() -> None:
 
     def precisions(asked: str, *works: str) -> set[str]:
         train = TrainConfig.model_validate({**COMPUTE, "precision": asked})
-        trees = search._variants(train, NARROW, data, machine, search.AXES, lambda p: p in works)
+        trees = search.variants_of(train, NARROW, data, machine, search.AXES, lambda p: p in works)
         return {tree["precision"] for tree, _ in trees}
 
     assert precisions("bf16", "bf16", "bf16_pure") == {"bf16", "bf16_pure"}
@@ -400,7 +480,7 @@ def test_precisions_are_searched_where_the_weights_bear_them() -> None:
     assert precisions("fp32", "fp32") == {"fp32"}
     assert precisions("fp16", "fp16", "bf16") == {"fp16"}
     train = TrainConfig.model_validate({**COMPUTE, "microbatch": "auto"})
-    fixed = search._variants(search.with_placeholders(train), NARROW, data, machine, train.undecided, lambda p: True)
+    fixed = search.variants_of(search.with_placeholders(train), NARROW, data, machine, train.undecided, lambda p: True)
     assert [(tree["precision"], layout) for tree, layout in fixed] == [("bf16", Layout(1, 1, 1, 1))]
 
 

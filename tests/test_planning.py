@@ -19,19 +19,8 @@ from pipeline.planning.calibration import made_up_batch
 from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import Shape, Traced, trace
-from tests.test_config_heads import SHAPES
-
-NARROW = SanaConfig(
-    num_layers=4,
-    num_attention_heads=8,
-    num_cross_attention_heads=4,
-    cross_attention_head_dim=64,
-    cross_attention_dim=256,
-    caption_channels=64,
-)
-SHAPE = Shape(12, 12, 32, 2)
-ALONE = Layout(1, 1, 1, 1)
-COMPUTE = {"residual": "fp32"}
+from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
+from tests.support.sana_shapes import SHAPES
 
 
 def traced(train: dict[str, Any], layout: Layout = ALONE, shape: Shape = SHAPE, **options: Any) -> Traced:
@@ -217,7 +206,9 @@ def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:
     prediction = predict.predict(train, NARROW, data, Machine(cards.card("h100"), memory, 1))
     largest = predict.largest_microbatch(prediction, data)
     assert largest > 2
-    assert predict._at(prediction, largest) <= memory < predict._at(prediction, largest + max(1, largest // 20))
+    assert (
+        predict.bytes_at(prediction, largest) <= memory < predict.bytes_at(prediction, largest + max(1, largest // 20))
+    )
 
 
 def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

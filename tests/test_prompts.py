@@ -130,7 +130,7 @@ def test_a_prompt_that_cannot_be_encoded_leaves_the_set_as_it_was(
     config = make_config(tmp_path)
     stages.encode.run(config, None, prompts=str(file))
     file.write_text("a blue cube\n")
-    monkeypatch.setattr(unit_records, "_finite", lambda inputs, encode, limits: [None] * len(inputs))
+    monkeypatch.setattr(unit_records, "encode_finite", lambda inputs, encode, limits: [None] * len(inputs))
     with pytest.raises(UserError, match="a blue cube: "):
         stages.encode.run(config, None, prompts=str(file))
     cache = Cache.of(config)
@@ -177,7 +177,7 @@ def test_a_file_without_prompts_is_refused_before_a_model_is_read(
 
 
 def test_five_prompts_are_shipped() -> None:
-    made, repeated = prompting.of(prompting.read("default"), layout.TextRecipe())
+    made, repeated = prompting.of(prompting.read("default", 0), layout.TextRecipe())
     assert len(made.texts) == 5 and not repeated
 
 

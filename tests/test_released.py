@@ -228,9 +228,9 @@ def test_names_and_shapes_of_nvlabs_both_ways(name: str) -> None:
     depth, width, norm = SHAPES[name]
     theirs = of_nvlabs(depth, width, norm)
     side = load(name).data.resolution // 32
-    stored: dict[str, Any] = {key: nvlabs._Stored(torch.empty(shape, device="meta")) for key, shape in theirs.items()}
-    stored["pos_embed"] = nvlabs._Stored(torch.zeros(1).expand(1, side * side, width))
-    config = nvlabs._config(Path("absent.pth"), stored)
+    stored: dict[str, Any] = {key: nvlabs.Stored(torch.empty(shape, device="meta")) for key, shape in theirs.items()}
+    stored["pos_embed"] = nvlabs.Stored(torch.zeros(1).expand(1, side * side, width))
+    config = nvlabs.config_of(Path("absent.pth"), stored)
     heads = {1152: (16, 72), 2240: (20, 112)}[width]
     assert config == SanaConfig(
         num_layers=depth,
@@ -732,14 +732,14 @@ def test_the_tokenizer_of_an_export_is_the_fast_one(tmp_path: Path) -> None:
         ("PreTrainedTokenizerFast", "PreTrainedTokenizerFast"),
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": given} if given else {}))
-        assert export._tokenizer_class(tmp_path) == wanted
+        assert export.tokenizer_class(tmp_path) == wanted
 
 
 def test_paths_of_the_machine_that_wrote_a_model_are_not_passed_on(tmp_path: Path) -> None:
     source, target = tmp_path / "config.json", tmp_path / "copy.json"
     source.write_text(json.dumps({"_name_or_path": "/home/me/model", "hidden_size": 3}))
-    export._copy_settings(source, target)
+    export.copy_settings(source, target)
     assert json.loads(target.read_text()) == {"hidden_size": 3}
     source.write_text('{"_name_or_path": "google/gemma-2-2b-it"}')
-    export._copy_settings(source, target)
+    export.copy_settings(source, target)
     assert target.read_bytes() == source.read_bytes(), "a hub id is no path"

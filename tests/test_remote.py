@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import base64
-import functools
-import http.server
 import io
 import json
-import os
 import re
-import socket
-import struct
 import tarfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +21,15 @@ import pytest
 from pipeline import retrying
 from pipeline.cache.objects import ObjectFiles
 from pipeline.config import DataConfig, MirrorConfig
+from pipeline.encoding.plan import read_targets
+from pipeline.encoding.prompts import read as read_prompts
 from pipeline.errors import AwayError, CacheError, UserError
 from pipeline.sources import range_prefetch, remote
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.source import Item, Reject, Source, Unreadable
 from pipeline.sources.tars import TarSource
+from tests.support.http_server import Server, serve
 
 COUNT = 12
 PATIENCE_S = 1.0  # where there will be no answer
@@ -68,86 +64,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = pa.table({"jpg": [picture(n) for n in range(COUNT)], "text": [f"caption {n}" for n in range(COUNT)]})
     pq.write_table(table, root / "t.parquet", row_group_size=5)
     return root
-
-
-@dataclass
-class Server:
-    url: str
-    ranges: list[str | None] = field(default_factory=list)
-    """The Range header of every GET."""
-    sent: int = 0
-    fail: int = 0
-    """How many of the next requests end in an error of the server."""
-    pause: float = 0
-    """Seconds that an answer takes."""
-    at_once: int = 0
-    """The largest number of requests under way together."""
-    now: int = 0
-    broken: str = ""
-    """What begins so is answered by an error, or (`how`) by a reset of the connection, or by this status."""
-    how: str = "error"
-    login: str = ""
-    """The Authorization header that is asked for."""
-
-
-def serve(root: Path, ranged: bool) -> Iterator[Server]:
-    lock = threading.Lock()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self) -> None:
-            with lock:
-                server.now += 1
-                server.at_once = max(server.at_once, server.now)
-            try:
-                time.sleep(server.pause)
-                self.answer()
-            finally:
-                with lock:
-                    server.now -= 1
-
-        def answer(self) -> None:
-            asked = self.headers.get("Range")
-            server.ranges.append(asked)
-            if server.login and self.headers.get("Authorization") != server.login:
-                self.send_error(401)
-                return
-            if server.broken and self.path.startswith(server.broken):
-                if server.how == "error" or server.how.isdigit():
-                    self.send_error(500 if server.how == "error" else int(server.how))
-                else:
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    os.close(self.connection.detach())
-                return
-            if server.fail:
-                server.fail -= 1
-                self.send_error(503)
-                return
-            path = Path(self.translate_path(self.path))
-            if asked is None or not ranged or not path.is_file():
-                server.sent += path.stat().st_size if path.is_file() else 0
-                super().do_GET()
-                return
-            content = path.read_bytes()
-            first, _, last = asked.removeprefix("bytes=").partition("-")
-            part = content[int(first) : int(last) + 1]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
-            self.send_header("Content-Length", str(len(part)))
-            self.end_headers()
-            server.sent += len(part)  # before the client can have it and ask
-            self.wfile.write(part)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(root)))
-    server = Server(f"http://127.0.0.1:{httpd.server_address[1]}")
-    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    httpd.shutdown()
-    httpd.server_close()
-    thread.join()
 
 
 @pytest.fixture(params=[True, False], ids=["ranges", "no-ranges"])
@@ -452,6 +368,30 @@ def test_credentials_come_from_the_driver_and_not_from_the_address(
     fsspec.config.set_conf_env(result := {}, {"FSSPEC_HTTP": fix})
     monkeypatch.setitem(fsspec.config.conf, "http", result["http"])
     assert len(content(opened(f"{ranged_server.url}/list.jsonl"))) == COUNT
+
+
+def test_lists_and_prompts_behind_a_url_wait_for_the_server_and_refuse_credentials(
+    plain_server: Server, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    (tmp_path / "targets.csv").write_text("item,height,width\nc,32,64\n")
+    (data / "lists").symlink_to(tmp_path)
+    prompts, targets = f"{plain_server.url}/lists/prompts.txt", f"{plain_server.url}/lists/targets.csv"
+    plain_server.fail = 3
+    assert read_prompts(prompts, 60.0) == [(1, "a cat")]
+    plain_server.fail = 3
+    assert read_targets(targets, 8, 60.0) == {"c": (32, 64)}
+    for read in (lambda url: read_prompts(url, 60.0), lambda url: read_targets(url, 8, 60.0)):
+        for refused in (prompts.replace("127.0.0.1", "user:secret@127.0.0.1"), f"{prompts}?token=secret"):
+            with pytest.raises(UserError, match="credentials") as error:
+                read(refused)
+            assert "secret" not in str(error.value)
+        with pytest.raises(UserError, match="does not exist"):
+            read(f"{plain_server.url}/gone.csv")
+    plain_server.fail = 10**6
+    with pytest.raises(AwayError, match="503"):
+        read_prompts(prompts, PATIENCE_S)
+    (data / "lists").unlink()
 
 
 # --- S3 ------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.models import encoders
 from tests.support import tiny_cache
+from tests.support.damage import flip
 
 
 @pytest.fixture
@@ -76,12 +77,6 @@ def latents(cache: Cache, number: int = 0) -> tuple[Path, list[dict[str, Any]], 
     recipe = cache.recipes("latent")[0].name
     commit = index.commits(cache.files, recipe, 0)[number]
     return cache.root / Paths.shard(recipe, str(commit.shard)), audit.record_rows(cache, commit), commit
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 4
-    path.write_bytes(data)
 
 
 def healed(cache: Cache, unit: index.Commit, damage: Callable[[Path], None] = Path.unlink) -> None:

@@ -154,6 +154,6 @@ def test_a_run_older_than_the_option_goes_on_as_it_was(tmp_path: Path) -> None:
     for name in ("residual", "recipe"):
         del document["config"]["train"][name]
     values = {name: value for name, value in document.items() if name != "digest"}
-    path.write_text(json.dumps({**values, "digest": checkpoint._digest_of(values)}))
+    path.write_text(json.dumps({**values, "digest": checkpoint.digest_of(values)}))
     _fit(tmp_path, 2, resume="auto")
     assert _began_with(tmp_path, 2) == "compute"

@@ -34,19 +34,8 @@ from pipeline.models.sana_files import (
     save_weights,
 )
 from pipeline.models.sana_init import initial_value
+from tests.support.tiny_sana import TINY, inputs, make
 
-TINY = SanaConfig(
-    in_channels=4,
-    out_channels=4,
-    num_attention_heads=4,
-    attention_head_dim=8,
-    num_layers=3,
-    num_cross_attention_heads=2,
-    cross_attention_head_dim=16,
-    cross_attention_dim=32,
-    caption_channels=24,
-    sample_size=8,
-)
 VARIANTS = {
     "plain": {},
     "qk_norm": {"qk_norm": "rms_norm_across_heads"},
@@ -58,26 +47,6 @@ SHAPES = [(8, 8), (6, 12), (16, 4), (10, 2)]
 # shift), so a measure per tensor would compare noise with noise. With some inputs a query meets hardly any key, divides
 # by almost nothing and makes rounding errors of 1e-5, which depend on the threads; those of seed 4 have none.
 LIMIT = {"plain": 2e-6, "qk_norm": 5e-6, "position": 2e-6, "patches": 2e-6}
-
-
-def make(config: SanaConfig, seed: int = 1) -> SanaTransformer:
-    """A model in which every parameter matters: no zero biases, no caption norm of 0.01."""
-    model = SanaTransformer.from_scratch(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name == "caption_norm.weight":
-                parameter.fill_(1.0)
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def inputs(shape: tuple[int, int], seed: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    latents = torch.randn(3, 4, *shape, generator=generator)
-    captions = torch.randn(3, 10, 24, generator=generator)
-    mask = torch.arange(10)[None] < torch.tensor([[5], [0], [10]])  # the second sample masks everything
-    return latents, captions, mask, torch.tensor([873.0, 1.0, 500.0])
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

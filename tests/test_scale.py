@@ -32,7 +32,7 @@ from pipeline.planning.predict import Data
 from pipeline.planning.simulate import CountedSnapshot, Imagined, ImaginedSnapshot, MirrorModel, ModelFiles, NodeCounts
 from tests.support import tiny_cache
 from tests.support.loading import loader_settings
-from tests.test_pack import pack
+from tests.support.packed import pack
 
 BUCKETS = {(256, 256): 240, (128, 256): 180}
 BLOCK, STEPS = 24, 40

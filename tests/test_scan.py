@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.source import Part, Source
+from pipeline.sources.source import Item, Part, Source
+from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
@@ -552,6 +555,38 @@ def tables(tmp_path: Path) -> list[Path]:
         (tmp_path / "tables" / f"{n}.png").write_bytes(picture(n))
     pq.write_table(pa.table({"file_name": [f"{n}.png" for n in range(9, 12)], "text": ["said"] * 3}), paths[3])
     return paths
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_items_of_tables_that_name_files_are_not_in_memory(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    for part in range(2):
+        names = [f"{n:03d}.png" for n in range(part, COUNT, 2)]
+        columns = {"file_name": names, "text": ["said"] * len(names), "when": [datetime(2026, 1, 1)] * len(names)}
+        pq.write_table(pa.table(columns), folder / f"{part}.parquet")
+
+    def source() -> ParquetSource:
+        rule = CaptionRule.column("text")
+        return ParquetSource(LocalFilesystem(folder), ["0.parquet", "1.parquet"], rule, "photos")
+
+    truth = pa.Table.from_pylist(
+        [{"item": item.key, "where": item.where} for item in source().items() if isinstance(item, Item)]
+    )
+    items, listed = list[int](), list[int]()
+    read = ParquetSource.read
+
+    def counted(self: ParquetSource, key: str) -> bytes:
+        gc.collect()
+        items.append(sum(isinstance(one, Item) for one in gc.get_objects()))
+        listed.append(len(self._listed))
+        return read(self, key)
+
+    monkeypatch.setattr(ParquetSource, "read", counted)
+    table = scanned(source(), cache, shared=shared)
+    assert table.select(["item", "where"]).equals(truth) and not table.column("digest").null_count
+    assert len(items) == COUNT and max(items) <= 2 * RUN and max(listed) <= 2 * RUN
+    assert scanned(source(), cache, shared=shared).equals(table) and len(items) == COUNT
 
 
 @pytest.mark.fault

@@ -8,12 +8,12 @@ from math import floor
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.cache.snapshot import Bucket, Head, NullRecord, Policies
 from pipeline.loader.schedule import Schedule, permute
+from tests.support.schedules import cases, mixes, order_digest, walk
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**40))
@@ -35,14 +35,6 @@ GOLDEN = [207, 198, 230, 906, 754, 848, 882, 527]
 def test_a_large_permutation_costs_nothing() -> None:
     spots = permute(np.array([0, 10**9 - 1]), 10**9, "samples", 3)
     assert len(set(spots.tolist())) == 2 and spots.max() < 10**9
-
-
-def walk(schedule: Schedule, steps: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    plans = [schedule.step(t) for t in range(steps)]
-    return [(p.bucket, tuple(p.positions.tolist()), tuple(p.visits.tolist())) for p in plans]
-
-
-cases = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=5)
 
 
 @given(cases, st.integers(0, 99))
@@ -121,15 +113,6 @@ def test_the_oracle_can_fail() -> None:
 # ---------------------------------------------------------------- orders that never change
 
 
-def order_digest(schedule: Schedule) -> str:
-    """Over the first steps and two late ones."""
-    state = xxhash.xxh3_128()
-    for t in [*range(300), 10**6, 10**9 + 7]:
-        p = schedule.step(t)
-        state.update(repr((p.step, p.epoch, p.bucket, p.positions.tolist(), p.visits.tolist())).encode())
-    return state.hexdigest()
-
-
 @pytest.mark.parametrize(
     ("small", "counts", "batches", "expected"),
     [
@@ -160,13 +143,6 @@ WEIGHTED = {
 }
 
 # ---------------------------------------------------------------- weights, repeat, largest first
-
-WEIGHTS = st.sampled_from([Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(3)])
-mixes = st.lists(
-    st.tuples(st.lists(st.tuples(st.integers(1, 25), WEIGHTS), min_size=1, max_size=3), st.integers(1, 9)),
-    min_size=1,
-    max_size=3,
-)
 
 
 def mixed(buckets: list[tuple[list[tuple[int, Fraction]], int]], small: str, seed: int) -> Schedule | None:

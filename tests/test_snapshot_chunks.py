@@ -16,7 +16,7 @@ from pipeline.cache import arrow, audit
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.chunk_blocks import Places, Read, blocks_of
-from pipeline.cache.garbage import _Needed
+from pipeline.cache.garbage import Needed
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import digest_of
 from pipeline.cache.root import Cache
@@ -188,7 +188,7 @@ def test_a_list_that_is_lost_or_damaged_is_named_and_written_again(snapshot: Sna
     assert isinstance(part, ShardTable | ChunkTable)
     path = snapshot.files.path(Paths.table(part.entry.table, "arrow"))
     root, good = path.parents[2], path.read_bytes()
-    assert path.stem in _Needed(Cache(root), 0.0).tables, "gc spares it"
+    assert path.stem in Needed(Cache(root), 0.0).tables, "gc spares it"
     if harm == "lost":
         path.unlink()
     else:

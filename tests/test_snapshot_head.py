@@ -15,7 +15,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.snapshot import BucketPart, Head, Snapshot
 from pipeline.errors import CacheError
 from tests.support import tiny_cache
-from tests.test_golden import GOLDEN
+from tests.support.golden import GOLDEN
 
 
 def with_unknown_keys(value: Any) -> Any:

@@ -275,7 +275,7 @@ def test_missing_caption_column(tmp_path: Path) -> None:
 
 def test_missing_file_column(tmp_path: Path) -> None:
     put(tmp_path, a_dot_png=b"", metadata_dot_csv="image,text\na.png,x\n")
-    with pytest.raises(UserError, match="no column 'file_name'") as caught:
+    with pytest.raises(UserError, match="'file_name'") as caught:
         FolderSource(tmp_path, "text").items()
     assert "'image', 'text'" in str(caught.value.found)
 
@@ -510,7 +510,7 @@ def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
 ) -> None:
     if lowered:
         lower_limits(monkeypatch)
-        monkeypatch.setattr(folder_source, "_SIDECAR_BATCH", 3)
+        monkeypatch.setattr(folder_source, "SIDECAR_BATCH", 3)
     there = Scratch(partial(local_files.temporary_in, tmp_path))
     rng = np.random.default_rng(3)
     kinds = {".jpg": None, ".png": None, ".txt": 0, ".TXT": 0, ".json": 1, ".JSON": 1}
@@ -519,7 +519,7 @@ def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
         names = {"".join(rng.choice(part) for part in parts) for _ in range(count)}
         by_kind = [(kinds[posixpath.splitext(name)[1]], name) for name in rng.permutation(sorted(names)).tolist()]
         pictures, captions = [n for kind, n in by_kind if kind is None], [n for kind, n in by_kind if kind is not None]
-        table = there.rows(folder_source._FILES, [row for row in by_kind if row[0] is not None])
+        table = there.rows(folder_source.FILES, [row for row in by_kind if row[0] is not None])
         listing = folder_source.Listing(there, pictures, partial(pa.concat_tables, [table]))
         expected, left = files_of(pictures, captions)
         assert listing.keys(0, len(listing)) == list(expected)

@@ -10,7 +10,6 @@ import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,41 +20,8 @@ from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.sources import tables
 from pipeline.sources.detect import open_source
-from pipeline.sources.source import Item, Source, Unreadable
-
-Rows = list[tuple[str, bytes | str | dict[str, Any]]]
-
-
-def make_tar(path: Path, members: Rows, format: int = tarfile.USTAR_FORMAT) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=format) as tar:
-        for name, content in members:
-            data = json.dumps(content).encode() if isinstance(content, dict) else content
-            data = data.encode() if isinstance(data, str) else data
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
-def opened(data: object, format: str | None = None, **config: Any) -> Source:
-    return open_source(str(data), DataConfig(**config), None, format)
-
-
-def listed(source: Source) -> tuple[dict[str, Item], dict[str, str]]:
-    items: dict[str, Item] = {}
-    rejects: dict[str, str] = {}
-    keys = []
-    for entry in source.items():
-        if isinstance(entry, Item):
-            assert entry.key not in items
-            items[entry.key] = entry
-            keys.append(entry.key)
-        else:
-            assert entry.reason
-            rejects[entry.key] = f"{rejects[entry.key]}; {entry.reason}" if entry.key in rejects else entry.reason
-    assert keys == sorted(keys)
-    return items, rejects
+from pipeline.sources.source import Item, Unreadable
+from tests.support.source_files import Rows, listed, make_tar, opened
 
 
 def texts(item: Item) -> list[str]:

@@ -88,8 +88,8 @@ def test_int8_keeps_its_bound(
     coder = codec.Codec(Files("unused"), kind, codec.INT8, codec.Scale("0" * 32, scale))
     back = np.empty_like(array)
     coder.decode(coder.encode(array), back, "record")
-    true = codec._tokens(codec.to_float(array), kind).astype(np.float64)
-    result = codec._tokens(codec.to_float(back), kind).astype(np.float64)
+    true = codec.tokens_of(codec.to_float(array), kind).astype(np.float64)
+    result = codec.tokens_of(codec.to_float(back), kind).astype(np.float64)
     largest = np.abs(true / scale).max(axis=1, keepdims=True)
     step = largest / 127 * (1 + 2**-7) + 2.0**-133
     bound = scale * step / 2 + np.abs(result) * 2**-8 + np.abs(true) * 2**-22 + 2.0**-133
@@ -294,7 +294,7 @@ def _table_of(values: np.ndarray) -> str:
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("kind", ["latent", "text"])
 def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_path: Path) -> None:
-    from tests.test_cache_layout import examples
+    from tests.support.layout_page import examples
 
     (example,) = [text for text in examples() if "SPZ1" in text]
     page: dict = {}

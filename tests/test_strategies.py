@@ -1,13 +1,10 @@
-"""Every strategy gives what one plain process gives: gradients, norm, and the losses of twenty steps.
+"""Every strategy gives what one plain process gives: gradients, norm, and the losses of ten steps.
 
 One launch (`tests/support/workers/strategies.py`) runs all of them; the tests below judge what it results.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,8 +14,8 @@ from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.parallel import mesh, tensor_parallel
 from pipeline.parallel.parallelize import blocks_of
+from tests.support.launched import found_by_size, run_worker
 from tests.support.workers import strategies, tiny_run
-from tests.test_dist_training import ROOT
 
 PARTS = {"self-attention heads": 70, "cross-attention heads": 20, "GLUMBConv channels": 5600}
 ROWS = [(world, name) for world, cases in strategies.CASES.items() for name in cases]
@@ -27,10 +24,8 @@ ROWS = [(world, name) for world, cases in strategies.CASES.items() for name in c
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("strategies")
-    command = [sys.executable, "-m", "tests.support.workers.strategies", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, env=tiny_run.environ())
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {world: json.loads((folder / f"found-{world}.json").read_text()) for world in strategies.CASES}
+    run_worker("strategies", folder, timeout_s=800)
+    return found_by_size(folder, strategies.CASES)
 
 
 @pytest.mark.dist

@@ -46,12 +46,12 @@ def encoder(folder: Path, mode: Mode = "auto", dtype: Literal["fp32", "bf16"] = 
 @torch.inference_mode()
 def rows(one: TextEncoder, captions: list[str]) -> list[torch.Tensor]:
     """Before they are rounded."""
-    return one._rows(one._ids(captions)[0])
+    return one.run(one.token_ids(captions)[0])
 
 
 def largest(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     assert len(a) == len(b)
-    return max(module._error(x, y) for x, y in zip(a, b, strict=True))
+    return max(module.relative_error(x, y) for x, y in zip(a, b, strict=True))
 
 
 # ---------------------------------------------------------------- equal rows
@@ -62,7 +62,7 @@ def test_rows_of_both_recipes(tiny_repo: Path, recipe: str) -> None:
     """The instruction is longer than the sliding window of every other layer, and the long caption is cut."""
     captions = [rules.normalise(caption, recipe) for caption in CAPTIONS]
     fast, plain = encoder(tiny_repo, recipe=recipe), encoder(tiny_repo, "exact", recipe=recipe)
-    assert len(fast._shared_ids) > fast.model.config.sliding_window  # type: ignore[union-attr, operator]
+    assert len(fast.shared_ids) > fast.model.config.sliding_window  # type: ignore[union-attr, operator]
     assert largest(rows(fast, captions), rows(plain, captions)) < 1e-5
     assert fast.unshared == 0
 
@@ -107,8 +107,8 @@ def test_a_caption_that_merges_into_the_instruction_is_run_in_full(tiny_repo: Pa
     options: dict[str, Any] = {"instruction": "portrait of a wo", "max_length": 40}
     captions = ["man with short hair", "", " red circle", "man"]
     fast, plain = encoder(tiny_repo, **options), encoder(tiny_repo, "exact", **options)
-    ids = fast._ids(captions)[0]
-    apart = [row[: len(fast._shared_ids)] != fast._shared_ids for row in ids]
+    ids = fast.token_ids(captions)[0]
+    apart = [row[: len(fast.shared_ids)] != fast.shared_ids for row in ids]
     assert any(apart) and not all(apart)
     assert largest(rows(fast, captions), rows(plain, captions)) < 1e-5
     assert fast.unshared == sum(apart)
@@ -124,12 +124,12 @@ def test_without_an_instruction(tiny_repo: Path) -> None:
 def test_few_positions_are_padding(tiny_repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_TOKENS", 400)
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 300, 200)]
-    batches = list(module._batches(range(200), lengths))
+    batches = list(module.batches_of_similar_length(range(200), lengths))
     assert sorted(i for batch in batches for i in batch) == list(range(200))
     sizes = [(len(batch) * max(lengths[i] for i in batch), sum(lengths[i] for i in batch)) for batch in batches]
     assert all(padded <= 400 for padded, _ in sizes)
     assert sum(padded for padded, _ in sizes) < 1.05 * sum(real for _, real in sizes)
-    assert list(module._batches([3, 1], [9, 5, 5, 1000])) == [[1], [3]]  # longer than the bound: alone
+    assert list(module.batches_of_similar_length([3, 1], [9, 5, 5, 1000])) == [[1], [3]]  # longer than the bound: alone
 
 
 # ---------------------------------------------------------------- the comparison
@@ -137,9 +137,9 @@ def test_few_positions_are_padding(tiny_repo: Path, monkeypatch: pytest.MonkeyPa
 
 def spoil_a_key(one: TextEncoder) -> None:
     """A twentieth more of one position's keys in one layer of the recording."""
-    assert one._prefix is not None
+    assert one.prefix is not None
     with torch.inference_mode():
-        one._prefix._cache.layers[1][0][:, :, -3] *= 1.05
+        one.prefix.cache.layers[1][0][:, :, -3] *= 1.05
 
 
 def test_a_small_mistake_ends_the_run(tiny_repo: Path) -> None:
@@ -159,11 +159,11 @@ def test_a_great_mistake_ends_the_run_in_either_dtype(
     tiny_repo: Path, dtype: Literal["fp32", "bf16"], mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = encoder(tiny_repo, dtype=dtype)
-    masks, make = module._Prefix._masks, module._Prefix
+    masks, make = module.Prefix.masks, module.Prefix
     if mistake == "token":
-        right = one._shared_ids
+        right = one.shared_ids
         wrong = [*right[:-1], right[-2]]
-        monkeypatch.setattr(module, "_Prefix", lambda model, ids: make(model, wrong))
+        monkeypatch.setattr(module, "Prefix", lambda model, ids: make(model, wrong))
     elif mistake == "mask":  # new tokens see each other and nothing before them
 
         def forgetful(self: Any, queries: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -172,14 +172,14 @@ def test_a_great_mistake_ends_the_run_in_either_dtype(
                 mask[..., : int(queries[0])] = torch.finfo(mask.dtype).min
             return made
 
-        monkeypatch.setattr(module._Prefix, "_masks", forgetful)
+        monkeypatch.setattr(module.Prefix, "masks", forgetful)
     else:  # every token sees every other
 
         def open_to_all(self: Any, queries: torch.Tensor) -> dict[str, torch.Tensor]:
             made = masks(self, queries)
             return {kind: torch.zeros_like(mask) for kind, mask in made.items()}
 
-        monkeypatch.setattr(module._Prefix, "_masks", open_to_all)
+        monkeypatch.setattr(module.Prefix, "masks", open_to_all)
     with pytest.raises(UserError, match="text-mode exact"):
         one.encode(CAPTIONS)
 
@@ -211,7 +211,7 @@ def test_bf16_kernels_that_differ_by_the_shape_of_a_batch_are_no_mistake(
         layer.self_attn.layer_idx = number
     one.model.layers = torch.nn.ModuleList(copies)
     config.num_hidden_layers, config.layer_types = 24, config.layer_types * 8  # type: ignore[union-attr, operator]
-    kernels_by_shape(monkeypatch, len(one._shared_ids))
+    kernels_by_shape(monkeypatch, len(one.shared_ids))
     one.encode(CAPTIONS)
     assert one.largest_error is not None
     assert 0.01 < one.largest_error < module.tolerance("bf16", 24), "the difference is real"
@@ -236,8 +236,8 @@ def test_exact_compares_nothing(tiny_repo: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*args: object) -> None:
         raise AssertionError("exact must not touch the shared path")
 
-    monkeypatch.setattr(module, "_Prefix", refuse)
-    monkeypatch.setattr(TextEncoder, "_compare", refuse)
+    monkeypatch.setattr(module, "Prefix", refuse)
+    monkeypatch.setattr(TextEncoder, "compare", refuse)
     one = encoder(tiny_repo, "exact")
     assert len(one.encode(CAPTIONS)) == len(CAPTIONS)
 
@@ -248,15 +248,15 @@ def test_bf16_may_differ_as_much_as_the_reference_from_itself(tiny_repo: Path, m
 
     def tried(noise: float, wrong: float) -> None:
         one = encoder(tiny_repo, dtype="bf16")
-        inner, calls = one._in_full, []
+        inner, calls = one.run_in_full, []
 
         def noisy(rows: Any, members: Any, padded: bool) -> list[torch.Tensor]:
             calls.append(padded)
             return [value * (1 if padded else 1 + noise) for value in inner(rows, members, padded)]
 
-        original = one._rows
-        monkeypatch.setattr(one, "_in_full", noisy)
-        monkeypatch.setattr(one, "_rows", lambda ids: [value * (1 + wrong) for value in original(ids)])
+        original = one.run
+        monkeypatch.setattr(one, "run_in_full", noisy)
+        monkeypatch.setattr(one, "run", lambda ids: [value * (1 + wrong) for value in original(ids)])
         one.encode(CAPTIONS[:1])
         assert calls
 

@@ -28,26 +28,27 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.cache.root import Cache
-from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, written
+from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, TrainConfig, written
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
-from pipeline.parallel.activation_checkpoint import checkpoint_blocks
+from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
 from pipeline.training import build, checkpoint, metrics, optimizers, stop
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
-from pipeline.training.task import Report
 from pipeline.training.trainer import closing_on_exit, fit
 from tests.support import tiny_cache
+from tests.support.runs import fit_tiny, same_checkpoints
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
+FULL = TrainConfig(activation_checkpointing="full")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -274,7 +275,7 @@ def test_recomputation_is_really_on() -> None:
     settings = tiny_run.config(layers=24)
     plain, recomputed = tiny_run.model(settings), tiny_run.model(settings)
     names = list(recomputed.state_dict())
-    checkpoint_blocks(recomputed.blocks)
+    apply_activation_checkpointing(recomputed.blocks, FULL)
     assert list(recomputed.state_dict()) == names
     batch = tiny_run.global_batch(0)
     without, expected = _saved_bytes(plain, settings, batch)
@@ -287,7 +288,7 @@ def test_recomputation_is_really_on() -> None:
 def test_the_count_of_saved_bytes_sees_a_single_block_left_out() -> None:
     settings = tiny_run.config(layers=24)
     model = tiny_run.model(settings)
-    checkpoint_blocks(model.blocks[:-2])
+    apply_activation_checkpointing(model.blocks[:-2], FULL)
     without, _ = _saved_bytes(tiny_run.model(settings), settings, tiny_run.global_batch(0))
     with_it, _ = _saved_bytes(model, settings, tiny_run.global_batch(0))
     assert without < 20 * with_it
@@ -295,9 +296,9 @@ def test_the_count_of_saved_bytes_sees_a_single_block_left_out() -> None:
 
 def test_recomputation_survives_a_deep_copy_and_a_second_call() -> None:
     model = tiny_run.model(tiny_run.config())
-    checkpoint_blocks(model.blocks)
+    apply_activation_checkpointing(model.blocks, FULL)
     classes = [type(block) for block in model.blocks]
-    checkpoint_blocks(model.blocks)
+    apply_activation_checkpointing(model.blocks, FULL)
     assert [type(block) for block in model.blocks] == classes
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -523,27 +524,11 @@ def test_a_fused_optimizer_clips_in_its_kernel(clip: float | None) -> None:
     assert float(clip_factor(norm, limit, 8.0)) == pytest.approx(0.25 / 8)  # type: ignore[arg-type]
 
 
-def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:
-    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, say=say or (lambda line: None))
-
-
-def _equal(one: Path, other: Path) -> bool:
-    """Bitwise: weights and moments of two checkpoints."""
-    return {k: v for k, v in checkpoint.read_document(one).files.items() if k != ".metadata"} == {
-        k: v for k, v in checkpoint.read_document(other).files.items() if k != ".metadata"
-    } and all(
-        torch.equal(a, b)
-        for a, b in zip(
-            checkpoint.load_model_state(one)[1].values(), checkpoint.load_model_state(other)[1].values(), strict=True
-        )
-    )
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps with checkpoints after 2, 4 and 6. Not to be changed: copy it."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    _fit(tiny_run.config(run, steps=6, save_every=2))
+    fit_tiny(tiny_run.config(run, steps=6, save_every=2))
     return run
 
 
@@ -575,7 +560,7 @@ def test_a_run_directory_tells_the_run(finished: Path) -> None:
 
 def test_rows_are_means_over_the_steps_between(finished: Path, tmp_path: Path) -> None:
     every = [row["loss"] for row in metrics.read(finished / "metrics.jsonl")]
-    _fit(tiny_run.config(tmp_path / "run", steps=6, log_every=4))
+    fit_tiny(tiny_run.config(tmp_path / "run", steps=6, log_every=4))
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [4, 6]
     assert [row["loss"] for row in rows] == pytest.approx([sum(every[:4]) / 4, sum(every[4:]) / 2])
@@ -586,8 +571,8 @@ def test_the_run_warms_up_from_its_first_step_also_when_resumed(tmp_path: Path) 
         rule = {"lr": 1e-3, "warmup_steps": 4, "scale_lr": "sqrt"}
         return tiny_run.config(tmp_path / "run", steps=steps, optim=rule)
 
-    _fit(settings(2))
-    _fit(settings(6), resume="auto")
+    fit_tiny(settings(2))
+    fit_tiny(settings(6), resume="auto")
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     full = 1e-3 * math.sqrt(tiny_run.GLOBAL_BATCH / 256)
     assert [row["lr"] for row in rows] == pytest.approx([full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
@@ -601,8 +586,8 @@ def test_a_falling_rate_ends_with_the_run_and_goes_on_from_where_it_was_resumed(
             tmp_path / "run", steps=steps, layers=1, optim={"lr": 1e-3, "warmup_steps": 0, "schedule": "linear"}
         )
 
-    _fit(settings(2))
-    _fit(settings(5), resume="auto")
+    fit_tiny(settings(2))
+    fit_tiny(settings(5), resume="auto")
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [row["lr"] for row in rows] == pytest.approx([1e-3, 5e-4, 6e-4, 4e-4, 2e-4])
 
@@ -610,10 +595,10 @@ def test_a_falling_rate_ends_with_the_run_and_goes_on_from_where_it_was_resumed(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_interrupted_and_resumed_is_uninterrupted(precision: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": precision, "activation_checkpointing": "full"}
-    _fit(tiny_run.config(tmp_path / "whole", steps=6, **options))
-    _fit(tiny_run.config(tmp_path / "parts", steps=3, **options))
-    _fit(tiny_run.config(tmp_path / "parts", steps=6, **options), resume="auto")
-    assert _equal(tmp_path / "whole/checkpoints/step-00000006", tmp_path / "parts/checkpoints/step-00000006")
+    fit_tiny(tiny_run.config(tmp_path / "whole", steps=6, **options))
+    fit_tiny(tiny_run.config(tmp_path / "parts", steps=3, **options))
+    fit_tiny(tiny_run.config(tmp_path / "parts", steps=6, **options), resume="auto")
+    assert same_checkpoints(tmp_path / "whole/checkpoints/step-00000006", tmp_path / "parts/checkpoints/step-00000006")
     whole, parts = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     assert [row["loss"] for row in whole] == [row["loss"] for row in parts]
 
@@ -629,21 +614,21 @@ def test_a_forgotten_moment_would_be_noticed(finished: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(checkpoint, "load", weights_only)
     settings = tiny_run.config(tmp_path / "run", steps=6, save_every=2)
-    _fit(settings, resume=finished / "checkpoints/step-00000002")
-    assert not _equal(finished / "checkpoints/step-00000006", tmp_path / "run/checkpoints/step-00000006")
+    fit_tiny(settings, resume=finished / "checkpoints/step-00000002")
+    assert not same_checkpoints(finished / "checkpoints/step-00000006", tmp_path / "run/checkpoints/step-00000006")
 
 
 def test_a_used_run_directory_is_not_overwritten(run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     with pytest.raises(ConfigError, match=r"(?s)--resume auto.*train.output"):
-        _fit(tiny_run.config(run, steps=6))
+        fit_tiny(tiny_run.config(run, steps=6))
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
     printed: list[str] = []
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    report = _fit(tiny_run.config(run, steps=5, save_every=2), resume="auto", say=printed.append)
+    report = fit_tiny(tiny_run.config(run, steps=5, save_every=2), resume="auto", say=printed.append)
     assert report.step == 6
     assert printed == ["nothing to do: 6 steps are done, train.steps is 5"]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
@@ -651,28 +636,28 @@ def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
 
 def test_resume_auto_without_checkpoints_begins(tmp_path: Path) -> None:
     printed: list[str] = []
-    assert _fit(tiny_run.config(tmp_path / "run", steps=1), resume="auto", say=printed.append).step == 1
+    assert fit_tiny(tiny_run.config(tmp_path / "run", steps=1), resume="auto", say=printed.append).step == 1
     assert any("from the beginning" in line for line in printed)
 
 
 def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path, tmp_path: Path) -> None:
     old = run / "checkpoints/step-00000002"
     with pytest.raises(ConfigError, match=r"(?s)step-00000006.*train.output"):
-        _fit(tiny_run.config(run, steps=6), resume=old)
-    _fit(tiny_run.config(tmp_path / "branch", steps=6), resume=old)
-    assert _equal(run / "checkpoints/step-00000006", tmp_path / "branch/checkpoints/step-00000006")
+        fit_tiny(tiny_run.config(run, steps=6), resume=old)
+    fit_tiny(tiny_run.config(tmp_path / "branch", steps=6), resume=old)
+    assert same_checkpoints(run / "checkpoints/step-00000006", tmp_path / "branch/checkpoints/step-00000006")
     with pytest.raises(ConfigError, match="no such folder"):
-        _fit(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "nothing")
+        fit_tiny(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "nothing")
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
     printed: list[str] = []
-    _fit(tiny_run.config(run, steps=6), resume=run, say=printed.append)
+    fit_tiny(tiny_run.config(run, steps=6), resume=run, say=printed.append)
     assert any("nothing to do: 6 steps" in line for line in printed)
     assert checkpoint.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds no checkpoint yet"):
-        _fit(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "empty")
+        fit_tiny(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "empty")
 
 
 def test_nothing_that_a_run_writes_holds_the_password_of_a_url(tmp_path: Path) -> None:
@@ -685,8 +670,8 @@ def test_nothing_that_a_run_writes_holds_the_password_of_a_url(tmp_path: Path) -
         mirror = made.mirror.model_copy(update={"path": "https://user:sesame@host/x?sig=sesame"})
         return made.model_copy(update={"cache": "s3://user:sesame@bucket/cache", "mirror": mirror})
 
-    _fit(settings(1))
-    _fit(settings(2), resume="auto", say=printed.append)
+    fit_tiny(settings(1))
+    fit_tiny(settings(2), resume="auto", say=printed.append)
     files = [path for path in run.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if b"sesame" in path.read_bytes()] == []
@@ -695,7 +680,7 @@ def test_nothing_that_a_run_writes_holds_the_password_of_a_url(tmp_path: Path) -
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    _fit(tiny_run.config(tmp_path / "run", steps=4, save_every=1, keep_checkpoints=2))
+    fit_tiny(tiny_run.config(tmp_path / "run", steps=4, save_every=1, keep_checkpoints=2))
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
 
 
@@ -703,7 +688,7 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     printed: list[str] = []
     new = tiny_run.config(run, steps=7, save_every=2, optim={"lr": 1e-5, "weight_decay": 0.5})
     new = new.model_copy(update={"bucket": BucketConfig(batch=24)})
-    _fit(new, resume="auto", say=printed.append)
+    fit_tiny(new, resume="auto", say=printed.append)
     assert "changed since the checkpoint: train.optim.weight_decay: 0.01 -> 0.5" in printed
     assert not [line for line in printed if "bucket.batch" in line], "training does not read it"
     older = written(new)
@@ -734,14 +719,14 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
 )
 def test_a_checkpoint_of_another_run_is_refused(run: Path, train: dict[str, Any], snapshot: str, named: str) -> None:
     with pytest.raises(checkpoint.CheckpointError, match=named) as caught:
-        _fit(tiny_run.config(run, steps=8, **train), resume="auto", snapshot=snapshot)
+        fit_tiny(tiny_run.config(run, steps=8, **train), resume="auto", snapshot=snapshot)
     assert str(caught.value).count("the checkpoint has") == 1
 
 
 def test_what_an_interrupted_save_left_is_named_and_passed_over(run: Path) -> None:
     shutil.copytree(run / "checkpoints/step-00000006", run / "checkpoints/step-00000008.tmp")
     printed: list[str] = []
-    report = _fit(tiny_run.config(run, steps=8, save_every=8), resume="auto", say=printed.append)
+    report = fit_tiny(tiny_run.config(run, steps=8, save_every=8), resume="auto", say=printed.append)
     assert any("step-00000008.tmp" in line and "ignored" in line for line in printed)
     assert any("resumed from" in line and "step-00000006" in line for line in printed)
     assert report.step == 8
@@ -778,12 +763,12 @@ def test_a_damaged_checkpoint_is_an_error_not_passed_over(run: Path, how: str) -
     folder = run / "checkpoints/step-00000006"
     named = _damage(folder, how)
     with pytest.raises(checkpoint.CheckpointError, match=named):
-        _fit(tiny_run.config(run, steps=8), resume="auto")
+        fit_tiny(tiny_run.config(run, steps=8), resume="auto")
     with pytest.raises(checkpoint.CheckpointError, match=named):
         checkpoint.load_model_state(folder)
     shutil.rmtree(folder)
     printed: list[str] = []
-    _fit(tiny_run.config(run, steps=5), resume="auto", say=printed.append)
+    fit_tiny(tiny_run.config(run, steps=5), resume="auto", say=printed.append)
     assert any("step-00000004" in line for line in printed)
 
 
@@ -821,14 +806,14 @@ def test_a_signal_saves_and_ends_the_run(
     before = signal.getsignal(number)
     printed: list[str] = []
     settings = tiny_run.config(tmp_path / "run", steps=6)
-    report = _fit(settings, touch=touch, say=printed.append)
+    report = fit_tiny(settings, touch=touch, say=printed.append)
     assert report.step == 3
     assert report.stopped_by == number.name
     assert report.checkpoint == tmp_path / "run/checkpoints/step-00000003"
     assert any("--resume auto" in line for line in printed)
     assert f"{number.name}: a checkpoint will be written" in capfd.readouterr().err
     assert signal.getsignal(number) is before
-    assert _fit(settings, resume="auto").step == 6
+    assert fit_tiny(settings, resume="auto").step == 6
 
 
 def test_a_signal_before_the_loop_promises_no_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
@@ -880,9 +865,9 @@ def test_a_stop_by_a_bad_number_leaves_the_last_checkpoint(tmp_path: Path) -> No
 
     settings = tiny_run.config(tmp_path / "run", steps=6, save_every=2)
     with pytest.raises(NonFiniteError, match="step 4"):
-        _fit(settings, touch=touch)
+        fit_tiny(settings, touch=touch)
     assert [path.name for path in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step-00000002"]
-    assert _fit(settings, resume="auto").step == 6
+    assert fit_tiny(settings, resume="auto").step == 6
 
 
 def test_a_model_and_a_snapshot_that_do_not_fit(tmp_path: Path) -> None:
@@ -898,7 +883,7 @@ def test_weights_that_are_not_there(tmp_path: Path) -> None:
     tree = settings.model_dump()
     tree["model"] = {"weights": {"id": str(tmp_path / "nothing")}, "arch": None}
     with pytest.raises(UserError, match="nothing"):
-        _fit(Config.model_validate(tree))
+        fit_tiny(Config.model_validate(tree))
 
 
 def test_a_journal_that_a_kill_tore_is_continued(tmp_path: Path) -> None:
@@ -1014,7 +999,7 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_a_gpu_the_losses_are_those_of_the_cpu(precision: str, finished: Path, tmp_path: Path) -> None:
     settings = tiny_run.config(tmp_path / "run", steps=6, precision=precision, device="cuda")
-    _fit(settings)
+    fit_tiny(settings)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     expected = [row["loss"] for row in metrics.read(finished / "metrics.jsonl")]
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-3 if precision == "fp32" else 2e-2)
@@ -1031,7 +1016,7 @@ def test_on_a_gpu_a_bad_number_is_named_though_it_is_read_later(tmp_path: Path) 
 
     settings = tiny_run.config(tmp_path / "run", steps=6, save_every=2, log_every=100, device="cuda")
     with pytest.raises(NonFiniteError, match="step 3"):
-        _fit(settings, touch=touch)
+        fit_tiny(settings, touch=touch)
     assert [path.name for path in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step-00000002"]
 
 
@@ -1060,8 +1045,8 @@ def test_killed_while_saving(point: str, left: int, finished: Path, tmp_path: Pa
     assert newest is not None
     assert newest.name == f"step-{left:08d}"
     assert checkpoint.leftovers(run / "checkpoints") or point == "renamed"
-    assert _fit(tiny_run.config(run, steps=6, save_every=2), resume="auto").step == 6
-    assert _equal(finished / "checkpoints/step-00000006", run / "checkpoints/step-00000006")
+    assert fit_tiny(tiny_run.config(run, steps=6, save_every=2), resume="auto").step == 6
+    assert same_checkpoints(finished / "checkpoints/step-00000006", run / "checkpoints/step-00000006")
     assert not checkpoint.leftovers(run / "checkpoints")
 
 
@@ -1086,8 +1071,8 @@ def test_killed_at_any_time(fault_seed: int, finished: Path, tmp_path: Path) -> 
         if process.wait() == 0:
             break
     assert kills > 0
-    _fit(tiny_run.config(run, steps=6, save_every=1), resume="auto")
-    assert _equal(finished / "checkpoints/step-00000006", run / "checkpoints/step-00000006")
+    fit_tiny(tiny_run.config(run, steps=6, save_every=1), resume="auto")
+    assert same_checkpoints(finished / "checkpoints/step-00000006", run / "checkpoints/step-00000006")
 
 
 def test_reading_ahead_ends_while_the_error_is_still_referenced() -> None:

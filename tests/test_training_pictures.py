@@ -35,11 +35,12 @@ from pipeline.planning import trace as tracing
 from pipeline.reporting import drawing
 from pipeline.training import checkpoint, lock, metrics, pictures, throughput, trainer
 from pipeline.training.task import Report, TrainingTask
-from tests.support.workers import drawings, strategies, tiny_run
+from tests.support.foreign_lock import ELSEWHERE, plant
+from tests.support.launched import results_by_case
+from tests.support.narrow import NARROW
+from tests.support.runs import dropout
+from tests.support.workers import drawings, tiny_run
 from tests.support.workers.drawings import distance, drawn, plain
-from tests.test_lock import ELSEWHERE, plant
-from tests.test_planning import NARROW
-from tests.test_validation import dropout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -297,9 +298,9 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     def of(height: int, width: int) -> TrainingTask:
         return replace(task, pictures=tiny_run.prompts(config, (height, width)))
 
-    with pytest.raises(ConfigError, match=r"(?s)multiples of 8 pixels.*width 100.*train.pictures.width=96"):
+    with pytest.raises(ConfigError, match=r"(?s)width 100.*train.pictures.width=96"):
         run(config, task=of(64, 100))
-    with pytest.raises(ConfigError, match=r"(?s)more memory than a step.*at most 12288 pixels"):
+    with pytest.raises(ConfigError, match="12288 pixels"):
         run(config, task=of(104, 128))
     assert not (tmp_path / "run").exists()
     sizes = {size: pictures.drawn_at_once(config, of(*size)) for size in ((64, 64), (32, 32), (48, 32), (96, 128))}
@@ -319,7 +320,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
     """Full recomputation and updates in the backward pass: nothing is left of a step but a block at a time."""
     train = TrainConfig.model_validate({"microbatch": 1, "optim": {"clip": None, "in_backward": True}})
 
-    class Drawing(tracing._TracedStep):
+    class Drawing(tracing.TracedStep):
         def __call__(self, batches: Any, step: int, *, stop: bool = False) -> Any:
             for batch in batches:
                 self.model.predict(*self.prepare(batch, 0.5).inputs)
@@ -331,7 +332,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
 
     step = peak(1, nullcontext())
     drawing = peak(
-        pictures._MOST, mock.patch.multiple(tracing, _TracedStep=Drawing, watch_updates=lambda *_: nullcontext())
+        pictures._MOST, mock.patch.multiple(tracing, TracedStep=Drawing, watch_updates=lambda *_: nullcontext())
     )
     assert 0 < drawing <= step
 
@@ -366,9 +367,9 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     snapshot = stages.bucket.run(config)
     cache = Cache(config.cache)
     output = Path(config.train.output)
-    with pytest.raises(CacheError, match=r"(?s)no prompt set 'prompts'.*sana-pipe encode --prompts"):
+    with pytest.raises(CacheError, match=r"(?s)'prompts'.*sana-pipe encode --prompts"):
         stages.train.run(config)
-    with pytest.raises(CacheError, match="no prompt set 'other'"):
+    with pytest.raises(CacheError, match="'other'"):
         stages.train.run(small("train.pictures.prompts=other"))
     recipe, keys, published = publish(cache)
     with pytest.raises(ConfigError, match="multiples of"):
@@ -442,7 +443,7 @@ def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config])
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return strategies.found_by(drawings, tmp_path_factory.mktemp("drawings"))
+    return results_by_case(drawings, tmp_path_factory.mktemp("drawings"))
 
 
 @pytest.mark.dist

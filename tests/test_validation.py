@@ -28,16 +28,17 @@ from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderSettings
 from pipeline.loader.validation_loader import FixedOrder, ValidationLoader
 from pipeline.models.objective import FlowMatching, equidistant
-from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
-from pipeline.training import build, checkpoint, lock, metrics, trainer
+from pipeline.training import checkpoint, lock, metrics, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.task import Report, TrainingTask
 from tests.support import tiny_cache
-from tests.support.workers import strategies, tiny_run, validations
-from tests.test_lock import ELSEWHERE, plant
+from tests.support.foreign_lock import ELSEWHERE, plant
+from tests.support.launched import results_by_case
+from tests.support.runs import dropout
+from tests.support.workers import tiny_run, validations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,13 +90,6 @@ def by_age(losses: dict[str, dict[str, list[float]]]) -> dict[str, float]:
                 ages["old" if (1000 + bucket) * 1000 + number in tiny_run.OLD else "new"].append(value)
     assert len(ages["old"]) == 4 * len(tiny_run.OLD)
     return {age: float(np.mean(values)) for age, values in ages.items()}
-
-
-def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def architecture(config: Config, task: TrainingTask) -> SanaConfig:
-        return replace(build.architecture_of(config, task), dropout=0.3)
-
-    monkeypatch.setattr(trainer, "architecture_of", architecture)
 
 
 # ------------------------------------------------------------------------------------------------------ the values
@@ -300,7 +294,7 @@ def test_the_journal_says_value_and_change(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return strategies.found_by(validations, tmp_path_factory.mktemp("validations"))
+    return results_by_case(validations, tmp_path_factory.mktemp("validations"))
 
 
 @pytest.mark.dist

@@ -21,7 +21,8 @@ from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, IntegrityError
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
-from tests.test_pack import flip, pack
+from tests.support.damage import flip
+from tests.support.packed import pack
 
 pytest.importorskip("aiohttp")
 
@@ -64,7 +65,7 @@ def test_training_reads_the_same(served: tuple[Cache, str], tmp_path: Path, pack
 def test_verify_and_status(
     served: tuple[Cache, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "_PIECE", 5000)  # a server that knows ranges would be asked for these
+    monkeypatch.setattr(objects, "PIECE", 5000)  # a server that knows ranges would be asked for these
     cache, url = served
     assert stages.status.run(configured(url, tmp_path)) == 0
     assert "(packed)" in capsys.readouterr().out

@@ -50,7 +50,8 @@ COMPILED = {"compile": "block"}
 
 def settings(sizes: Sizes, microbatch: int, train: Mapping[str, Any]) -> TrainConfig:
     """The configuration's defaults for Sana 1.6B, but for these options."""
-    given = {"microbatch": microbatch, "precision": "bf16", "residual": "fp32", **train}
+    usual = {"precision": "bf16", "residual": "fp32", "activation_checkpointing": "full", "compile": "none"}
+    given = {"microbatch": microbatch, **usual, **train}
     if sizes.dry and train.get("compile") == "block":
         given |= {"compile_backend": "eager"} if sizes.graphs else {"compile": "none"}
     return TrainConfig.model_validate(given)
@@ -247,7 +248,7 @@ def kernel_class(name: str) -> str:
 
 
 @contextmanager
-def _generator_reads() -> Iterator[list[str]]:
+def generator_reads() -> Iterator[list[str]]:
     """The states of generators that are read inside, which on a GPU waits for it: one name each."""
     reads: list[str] = []
 
@@ -275,7 +276,7 @@ def profile_step(sizes: Sizes, *, batch: int, train: dict[str, Any]) -> dict[str
     with ExitStack() as ending:
         run, part = ours(sizes, given, ending).step, batch_of(sizes, samples, given.text == "packed")
         seconds = sizes.after_warming(lambda: run([part], 1))
-        with profile(activities=activities) as trace, _generator_reads() as reads:
+        with profile(activities=activities) as trace, generator_reads() as reads:
             run([part], 1)
             run.await_verdict()
             sizes.synchronize()

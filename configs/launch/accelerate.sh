@@ -11,11 +11,11 @@
 accelerate launch --multi_gpu --num_machines 1 --num_processes 8 --mixed_precision bf16 --dynamo_backend no \
     --no_python sana-pipe train --resume auto
 
-# the same, with the answers of `accelerate config` for FSDP2 that agree with the defaults of sana-pipe
+# the same, with the answers of `accelerate config` for FSDP2 that agree with the configuration
 accelerate launch --use_fsdp --fsdp_version 2 --num_machines 1 --num_processes 8 --mixed_precision bf16 \
     --dynamo_backend no --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \
     --fsdp_transformer_layer_cls_to_wrap SanaTransformerBlock --fsdp_activation_checkpointing true \
-    --no_python sana-pipe train --resume auto
+    --no_python sana-pipe train --resume auto --set train.activation_checkpointing=full
 
 # two nodes; run it on both, NODE=0 on the first
 accelerate launch --multi_gpu --num_machines 2 --num_processes 16 --machine_rank "$NODE" \

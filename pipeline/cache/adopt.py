@@ -6,8 +6,8 @@ records are ordinary ones for `verify`, `gc`, `status` and `encode`.
 Price: every adopted byte is read once for its check, and copied where it cannot be linked (another file system, an
 object store). Whole units are adopted.
 
-A record encoded here takes precedence over an adopted one of the same key, and an earlier adopted one over a later.
-After a kill the next run continues: units with a published plan are recognised by their ids.
+A record encoded here takes precedence over an adopted record of the same key, and an earlier adopted record over a
+later. After a kill the next run continues: units with a published plan are recognised by their ids.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
 
     Args:
         recipe: name of their recipe.
-        shards: names of shards that are committed in the other cache and not in this one.
+        shards: names of shards that are committed in the other cache and not in this cache.
 
     Raises:
         IntegrityError: a file of the other cache is missing or damaged.
@@ -41,7 +41,7 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
     if not adopted:
         return
     cache.add_recipe(other.recipe(recipe))
-    _same_scales(cache, other, recipe)
+    check_same_scales(cache, other, recipe)
     for _, _, commit in adopted.values():
         assert commit.shard is not None
         assert commit.table is not None
@@ -124,7 +124,7 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
             ) from None
 
 
-def _same_scales(cache: Cache, other: Cache, recipe: str) -> None:
+def check_same_scales(cache: Cache, other: Cache, recipe: str) -> None:
     where = Paths.scale(recipe)
     if not other.files.exists(where):
         return

@@ -1,7 +1,7 @@
 """Parquet and Arrow files, read in the calling thread alone, and text columns of any size.
 
 A column of plain text, or of lists of it, holds less than 2 GiB in one piece; Arrow raises an error if more is joined.
-`combined` joins tables, and `take_rows` picks rows, in several pieces where one would be too large.
+`combined` joins tables, and `take_rows` picks rows, in several pieces where a single piece would be too large.
 
 Arrow reads a Python file object ahead on its own threads. Such a thread needs the interpreter; a thread that still
 reads when the process ends aborts the process (SIGABRT). Reading ahead gains little here: a table of the cache is in

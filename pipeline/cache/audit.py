@@ -138,7 +138,7 @@ def _tables_of(cache: Cache, name: str) -> Iterator[str]:
 
 
 def _fix_of_table(document: str | None) -> str:
-    """What repairs a table. document: one that refers to it."""
+    """What repairs a table. document: refers to the table."""
     if document is None:
         return GC
     return {"sources": ENCODE, "snapshots": BUCKET, "scales": BACKUP}.get(document.partition("/")[0], REPAIR)
@@ -152,7 +152,8 @@ def _problem(error: CacheError | OSError) -> str:
 
 
 def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read: OnFileRead) -> Iterator[Finding]:
-    """What is wrong with the joint shards of a packed snapshot. already_read: shards to skip; added to."""
+    """What is wrong with the joint shards of a packed snapshot. already_read: shards to skip; this function adds those
+    that it reads."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
     except CacheError:
@@ -235,7 +236,7 @@ def _verify_shards(
 
 
 def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
-    """A missing table of channel scales. `_verify_tables` reports a damaged one."""
+    """A missing table of channel scales. `_verify_tables` reports a damaged table."""
     try:
         table = cache.files.document(Paths.scale(recipe))["table"] if cache.files.exists(Paths.scale(recipe)) else None
     except CacheError:
@@ -259,7 +260,7 @@ class _Shard:
     Args:
         open_index: of its recipe; called only if there is damage.
         snapshots: those that names point to. A record that one of them refers to must be right in this shard, even if
-            another shard holds it, too, because the snapshot reads this one.
+            another shard holds it, too, because the snapshot reads this shard.
     """
 
     cache: Cache
@@ -274,7 +275,7 @@ class _Shard:
         return Finding(path, problem, self.recipe, self.plan, self.commit.unit, records)
 
     def findings(self, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
-        """What is wrong with it. replaced: added to."""
+        """What is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
         commit = self.commit
         if commit.shard is None:
             return

@@ -1,10 +1,13 @@
 """Blocks of a snapshot's chunk: digests of a few rows, so that a process checks only the rows that it uses.
 
-A chunk has its columns one after the other. Block i is what its `BLOCK_ROWS` rows have in each buffer, in the order of
-the file: the bytes of the rows, for the captions' offsets those of the rows and the one after, for columns of captions
-those of the rows' captions. The first block of a buffer begins with the buffer, the last one ends where the next buffer
-begins (the buffer ends, for the last buffer). All other bytes are the frame: what Arrow says of the file. So every byte
-is in a block or in the frame, and the frame is checked before Arrow parses it.
+A chunk has its columns one after the other. Block i covers the bytes of `BLOCK_ROWS` rows in every buffer, in the order
+of the file:
+- a column of samples: the values of the rows;
+- offsets of the captions: those of the rows and the next row;
+- a column of captions: the values of the rows' captions.
+The first block also covers padding before its rows, the last block everything up to the next buffer. All other bytes
+are the frame (Arrow's header and footer), which is checked before Arrow parses it. So every byte is in a block or in
+the frame.
 Price: 16 bytes a block, in the snapshot's list of chunks; some ten small reads for each block that is touched.
 """
 

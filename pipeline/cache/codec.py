@@ -80,7 +80,7 @@ class Codec:
         if self.scale is None:
             raise CacheError("int8 storage needs channel scales, and none have been measured", fix="sana-pipe encode")
         head = _HEADER.pack(_INT8, bits.ndim, *dimensions) + bytes.fromhex(self.scale.digest)
-        steps, quantised = _quantise(_tokens(to_float(bits), self.kind), self.scale.values)
+        steps, quantised = quantise(tokens_of(to_float(bits), self.kind), self.scale.values)
         return head + steps.astype("<u2").tobytes() + _untokens(quantised, self.kind).tobytes()
 
     def decode(self, payload: bytes | bytearray | memoryview, into: np.ndarray, where: str) -> None:
@@ -113,7 +113,7 @@ class Codec:
         steps = np.frombuffer(data, "<u2", count, _DIGEST)
         quantised = np.frombuffer(data, np.int8, into.size, _DIGEST + 2 * count).reshape(into.shape)
         if into.size:
-            values = _tokens(quantised, self.kind).astype(np.float32) * to_float(steps)[:, None]
+            values = tokens_of(quantised, self.kind).astype(np.float32) * to_float(steps)[:, None]
             if values.shape[1] != len(scale):
                 raise IntegrityError(
                     f"{where} and its channel scales do not fit", expected=values.shape[1], found=len(scale)
@@ -200,12 +200,12 @@ def storage_of(recipe: layout.Recipe) -> str:
 def measure_scale(arrays: Iterable[np.ndarray], kind: str) -> np.ndarray:
     """Channel scales of a calibration set (arrays of bf16 bits): each channel's rms, rounded to bf16.
 
-    A channel that is (nearly) zero in the set gets 1/1024 of the mean scale. Otherwise one large value later on would
+    A channel that is (nearly) zero in the set gets 1/1024 of the mean scale. Otherwise a large value later on would
     take all the precision of its token. No scale is below 2^-100 or above 2^100.
     """
     total, count = np.zeros(0), 0
     for bits in arrays:
-        tokens = _tokens(to_float(bits), kind).astype(np.float64)
+        tokens = tokens_of(to_float(bits), kind).astype(np.float64)
         squares = (tokens * tokens).sum(axis=0)
         total = squares if not count else total + squares
         count += len(tokens)
@@ -283,8 +283,8 @@ class Measured:
         codec.decode(payload, back, "a new record")
         if codec.storage == LOSSLESS and not np.array_equal(back, bits):
             raise IntegrityError("a lossless record does not decode to what was encoded", fix="check zstandard and RAM")
-        true = _tokens(to_float(bits), codec.kind).astype(np.float64)
-        error = _tokens(to_float(back), codec.kind) - true
+        true = tokens_of(to_float(bits), codec.kind).astype(np.float64)
+        error = tokens_of(to_float(back), codec.kind) - true
         signal, noise = (true * true).sum(axis=1), (error * error).sum(axis=1)
         nonzero = signal > 0
         if nonzero.any():
@@ -324,7 +324,7 @@ def from_float(values: np.ndarray, largest: float = np.inf) -> np.ndarray:
     largest finite one.
 
     Args:
-        largest: bound of the values; a small one saves a pass.
+        largest: bound of the values; a small bound saves a pass.
     """
     wide = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = wide >> np.uint32(16)
@@ -339,7 +339,7 @@ def from_float(values: np.ndarray, largest: float = np.inf) -> np.ndarray:
     return bits
 
 
-def _tokens(values: np.ndarray, kind: str) -> np.ndarray:
+def tokens_of(values: np.ndarray, kind: str) -> np.ndarray:
     """(tokens, channels) of text rows, or of a latent (channels, height, width)."""
     return values if kind == "text" else values.reshape(values.shape[0], -1).T
 
@@ -381,7 +381,7 @@ def _join(data: memoryview, into: np.ndarray, where: str) -> None:
     np.bitwise_or(bits.reshape(into.shape), mantissas.reshape(into.shape), out=into)
 
 
-def _quantise(tokens: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantise(tokens: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Steps (bf16 bits, one per token) and int8 values of (tokens, channels)."""
     if tokens.shape[1] != len(scale):
         raise CacheError("values and channel scales do not fit", expected=tokens.shape[1], found=len(scale))

@@ -16,7 +16,7 @@ from pipeline.errors import CacheError
 
 
 def contradictions(cache: Cache) -> Iterator[Finding]:
-    """Where documents and shards contradict one another.
+    """Where documents and shards contradict each other.
 
     While there is a contradiction, nothing may be removed from the cache: files that a lost document referred to look
     unneeded.

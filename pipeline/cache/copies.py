@@ -1,9 +1,9 @@
-"""The two copies of every document: compare them, repair one from the other.
+"""The two copies of every document: compare them, repair each from the other.
 
 `Files` writes every document twice (`name`, then `copies/name`) and reads the copy if the document is lost or damaged.
-`inspect` checks both, `repair` repairs both from the intact one, `repair_all` repairs all documents of which one of the
-two is missing.
-Why: a lost document looks like one that was never written, so records without a commit would look unneeded and be
+`inspect` checks both, `repair` repairs both from the intact file, `repair_all` repairs all documents of which one of
+the two is missing.
+Why: a lost document looks as if it had never been written, so records without a commit would look unneeded and be
 encoded again or removed. With two copies a single loss or flipped bit changes no answer and can be reported.
 Price: two small files and two more syncs per document; from object stores, a request more where a name is free.
 
@@ -52,7 +52,7 @@ def inspect(files: Files, name: str) -> Pair:
 
 
 def repair(files: Files, name: str) -> bool:
-    """Repair a document and its copy from the intact one. Returns whether both are intact now."""
+    """Repair a document and its copy from the intact file. Returns whether both are intact now."""
     pair = inspect(files, name)
     if pair.whole or pair.data is None:
         return pair.whole
@@ -75,7 +75,8 @@ def documents(files: Files) -> Iterator[tuple[str, int]]:
 
 
 def repair_all(files: Files) -> None:
-    """Copy every document without a copy, restore every lost one, and let `files` repair damaged ones from now on.
+    """Copy every document without a copy, restore every lost document, and let `files` repair damaged documents from
+    now on.
 
     For commands that write into the cache. Lists all documents; reads only those that exist once.
     """

@@ -1,9 +1,9 @@
-"""URLs through fsspec: opening one, sending requests with our retries and errors, listing everything below a folder.
+"""URLs through fsspec: opening, sending requests with our retries and errors, listing everything below a folder.
 
 `Connection` serves a cache in an object store (`objects`) and sources behind a URL (`pipeline.sources.remote`).
-Why a listing of our own: fsspec's general `find` treats a folder that it cannot list as empty, so that a server that
+Why not fsspec's listing: its general `find` treats a folder that it cannot list as empty, so that a server that
 goes away in the middle gives a shorter listing and no error.
-Price: a driver without a `find` of its own gets one request per folder.
+Price: a driver without its `find` gets one request per folder.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _SECRETS = {
     """export FSSPEC_HTTP='{"client_kwargs": {"trust_env": true}}'""",
 }
 """How to pass credentials, by the driver's extra."""
+
+CHANGE_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
+"""Keys under which drivers describe when a file was written."""
 
 T = TypeVar("T")
 
@@ -152,7 +155,7 @@ class Connection:
 
 
 def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
-    """Raises `error` if a URL holds credentials, or a query, which may be one."""
+    """Raises `error` if a URL holds credentials, or a query, which may be a credential."""
     clean = strip_credentials(url)
     if clean != url:
         scheme = url.partition("://")[0].rpartition(":")[2].lower()
@@ -207,7 +210,7 @@ def _one_attempt(scheme: str, patience_s: float) -> dict[str, Any]:
 
 
 def has_own(fs: AbstractFileSystem, operation: str) -> bool:
-    """Whether a driver implements an operation itself instead of inheriting fsspec's general one."""
+    """Whether a driver implements an operation itself instead of inheriting fsspec's general operation."""
     kind = type(fs)
     if issubclass(kind, AsyncFileSystem):
         return getattr(kind, f"_{operation}") is not getattr(AsyncFileSystem, f"_{operation}")

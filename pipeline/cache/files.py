@@ -3,7 +3,7 @@
 `Files` has the few operations that read and write everything in a cache. A file is written under `tmp/`, synced, read
 back and compared, then published by a hard link, which fails if the name is taken. That is put-if-absent on local disks
 and NFS alike (`O_EXCL` plus writing is not: a crash leaves half a file under the final name).
-Why: a process killed at any instant leaves the old state or the new one, plus an invisible file in `tmp/`.
+Why: a process killed at any instant leaves the old state or the new state, plus an invisible file in `tmp/`.
 Price: every byte is written once and read back once; a file system without hard links is refused with a message.
 
 Names are relative to the root, with forward slashes. `Files` works on a folder on a disk or on NFS;
@@ -258,7 +258,7 @@ class Files:
         return True
 
     def ensure(self, name: str, data: bytes) -> None:
-        """Publish a document whose name is derived from its content; a damaged one is written again."""
+        """Publish a document whose name is derived from its content; a damaged document is written again."""
         if self.put(name, data):
             return
         try:
@@ -278,7 +278,7 @@ class Files:
 
     def put_content(self, data: bytes, folder_of: str, suffix: str) -> str:
         """Publish bytes under the digest of their content; returns the digest. An existing file with these bytes is
-        freshened, a damaged one is replaced."""
+        freshened, a damaged file is replaced."""
         digest = layout.content_digest(data)
         target = Paths.table(digest, suffix) if folder_of == "tables" else f"{folder_of}/{digest}.{suffix}"
         if self.freshen(target):
@@ -396,7 +396,7 @@ class Files:
                 os.rename(path, aside)
             except FileNotFoundError:
                 return False
-            with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached one
+            with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
                 old = os.fstat(file.fileno()).st_mtime <= before
             if not old:
                 with suppress(FileExistsError):
@@ -504,7 +504,7 @@ def check_digest(path: Path, digest: str) -> None:
     """Read a written file back.
 
     Raises:
-        IntegrityError: its digest is another one.
+        IntegrityError: its digest is another.
     """
     actual = file_digest(path)
     if actual != digest:

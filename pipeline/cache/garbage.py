@@ -2,7 +2,7 @@
 
 `unneeded` lists such files, `remove` removes them.
 Why: a missing reference proves something only in a whole cache, and only for a moment. So nothing is listed while
-documents and shards contradict one another. A listed file is removed only if it is still unneeded and old when it is
+documents and shards contradict each other. A listed file is removed only if it is still unneeded and old when it is
 looked at again.
 Price: every document is read once for the list, once for every folder that files are removed from, and again whenever
 removal has taken `REREAD_S`.
@@ -55,7 +55,7 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
         now: the time by the store's clock; default: `Files.now`.
 
     Raises:
-        IntegrityError: documents and shards contradict one another (see `contradictions`).
+        IntegrityError: documents and shards contradict each other (see `contradictions`).
     """
     contradiction = next(contradictions(cache), None)
     if contradiction is not None:
@@ -65,7 +65,7 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
             fix=f"{contradiction.fix}; where work was stopped before its end: sana-pipe encode --data DIR",
         )
     before = (cache.files.now() if now is None else now) - older_than_s
-    needed = _Needed(cache, before)
+    needed = Needed(cache, before)
     for folder in _ORDER:
         for entry in cache.files.walk(folder):
             why = needed.why_unneeded(entry.name)
@@ -95,13 +95,13 @@ def remove(
         read_at = -math.inf
         for entry in list(of_folder):
             if clock() - read_at > REREAD_S:
-                needed, read_at = _Needed(cache, before), clock()
+                needed, read_at = Needed(cache, before), clock()
             if needed.why_unneeded(entry[0]) is not None and cache.files.discard(entry[0], before):
                 removed.append(entry)
     return removed
 
 
-class _Needed:
+class Needed:
     """What a cache's documents refer to, as read at one moment.
 
     Args:

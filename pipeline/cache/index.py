@@ -11,8 +11,8 @@ plans come before all others, in reverse order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,10 +102,16 @@ def committed(files: Files, recipe: str, plan: int) -> set[str]:
 
 def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
     """Commits of a plan, sorted by unit: from its segment if there is one, else from its unit documents."""
+    return list(_commits(files, recipe, plan)[1])
+
+
+def _commits(files: Files, recipe: str, plan: int) -> tuple[str | None, Iterator[Commit]]:
+    """The digest of a plan's merged record table, None without a segment, and its commits as `commits` has them."""
     if files.exists(Paths.segment(recipe, plan)):
-        return [Commit.from_body(body) for body in files.document(Paths.segment(recipe, plan))["commits"]]
+        segment = files.document(Paths.segment(recipe, plan))
+        return segment["table"], map(Commit.from_body, segment["commits"])
     names = [Paths.unit(recipe, plan, unit) for unit in sorted(committed(files, recipe, plan))]
-    return [Commit.from_body(body) for body in files.documents(names)]
+    return None, map(Commit.from_body, files.documents(names))
 
 
 def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
@@ -135,7 +141,7 @@ def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
 
 
 def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
-    """The merged record table of commits, in one piece; a large one is in temporary files."""
+    """The merged record table of commits, in one piece; a large table is in temporary files."""
     schema, shards = RECORDS[recipe.partition("-")[0]], dict[str, int]()
 
     def parts() -> Iterator[dict[str, np.ndarray]]:
@@ -151,7 +157,7 @@ def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
 
 
 def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) -> pa.Table:
-    """A record table. A missing or damaged one is rebuilt, and published if `files.repairs`.
+    """A record table. A missing or damaged table is rebuilt, and published if `files.repairs`.
 
     Raises:
         IntegrityError: the rebuilt table has another digest.
@@ -198,6 +204,39 @@ def lost(files: Files, folder: str, shards: list[str], sizes: list[int]) -> np.n
     return np.array([actual.get(name) != size for name, size in zip(names, sizes, strict=True)], bool)
 
 
+@dataclass(frozen=True)
+class _CommittedPlan:
+    """What an index needs of a plan's commits; with their provenance they would be several times as large.
+
+    Attributes:
+        table: digest of the merged record table; None without a segment.
+        unmerged: without a segment the commits with a shard, without their rejects and provenance.
+    """
+
+    number: int
+    is_adopted: bool
+    shards: list[str]
+    bytes: list[int]
+    rejects: list[RecordReject]
+    table: str | None
+    unmerged: list[Commit]
+
+    @classmethod
+    def read(cls, files: Files, recipe: str, number: int) -> _CommittedPlan:
+        shards, sizes, rejects, unmerged = list[str](), list[int](), list[RecordReject](), list[Commit]()
+        table, done = _commits(files, recipe, number)
+        adopted = set()
+        for commit in done:
+            adopted.add(ADOPTED in commit.provenance)
+            rejects += commit.rejects
+            if commit.shard is not None:
+                shards.append(commit.shard)
+                sizes.append(commit.bytes)
+            if table is None and commit.table:
+                unmerged.append(replace(commit, rejects=(), provenance={}))
+        return cls(number, adopted == {True}, shards, sizes, rejects, table, unmerged)
+
+
 class RecordIndex:
     """Every record of one recipe. Keys are found by binary search over sorted 16-byte keys.
 
@@ -216,35 +255,32 @@ class RecordIndex:
         self.shards: list[str] = []
         self.bytes: list[int] = []
         every = self._by_precedence(plans)
-        for commit in (commit for _, done in every for commit in done):
-            self.rejects.extend(commit.rejects)
-            if commit.shard is not None:
-                self.shards.append(commit.shard)
-                self.bytes.append(commit.bytes)
+        for plan in every:
+            self.rejects += plan.rejects
+            self.shards += plan.shards
+            self.bytes += plan.bytes
         self.origin = [0] * len(self.shards)
         number = {name: i for i, name in enumerate(self.shards)}
         names = [*RECORDS[self.kind].names, "shard"]
-        tables = (table.select(names) for plan, done in every for table in self._tables(plan, done))
+        tables = (table.select(names) for plan in every for table in self._tables(plan))
         self._fill(part for table in tables for part in _numbered(table, number))
 
-    def _by_precedence(self, plans: list[int]) -> list[tuple[int, list[Commit]]]:
-        """(plan, its commits), the lowest precedence first: adopted plans in reverse order, then the others."""
-        adopted: list[tuple[int, list[Commit]]] = []
-        encoded: list[tuple[int, list[Commit]]] = []
-        for plan in plans:
-            done = commits(self._files, self.recipe, plan)
-            is_adopted = bool(done) and all(ADOPTED in commit.provenance for commit in done)
-            (adopted if is_adopted else encoded).append((plan, done))
-        return adopted[::-1] + encoded
+    def _by_precedence(self, plans: list[int]) -> list[_CommittedPlan]:
+        """The plans, the lowest precedence first: adopted plans in reverse order, then the others."""
+        every = [_CommittedPlan.read(self._files, self.recipe, plan) for plan in plans]
+        return [plan for plan in every[::-1] if plan.is_adopted] + [plan for plan in every if not plan.is_adopted]
 
-    def _tables(self, plan: int, done: list[Commit]) -> Iterator[pa.Table]:
-        """The record tables of a plan: the merged one if it has a segment."""
-        files, segment = self._files, Paths.segment(self.recipe, plan)
-        if not files.exists(segment):
-            yield from (_unit_table(files, self.recipe, commit) for commit in done if commit.table)
+    def _tables(self, plan: _CommittedPlan) -> Iterator[pa.Table]:
+        """The record tables of a plan: the merged table if it has a segment."""
+        files, segment = self._files, Paths.segment(self.recipe, plan.number)
+        if plan.table is None:
+            yield from (_unit_table(files, self.recipe, commit) for commit in plan.unmerged)
             return
-        digest = files.document(segment)["table"]
-        table = _record_table(files, digest, partial(whole_table, files, self.recipe, done))
+
+        def rebuild() -> pa.Table:
+            return whole_table(files, self.recipe, commits(files, self.recipe, plan.number))
+
+        table = _record_table(files, plan.table, rebuild)
         if missing := {*RECORDS[self.kind].names, "shard"} - set(table.column_names):
             raise IntegrityError(
                 f"{files.where(segment)}: is not of {self.kind} records",

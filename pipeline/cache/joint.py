@@ -25,8 +25,7 @@ NULL = f"{layout.META}/null.npy"
 
 
 def joint_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Schema:
-    """The columns of `samples_schema`, then those of `NAMES`, whose `captions` are called `written`. `shard` is 0, for
-    this shard."""
+    """`samples_schema` plus `NAMES` (its `captions` column is renamed `written`). `shard` is 0: this shard."""
     schema = samples_schema(latent, text)
     for name, column in (("source", "source"), ("item", "item"), ("written", "captions")):
         schema = schema.append(NAMES.field(column).with_name(name))

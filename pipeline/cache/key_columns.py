@@ -12,13 +12,13 @@ BATCH = 1 << 16
 
 
 def is_first(keys: np.ndarray) -> np.ndarray:
-    """(n,) bool: which of sorted keys (S16) differ from the one before."""
+    """(n,) bool: which of sorted keys (S16) differ from the key before."""
     first, second = (np.ascontiguousarray(keys).view(np.uint64)[half::2] for half in (0, 1))
     return np.append(True, (first[1:] != first[:-1]) | (second[1:] != second[:-1]))[: len(keys)]
 
 
 def is_last(keys: np.ndarray) -> np.ndarray:
-    """(n,) bool: which of sorted keys (S16) differ from the next one."""
+    """(n,) bool: which of sorted keys (S16) differ from the next key."""
     return np.append(is_first(keys)[1:], True)[: len(keys)]
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, fields
+from itertools import chain, islice
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -285,9 +286,9 @@ def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
         raise IntegrityError(
             f"{where}: its digest does not match its content", expected=expected, found=stated, fix=REPAIR
         )
-    resealed = _json({**body, "digest": stated})
-    if resealed != data:
-        sizes = f"{len(data)} bytes, expected {len(resealed)}"
+    sealed = {**body, "digest": stated}
+    if not _is_json(data, sealed):
+        sizes = f"{len(data)} bytes, expected {len(_json(sealed))}"
         raise IntegrityError(f"{where}: bytes were changed outside its values", found=sizes, fix=REPAIR)
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
@@ -300,9 +301,22 @@ def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
     return body
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+
+
 def _json(body: dict[str, Any]) -> bytes:
     """A document's body as readable JSON."""
-    return (json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (_ENCODER.encode(body) + "\n").encode()
+
+
+def _is_json(data: bytes, body: dict[str, Any]) -> bool:
+    """Whether `data` is `_json(body)`, which would be several times as large in memory while it is made."""
+    at, tokens = 0, chain(_ENCODER.iterencode(body), "\n")
+    while piece := "".join(islice(tokens, 1024)).encode():
+        if not data.startswith(piece, at):
+            return False
+        at += len(piece)
+    return at == len(data)
 
 
 # ---------------------------------------------------------------- paths

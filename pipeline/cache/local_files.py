@@ -54,7 +54,7 @@ class Handle:
         return os.fstat(self.descriptor).st_size
 
     def file(self) -> BinaryIO:
-        """The file as a seekable object with a descriptor of its own."""
+        """The file as a seekable object with a separate descriptor."""
         return os.fdopen(os.dup(self.descriptor), "rb")
 
     def map(self) -> pa.Buffer:

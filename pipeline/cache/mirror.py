@@ -7,7 +7,9 @@ once each; readers verify every record, and open a shard without trust if one is
 Why: records are then read with preadv exactly as from a local cache, the object store gets few large sequential reads
 instead of many small ones, and the origin repairs what a bad disk destroys.
 When the limit is reached, or less than `SPARE` bytes of the disk are free, the copies that were opened longest ago are
-removed; if none is left, a full disk is an error. A removed file stays readable for processes that have it open.
+removed, down to `KEPT` of the limit; if none is left, a full disk is an error. Copies are listed only then, or when
+`TOTAL` is missing: it is removed before any change of the copies and written after it, so that a killed process leaves
+none. A removed file stays readable for processes that have it open.
 Price: a random order over far more shards than the mirror holds fetches shards again and again. Raise the limit
 (`mirror.gib`), or train from a packed snapshot, which is read in the order in which it is stored. Files being fetched
 come on top of the limit, one per thread; so do removed files that are still open.
@@ -26,6 +28,10 @@ from pipeline.errors import CacheError, NoSpaceError
 
 SPARE = 256 << 20
 """Bytes of disk space that stay free as long as there are copies to remove."""
+KEPT = 0.95
+"""Share of the limit that is left when copies are removed, so that the next fetches need no listing."""
+TOTAL = "total"
+"""File with the bytes of all copies. Without it, or when copies have to go, all copies are listed."""
 
 
 class Mirror:
@@ -81,8 +87,10 @@ class Mirror:
                     if digest_of(handle) == last.stem:
                         copy.parent.mkdir(parents=True, exist_ok=True)
                         with self._locked("room"):
-                            self._make_space(needed, spared=copy)
+                            total = self._make_space(needed, spared=copy)
+                            self._forget_total()
                             os.replace(path, copy)
+                            self._count(total + handle.size)
                         self._mark(copy, handle)
             return handle
 
@@ -138,7 +146,9 @@ class Mirror:
     def drop(self, name: str) -> None:
         """Remove the copy of an object."""
         last = PurePosixPath(name)
-        self._unlink(self.root / last.stem[:2] / last.name)
+        with self._locked("room"):
+            self._forget_total()
+            self._unlink(self.root / last.stem[:2] / last.name)
 
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path; the file is removed at the end if it is still there."""
@@ -166,35 +176,67 @@ class Mirror:
                 copies.append((opened or status.st_mtime, status.st_size, path))
         return sorted(copies)
 
-    def _make_space(self, needed: int, *, spared: Path | None = None, on_disk: bool = False) -> None:
+    def _make_space(self, needed: int, *, spared: Path | None = None, on_disk: bool = False) -> int:
         """Remove the oldest copies until `needed` more bytes fit into the limit.
 
         Args:
             spared: a copy that is about to be replaced.
             on_disk: the bytes must fit onto the disk, too, because they are not written yet.
 
+        Returns:
+            The bytes of all copies that are left, without `spared`.
+
         Raises:
             NoSpaceError: the disk has no space for them and no copy is left.
         """
+
+        def fits(total: int, limit: float) -> bool:
+            return total + needed <= limit and not (on_disk and free_at(self.root) < needed + SPARE)
+
+        total = self._counted()
+        if total is not None and fits(total, self.limit) and not (spared is not None and spared.exists()):
+            return total
         copies = self._copies()
-        total = sum(size for _, size, _ in copies)
-        for _, size, path in copies:
-            if total + needed <= self.limit and not (on_disk and free_at(self.root) < needed + SPARE):
-                return
-            if path != spared:
-                self._unlink(path)
-            total -= size
-        if on_disk and free_at(self.root) < needed:
-            raise self._full(needed)
+        total = sum(size for _, size, path in copies if path != spared)
+        if not fits(total, self.limit):
+            self._forget_total()
+            for _, size, path in copies:
+                if fits(total, self.limit * KEPT):
+                    break
+                if path != spared:
+                    self._unlink(path)
+                    total -= size
+            if on_disk and free_at(self.root) < needed:
+                raise self._full(needed)
+        self._count(total)
+        return total
 
     def _remove_oldest(self, needed: int) -> bool:
         """Remove the oldest copies, `needed` bytes in total if there are so many; returns whether there were any."""
         removed = 0
+        self._forget_total()
         for _, size, path in self._copies():
             if removed < needed:
                 self._unlink(path)
                 removed += size
         return removed > 0
+
+    def _counted(self) -> int | None:
+        """The bytes of all copies, as last counted; None if that is unknown: the mirror is new or of an earlier
+        version, or a process was killed while it changed the copies. Called with the lock `room` held."""
+        with suppress(OSError, ValueError):
+            total = int((self.root / TOTAL).read_text())
+            return total if total >= 0 else None
+        return None
+
+    def _count(self, total: int) -> None:
+        with suppress(OSError), self.temporary() as path:
+            path.write_text(str(total))
+            os.replace(path, self.root / TOTAL)
+
+    def _forget_total(self) -> None:
+        """Called before copies change, so that the next process lists them if this one is killed meanwhile."""
+        (self.root / TOTAL).unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self, digest: str) -> Iterator[None]:

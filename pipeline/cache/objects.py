@@ -33,7 +33,7 @@ import xxhash
 from pipeline import retrying
 from pipeline.cache import layout
 from pipeline.cache import scratch as scratches
-from pipeline.cache.drivers import Connection, RequestFailed, has_own
+from pipeline.cache.drivers import CHANGE_TIMES, Connection, RequestFailed, has_own
 from pipeline.cache.files import FileEntry, Files, check_digest
 from pipeline.cache.local_files import Handle, cache_errors, digest_of, file_digest, free_at
 from pipeline.cache.mirror import Mirror
@@ -43,7 +43,7 @@ from pipeline.errors import CacheError, IntegrityError
 PARALLEL_REQUESTS = 16
 """Requests in flight where many small objects are read."""
 
-_PIECE = 16 << 20
+PIECE = 16 << 20
 
 T = TypeVar("T")
 
@@ -240,8 +240,8 @@ class ObjectFiles(Files):
 
     def _digest_by_ranges(self, name: str) -> str:
         state, size = xxhash.xxh3_128(), self._size(name)
-        for start in range(0, size, _PIECE):
-            length = min(_PIECE, size - start)
+        for start in range(0, size, PIECE):
+            length = min(PIECE, size - start)
             piece = self.read_range(name, start, length)
             if len(piece) != length:
                 raise CacheError(
@@ -276,7 +276,7 @@ class ObjectFiles(Files):
 
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         check_digest(temporary, digest)
-        if not self.publish(temporary, name):  # overwriting freshens the object, and restores a damaged one
+        if not self.publish(temporary, name):  # overwriting freshens the object, and restores a damaged object
             self.replace_by(temporary, name)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -420,9 +420,8 @@ class ObjectFiles(Files):
 
 
 def _modified(info: dict[str, Any]) -> float:
-    """When an object was written, in seconds since 1970; drivers differ in the key."""
-    keys = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
-    when = next((info[key] for key in keys if info.get(key)), None)
+    """When an object was written, in seconds since 1970."""
+    when = next((info[key] for key in CHANGE_TIMES if info.get(key)), None)
     if when is None:
         return time.time()  # unknown: never old
     if isinstance(when, str):

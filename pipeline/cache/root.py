@@ -190,7 +190,7 @@ class Cache:
 
     def known(self, recipe: RecipeKind) -> RecipeKind:
         """The recipe of this cache with the same values as `recipe` (the origin of the weights does not matter); of
-        several the one with the most records; `recipe` itself if there is none."""
+        several the recipe with the most records; `recipe` itself if there is none."""
         kind = type(recipe)
         same = [known for known in self.recipes(recipe.kind) if isinstance(known, kind) and known.same_values(recipe)]
         if len(same) < 2:
@@ -211,8 +211,8 @@ class Cache:
             return self.files.put_content_file(path, "parquet")
 
     def table(self, digest: str, columns: list[str] | None = None) -> pa.Table:
-        """A Parquet table by its digest; the rows of a large one are in a temporary file (see `Scratch`). The last one
-        stays open, since the units of a plan share a table.
+        """A Parquet table by its digest; the rows of a large table are in a temporary file (see `Scratch`). The last
+        one stays open, since the units of a plan share a table.
 
         Args:
             columns: names of the columns to read; default: all.
@@ -309,7 +309,7 @@ class Cache:
         return self.table(plan.table).slice(unit.start, unit.count)
 
     def add_plan(self, recipe: str, number: int, units: list[Unit], table: pa.Table) -> bool:
-        """Append a plan. Returns False if another process has appended one with this number."""
+        """Append a plan. Returns False if another process has appended a plan with this number."""
         digest = self.put_table(table)
         body = {"recipe": recipe, "number": number, "table": digest, "units": [vars(unit) for unit in units]}
         return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
@@ -350,7 +350,7 @@ class Cache:
         parent = self.snapshot_of(name or "latest")
         new, tables = head.with_tables()
         before = self._readable([parent])
-        if head.parent is not None:  # a packed one, which another version may have published
+        if head.parent is not None:  # a packed snapshot, which another version may have published
             before = [snapshot for snapshot in before if snapshot.head.parent == head.parent]
         elif before and before[0].packed:
             before += self._readable([before[0].head.parent])
@@ -380,8 +380,8 @@ class Cache:
         return snapshots
 
     def _restore_heads(self, head: Head) -> None:
-        """Write lost heads again: those of named snapshots with the content of this head, whose parent is any snapshot
-        to which a name points or pointed."""
+        """Restore lost heads of named snapshots whose content equals this head's. Parents tried: every snapshot that a
+        name points to or pointed to."""
         names = self.snapshot_names()
         ids = {current for name in names if (current := self.snapshot_of(name)) is not None}
         lost = ids - {snapshot.id for snapshot in self._readable(sorted(ids))}
@@ -401,7 +401,7 @@ class Cache:
         """Let a name point to a snapshot.
 
         Raises:
-            UserError: it points to another one, `move` is False and it is not one of `MOVING`.
+            UserError: it points to another snapshot, `move` is False and it is not one of `MOVING`.
             IntegrityError: the snapshot does not exist.
         """
         while (current := self.snapshot_of(name)) != snapshot_id:
@@ -464,7 +464,7 @@ class Cache:
         return self.files.document(Paths.numbered(Paths.names(name), numbers[-1]))["snapshot"]
 
     def history(self, name: str) -> list[str]:
-        """The snapshot ids to which a name points and pointed, the first one first."""
+        """The snapshot ids to which a name points and pointed, the oldest first."""
         numbers = self.files.numbers(Paths.names(name))
         documents = self.files.documents([Paths.numbered(Paths.names(name), number) for number in numbers])
         return [body["snapshot"] for body in documents if body["snapshot"] is not None]

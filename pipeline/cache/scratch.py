@@ -64,7 +64,7 @@ class Scratch:
         size = count * np.dtype(dtype).itemsize
         if size <= LIMIT:
             return np.zeros(count, dtype)
-        file = _unnamed(self._temporary)
+        file = unnamed_file(self._temporary)
         with file, local_files.cache_errors(Path(file.name)):
             local_files.allocate(file, size)  # writing to a mapped hole of a full disk would be a SIGBUS
             return np.memmap(file, dtype, "r+", shape=(count,)).view(np.ndarray)
@@ -111,12 +111,12 @@ class Scratch:
         """Rows in ascending order of the column `key` (fixed 16 bytes), as tables of about `RUN` rows. Rows of equal
         keys keep their order, and are in one table."""
         runs: list[pa.Table] = []
-        bounds: list[np.ndarray] = []
+        bins = self.writer(np.int64)  # 32 KiB a run
 
         def sorted_runs() -> Iterator[pa.Table]:
             for run in _regrouped(batches, RUN):
                 ordered, high = _sorted(run)
-                bounds.append(np.searchsorted(high >> np.uint64(52), np.arange(BINS + 1, dtype=np.uint64)))
+                bins.add(np.searchsorted(high >> np.uint64(52), np.arange(BINS + 1, dtype=np.uint64)))
                 yield ordered
 
         first = next(source := sorted_runs(), None)
@@ -133,7 +133,8 @@ class Scratch:
             yield from source
 
         whole = self.table(first.schema, all_runs())
-        starts = np.cumsum([0, *(bound[-1] for bound in bounds)])
+        bounds = bins.finish().reshape(-1, BINS + 1)
+        starts = np.cumsum([0, *bounds[:, -1]])
         runs = [whole.slice(start, bound[-1]) for start, bound in zip(starts.tolist(), bounds, strict=False)]
         for low, high in _ranges(np.sum(bounds, axis=0)):
             parts = [run.slice(bound[low], bound[high] - bound[low]) for run, bound in zip(runs, bounds, strict=True)]
@@ -179,7 +180,7 @@ class ArrayWriter:
 
     def _flush(self) -> None:
         if self._file is None:
-            self._file = _unnamed(self._temporary, buffering=0)  # closed by `finish`, or with this object
+            self._file = unnamed_file(self._temporary, buffering=0)  # closed by `finish`, or with this object
         with local_files.cache_errors(Path(self._file.name)):
             for values in self._waiting:
                 local_files.write_all(self._file, values.data.cast("B"))
@@ -219,7 +220,7 @@ class TableWriter:
 
     def _flush(self) -> None:
         if self._file is None:
-            self._file = _unnamed(self._temporary)  # closed by `finish`, or with this object
+            self._file = unnamed_file(self._temporary)  # closed by `finish`, or with this object
             self._writer = pa.ipc.new_file(pa.PythonFile(self._file, "w"), self._schema)
         assert self._writer is not None
         with local_files.cache_errors(Path(self._file.name)):
@@ -276,7 +277,7 @@ def _rows(table: pa.Table) -> Iterator[tuple[str, ...]]:
         yield from zip(*(column.to_pylist() for column in table.slice(start, TEXTS).columns), strict=True)
 
 
-def _unnamed(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:
+def unnamed_file(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:
     """A new, empty file that has lost its name."""
     with temporary() as path, local_files.cache_errors(path):
         return open(path, "x+b", buffering)

@@ -6,8 +6,8 @@ that were touched are mapped into memory; a block of 2^10 rows is checked at the
 changed since. Two runs that name the same snapshot train on the same samples in the same order, wherever the cache was
 copied. A sample costs about 150 bytes of disk; its row is in memory only once it is used.
 
-Heads of version 1 hold both lists as JSON and no digests of blocks, so a chunk is checked whole. They keep their ids: a
-snapshot that equals one of them is that one.
+Heads of version 1 hold both lists as JSON and no digests of blocks, so a chunk is checked whole. They keep their ids:
+`bucket` reuses an equal version-1 snapshot.
 
 The head is parsed and written here and nowhere else. It belongs to the format: `verify` and `gc` read it, too.
 
@@ -216,7 +216,7 @@ class Head(HeadObject):
         shards: by kind; the samples' tables count into them.
         left_out: reason -> items that are not in the snapshot.
         sources: source -> digest of its scan's table.
-        parent: id of the snapshot that the name pointed to before; of the source, if this one is packed.
+        parent: id of the snapshot that the name pointed to before; of the source, if this snapshot is packed.
         folder: of the joint shards of a packed snapshot, below `shards/`.
         counts: `samples`, for other tools.
     """

@@ -52,7 +52,7 @@ Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 class HeadObject:
     """One JSON object of a head. A field that is None is not written.
 
-    other: keys that this version does not know. They are kept, because a snapshot's id is the digest of its head.
+    other: keys that this version does not know. They stay, because a snapshot's id is the digest of its head.
     """
 
     other: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)

@@ -252,7 +252,7 @@ def sizes(
         -(-len(items) // unit_images(config.encode, known[shape])) for shape, items in work.pictures.items()
     )
     text_units = -(-len(work.captions) // config.encode.unit_captions) + work.null
-    # Twice a row: the unit's own table and the plan's; the scan and the plan hold keys, digests and the text itself.
+    # Twice a row: the unit's table and the plan's; the scan and the plan hold keys, digests and the text itself.
     index = work.images * (2 * _row("latent") + 64) + work.texts * (2 * _row("text") + 24)
     index += (image_units + text_units) * _UNIT + sum(size for _, size in work.captions) // 2 + work.items * 48
     return Sizes(
@@ -321,7 +321,7 @@ def probe(
         often = sorted(work.pictures, key=lambda shape: -len(work.pictures[shape]))[:_PROBED_BUCKETS]
         for number, shape in enumerate(often):
             end = began + spent + budget_s * 2 / 3 * (number + 1) / len(often)
-            seconds, count = _probe_images(vae, source, work.pictures[shape], shape, config, latent, end, decoded)
+            seconds, count = probe_images(vae, source, work.pictures[shape], shape, config, latent, end, decoded)
             if seconds is not None:
                 image_s[shape] = seconds
                 images += count
@@ -346,7 +346,7 @@ def _probe_text(encoder: encoders.TextEncoder, work: Wanted, config: Config, end
     return ((time.monotonic() - began) / tokens if tokens else None), len(batch)
 
 
-def _probe_images(
+def probe_images(
     encoder: encoders.LatentEncoder,
     source: Source,
     items: list[str],

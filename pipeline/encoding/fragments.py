@@ -4,7 +4,7 @@
 (see `pipeline.work.engine`). A fragment is a document `fragments/<source>/<id>.json` beside the table that it names.
 The id is a digest of everything that decides the rows. So a fragment of a file that has changed since is not used.
 Why documents and not messages: processes need not know of one another. A process that starts later finds the documents,
-and a killed one has lost only its fragment in hand.
+and a killed process has lost only its fragment in hand.
 Price: two small files per fragment, and two syncs for its claim. An idle process waits for the living owners of the
 rest, because it needs their rows. A stopped owner is overtaken after `Claims.stale_s`; its fragment in hand is read
 twice. `finish` removes all fragments of the source at the end of the command, when the other processes have long had

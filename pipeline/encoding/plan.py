@@ -5,19 +5,19 @@ return every plan.
 Why: any number of processes may plan at the same time. A plan's number is taken by put-if-absent; the loser adopts the
 winner's plan and looks again. The plan fixes the records and batches of a unit, so its bytes do not depend on the
 worker.
-Price: planning sorts the keys of the work list, and with the missing ones those of all plans that are not finished, in
-temporary files (see `Scratch`). In memory are `RUN` rows at a time, however long their captions.
+Price: sorts the keys of the work list; if records are missing, also the keys of all open plans, in temporary files (see
+`Scratch`). About `RUN` rows are in memory at a time, however long their captions.
 
-A record counts as not assigned if it failed for a temporary cause
-(its file was gone or had changed), or if its shard is missing or cut. Records of later plans win.
+A record counts as not assigned if it failed for a temporary cause (its file was gone or had changed), or if its shard
+is missing or truncated. Records of later plans win.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Iterable, Iterator
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,6 +35,7 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import error_text
+from pipeline.sources.remote import read_file
 
 IMAGES = pa.schema(
     [
@@ -127,24 +128,27 @@ def _further(
     return rows, np.array([number[size] for size in targets.values()])[at[rows].astype(np.int64)]
 
 
-def read_targets(path: str, compression: int) -> dict[str, tuple[int, int]]:
+def read_targets(path: str, compression: int, patience_s: float) -> dict[str, tuple[int, int]]:
     """A list of pictures to encode for other buckets: CSV with the columns item, height and width (pixels).
+
+    Args:
+        path: a path or URL. A server that does not answer is waited for up to `patience_s`.
 
     Raises:
         UserError: the file is missing, is not such a list, or has sides that are no multiples of `compression`.
     """
     targets = {}
     try:
-        with fsspec.open(path, "rt", newline="", encoding="utf-8") as sheet:
-            for row in csv.DictReader(sheet):
-                targets[row["item"]] = (int(row["height"]), int(row["width"]))
+        sheet = io.StringIO(read_file(path, patience_s).decode(), newline="")
+        for row in csv.DictReader(sheet):
+            targets[row["item"]] = (int(row["height"]), int(row["width"]))
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise UserError(
             f"{path}: is not a list of pictures for other buckets",
             expected="CSV with item,height,width",
             found=str(error),
         ) from None
-    except Exception as error:  # drivers raise what they like
+    except OSError as error:
         raise UserError(f"{path}: cannot be read: {error_text(error)}", fix="sana-pipe bucket writes it") from None
     for item, sides in targets.items():
         if any(side <= 0 or side % compression for side in sides):
@@ -224,7 +228,7 @@ def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, confi
     def windows(missing: pa.Table) -> Iterator[pa.Table]:
         rows = config.unit_captions * max(1, arrow.ROWS // config.unit_captions)
         null = pc.index(pc.is_null(missing.column("caption")), True).as_py()
-        if null >= 0:  # the null record, in a unit of its own
+        if null >= 0:  # the null record, in a separate unit
             yield missing.slice(null, 1)
             missing = pa.concat_tables([missing.slice(0, null), missing.slice(null + 1)])
         yield from (missing.slice(start, rows) for start in range(0, len(missing), rows))

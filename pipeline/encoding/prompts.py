@@ -1,6 +1,6 @@
 """Prompts for pictures during training: read a file of them, and list their text records as work.
 
-A prompt is encoded like a caption, so one that is also a caption of some source is not encoded again.
+A prompt is encoded like a caption, so a prompt that is also a caption of some source is not encoded again.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-import fsspec
 import pyarrow as pa
 
 from pipeline.cache import layout
@@ -16,6 +15,7 @@ from pipeline.encoding.plan import text_work
 from pipeline.errors import UserError
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import error_text
+from pipeline.sources.remote import read_file
 
 DEFAULT = "default"
 PROMPTS = (
@@ -43,9 +43,13 @@ class PromptWork:
     work: pa.Table
 
 
-def read(file: str) -> list[tuple[int, str]]:
+def read(file: str, patience_s: float) -> list[tuple[int, str]]:
     """(number of the line, prompt) for every line of a UTF-8 file that is not blank and does not begin with `#`.
-    Whitespace around a prompt is removed. file: a path, a URL, or `DEFAULT`; `.json`: a list of prompts.
+    Whitespace around a prompt is removed.
+
+    Args:
+        file: a path, a URL, or `DEFAULT`; `.json`: a list of prompts.
+        patience_s: how long to wait for a server that does not answer.
 
     Raises:
         UserError: it cannot be read, is not UTF-8, or has no prompt.
@@ -54,12 +58,11 @@ def read(file: str) -> list[tuple[int, str]]:
         return list(enumerate(PROMPTS, 1))
     expected = "a text file in UTF-8, a prompt a line"
     try:
-        with fsspec.open(file, "rb") as opened:
-            text = opened.read().decode("utf-8-sig")
+        text = read_file(file, patience_s).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"{file}: line {line} is not UTF-8", expected=expected) from None
-    except Exception as error:  # drivers raise what they like
+    except OSError as error:
         raise UserError(
             f"{file}: cannot be read: {error_text(error)}", expected=expected, fix="--prompts default"
         ) from None
@@ -84,7 +87,7 @@ def _listed(file: str, text: str) -> list[str]:
 
 
 def of(lines: list[tuple[int, str]], recipe: layout.TextRecipe) -> tuple[PromptWork, list[str]]:
-    """The prompts of some lines, and a line of text about each that repeats an earlier one."""
+    """The prompts of some lines, and a line of text about each that repeats an earlier prompt."""
     first: dict[bytes, tuple[int, str]] = {}
     repeated = []
     for number, text in lines:

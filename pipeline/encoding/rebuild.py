@@ -6,7 +6,7 @@ new one from other files:
 - plans from commits,
 - recipes from snapshots,
 - channel scales from records,
-- a scan, a name or a prompt set that is no longer the last one from its successor.
+- a scan, a name or a prompt set that is no longer the last, from its successor.
 Why: the head of a shard names its unit, and its record table lists its records. So no lost document costs an encoding.
 Price: what only the document said is gone: the reasons of rejects (those records are tried again), the batches of units
 (a damaged record of such a unit is made again in a batch of one), the location of a source, the snapshot of a name.

@@ -82,7 +82,7 @@ RUN = 2048
 """Items of a fragment in a part without a stamp."""
 
 RULE = "fragment-2"
-"""Version of the rules that make rows. A version with other rules does not use fragments of this one."""
+"""Version of the rules that make rows. A version with other rules does not use fragments of this version."""
 
 HEADS = (1 << 16, 1 << 20)
 """Bytes that `from_header` reads of a picture; the second number if the first was not enough."""
@@ -171,7 +171,7 @@ def scan(
     refuse = lru_cache(1 << 16)(refuse)
     table = scratch.table(SCAN, (_judged(batch, refuse) for piece in tables for batch in arrow.batches(piece)))
     if this.last is None or not this.last.equals(table):  # the last scan made this check
-        _unique(name, table, scratch)
+        check_unique(name, table, scratch)
     if cache is not None:
         _same_set(cache, name, source, table)
     source.recall(places(table))
@@ -338,7 +338,7 @@ class _Scan:
             return True
         before = self._before(list(piece.stats))
         for key, stat in piece.stats.items():
-            if not isinstance(stat, Unreadable) and _unchanged(before.get(key), *stat) is None:
+            if not isinstance(stat, Unreadable) and unchanged_row(before.get(key), *stat) is None:
                 return True
         piece.before = before  # made at once; of pieces that wait for their turn the rows are looked up again
         return False
@@ -374,8 +374,7 @@ class _Scan:
                 columns = {column: [] for column in SCAN.names}
         piece.forget()
         made = pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
-        if piece.stamp is not None:
-            self.source.release(made.column("item").to_pylist())
+        self.source.release(made.column("item").to_pylist())
         return made
 
     def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Seen) -> dict[str, Any]:
@@ -391,7 +390,7 @@ class _Scan:
                 raise stat
         except OSError as error:
             return _row(item.key, **listed, reject=f"unreadable: {error}")
-        before = _unchanged(last, *stat)
+        before = unchanged_row(last, *stat)
         if before is not None:
             return {**before, **listed}
         read = self.settings.look(self.source, item.key, self.settings.max_pixels, self.settings.max_bytes)
@@ -473,7 +472,7 @@ def _judged(table: pa.Table, refuse: Callable[[int, int], str | None]) -> pa.Tab
     return table.set_column(SCAN.names.index("reject"), "reject", reject)
 
 
-def _unique(name: str, table: pa.Table, scratch: Scratch) -> None:
+def check_unique(name: str, table: pa.Table, scratch: Scratch) -> None:
     def ids() -> Iterator[pa.Table]:
         first = 0
         for batch in arrow.batches(table.select(["item", "reject"])):
@@ -555,7 +554,7 @@ def _known(last: pa.Table, scratch: Scratch) -> ItemRows:
     return ItemRows(scratch.table(SCAN, read()), scratch)
 
 
-def _unchanged(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str, Any] | None:
+def unchanged_row(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str, Any] | None:
     """The row of the last scan, if size and mtime are unchanged."""
     return row if row is not None and row["size"] == size and row["mtime_ns"] == mtime else None
 

@@ -173,7 +173,7 @@ def known(
     cache: Cache, latent: layout.LatentRecipe, text: layout.TextRecipe, config: Config
 ) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
     """The recipes under which the cache has these values. With `data.decoder: auto`, the decoder of the cache's records
-    goes before the faster one.
+    goes before the faster decoder.
 
     Raises:
         UserError: that decoder is not installed here; the user must ask for encoding everything again.

@@ -1,7 +1,7 @@
 """Encodes units of plans. Every engine, and `verify --repair`, makes records through `UnitEncoder`.
 
-An encoder is loaded when the first unit asks for it and stays loaded until a unit of the other kind comes; the old one
-is dropped before the new one is read, so that one encoder at a time is in memory.
+An encoder is loaded when the first unit asks for it and stays loaded until a unit of the other kind comes; the old
+encoder is dropped before the new is read, so that one encoder at a time is in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class UnitEncoder:
         check: compare the encoder with each unit's recipe first (where another machine chose the recipe).
 
     Attributes:
-        meter: counts what the encoders do; may be set to a new one between units.
+        meter: counts what the encoders do; may be set to a new meter between units.
         limits: the batch sizes that fit; its `halved` counts those of the last unit.
     """
 
@@ -63,7 +63,7 @@ class UnitEncoder:
         batches = self._batches(recipe, unit, self.cache.unit_rows(plan, unit), None)
         assert batches is not None
         self.limits.halved = 0
-        provenance = encoders.origin(self.config.text if recipe.kind == "text" else self.config.vae)
+        provenance = encoders.provenance_of(self.config.text if recipe.kind == "text" else self.config.vae)
         if recipe.kind == "text":
             provenance["text_mode"] = self._encoder.mode
         commit = unit_records.write_unit(
@@ -138,7 +138,7 @@ class UnitEncoder:
 
     def _loaded(self, recipe: layout.Recipe, load: Callable[[], Any]) -> Any:
         if self._kind != recipe.kind:
-            self._kind, self._encoder = "", None  # before the other one is read
+            self._kind, self._encoder = "", None  # before the other encoder is read
             self._kind, self._encoder = recipe.kind, load()
         return self._encoder
 

@@ -129,7 +129,7 @@ def image_records(
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, RecordReject)]
             records = []
             if good:
-                latents = _finite(
+                latents = encode_finite(
                     [picture for _, picture in good], lambda pictures: encoder.encode(np.stack(pictures)), limits
                 )
                 for (row, _), latent in zip(good, latents, strict=True):
@@ -158,7 +158,7 @@ def caption_records(
             continue
         normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]
         records, rejects, of_batch = [], [], Limits()  # the next captions may be shorter
-        arrays = _finite(normalised, encoder.encode, of_batch)
+        arrays = encode_finite(normalised, encoder.encode, of_batch)
         limits.halved += of_batch.halved
         for row, array in zip(batch, arrays, strict=True):
             if array is not None:
@@ -230,7 +230,7 @@ def _batches(unit: Unit, rows: pa.Table, only: Container[bytes] | None) -> list[
     return batches if only is None else [batch for batch in batches if any(row["key"] in only for row in batch)]
 
 
-def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits: Limits) -> list[np.ndarray | None]:
+def encode_finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits: Limits) -> list[np.ndarray | None]:
     """Encode a batch. Members with NaN or infinity become None, and the others are encoded again without them.
 
     A batch that does not fit into memory is halved, down to single members, and so are all later ones of its size, at
@@ -244,7 +244,7 @@ def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits: Limit
         except NonFiniteOutputError as error:
             bad = set(error.rows)
             rest = [member for i, member in enumerate(inputs) if i not in bad]
-            good = iter(_finite(rest, encode, limits) if rest else [])
+            good = iter(encode_finite(rest, encode, limits) if rest else [])
             return [None if i in bad else next(good) for i in range(len(inputs))]
         except (torch.OutOfMemoryError, MemoryError):
             if len(inputs) == 1:
@@ -257,7 +257,7 @@ def _finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits: Limit
             torch.cuda.empty_cache()
     limits.halved += 1
     middle = (len(inputs) + 1) // 2
-    return _finite(inputs[:middle], encode, limits) + _finite(inputs[middle:], encode, limits)
+    return encode_finite(inputs[:middle], encode, limits) + encode_finite(inputs[middle:], encode, limits)
 
 
 def _ahead(

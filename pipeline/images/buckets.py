@@ -61,7 +61,7 @@ SANA_UNITS: tuple[Shape, ...] = (
     (32, 8),
 )
 """(height, width) in sixteenths of the resolution: NVlabs/Sana's ASPECT_RATIO_{256,512,1024,2048,4096}, which are one
-table at five scales. (Their 2880 table is rounded to multiples of 64 and so is not a multiple of this one.)"""
+table at five scales. (Their 2880 table is rounded to multiples of 64 and so is not a multiple of this table.)"""
 
 UNITS_PER_SIDE = 16
 

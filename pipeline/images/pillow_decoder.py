@@ -167,14 +167,14 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         raise ImageReject("the file is empty")
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     # Pillow raises an error above twice this value. This covers internal allocations (WebP's canvas, pictures inside an
-    # ICO); the check below is the one that names the limit.
+    # ICO); the check below names the limit.
     Image.MAX_IMAGE_PIXELS = max_pixels / 2  # type: ignore[assignment]
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())
     except Image.DecompressionBombError:
         raise ImageReject(f"more than max_pixels = {max_pixels:,} pixels") from None
     except Image.UnidentifiedImageError:
-        raise ImageReject(_unidentified(data)) from None
+        raise ImageReject(unidentified(data)) from None
     width, height = image.size
     if width < 1 or height < 1:
         raise ImageReject(f"the header says {width}x{height} pixels")
@@ -183,7 +183,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     return image
 
 
-def _unidentified(data: bytes) -> str:
+def unidentified(data: bytes) -> str:
     allowed = ", ".join(_formats())
     start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n")
     for magic, name in _KNOWN_OTHERS:

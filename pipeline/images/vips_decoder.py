@@ -57,7 +57,7 @@ def why_not() -> str | None:
     try:
         import pyvips
         import simplejpeg  # noqa: F401
-    except Exception as error:  # a libvips that does not load raises OSError, cffi's own errors and others
+    except Exception as error:  # a libvips that does not load raises OSError, cffi's errors and others
         return f"{type(error).__name__}: {error}"
     missing = [name for name in _LOADERS.values() if not pyvips.type_find("VipsOperation", name)]
     if missing:
@@ -85,7 +85,7 @@ def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[i
     if header.orientation in (5, 6, 7, 8):
         size = size[1], size[0]  # the orientation is applied last
     if image.format in ("JPEG", "MPO"):
-        shrunk = _shrink_on_load(image.size, size)
+        shrunk = shrink_on_load(image.size, size)
         pixels = _jpeg(data, image, shrunk)
     else:
         if profile and image.has_transparency_data:
@@ -104,7 +104,7 @@ def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[i
     return pillow_decoder.turn(rgb if rgb is not None else fitted.convert("RGB"), header.orientation)
 
 
-def _shrink_on_load(stored: tuple[int, int], size: tuple[int, int]) -> int:
+def shrink_on_load(stored: tuple[int, int], size: tuple[int, int]) -> int:
     """The factor by which a JPEG of `stored` (width, height) is shrunk during decoding: 1, 2, 4 or 8."""
     left, _, right, _ = resize.cover_box(*stored, size)
     factor = (right - left) / size[1]
@@ -188,8 +188,8 @@ def window(low: float, high: float, count: int, margin: int) -> Window | None:
         margin: output pixels required beyond each border, so that the filter reads the pixels there.
 
     Returns:
-        The smallest window that is exact to 1/128 of a source pixel, else the best one that is exact to 1/32; None if
-        there is none, or the factor is below 1 or above 8. Windows may extend beyond the source.
+        The smallest window that is exact to 1/128 of a source pixel, else the best window that is exact to 1/32; None
+        if there is none, or the factor is below 1 or above 8. Windows may extend beyond the source.
     """
     factor = (high - low) / count
     if not 1 <= factor <= _MAX_FACTOR:

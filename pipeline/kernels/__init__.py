@@ -1,4 +1,4 @@
-"""Operations of the model that are faster as kernels of their own.
+"""Operations of the model that are faster as special kernels.
 
 What: each operation is a `torch.library.custom_op` with a plain PyTorch twin, which runs wherever Triton or a GPU is
 not, and Triton kernels in a file beside it, which is imported on a GPU only.

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +15,44 @@ from torch import Tensor
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
-    """The module `pipeline.kernels.<name>_triton`, or None where the twin runs: elsewhere than on a GPU, in float64
-    (the kernels compute in float32), or without Triton (it comes with torch's wheels for CUDA on Linux)."""
-    if all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors) and _triton_is_installed():
-        return importlib.import_module(f"pipeline.kernels.{name}_triton")
+class Kernels:
+    """The functions of `pipeline.kernels.<name>_triton`, run on one GPU.
+
+    Triton launches on the current GPU, whichever one the tensors are on. Custom operations run outside of graphs, so a
+    compiled block, too, comes here.
+    """
+
+    def __init__(self, name: str, device: torch.device):
+        self.module = importlib.import_module(f"pipeline.kernels.{name}_triton")
+        self.device = device
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self.module, name)
+
+        def on_device(*args: Any) -> Any:
+            with torch.cuda.device(self.device):
+                return function(*args)
+
+        return on_device
+
+
+def kernels(name: str, *tensors: Tensor) -> Kernels | None:
+    """The Triton kernels of an operation for these tensors, or None where the twin runs: elsewhere than on a GPU, on
+    one below compute capability 8.0, in float64 (the kernels compute in float32), or without Triton (it comes with
+    torch's wheels for CUDA on Linux)."""
+    if all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors) and triton_is_installed():
+        device = tensors[0].device
+        return Kernels(name, device) if _is_new_enough(device) else None
     return None
 
 
 @functools.cache
-def _triton_is_installed() -> bool:
+def _is_new_enough(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
@@ -36,7 +64,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 def executed(ctx: Any) -> list[bool]:
-    """For each input of an operation, within its backward pass: whether the pass that runs goes on to it.
+    """For each input: does the running backward pass need its gradient?
 
     `ctx.needs_input_grad` says only whether an input wants a gradient at all.
     """

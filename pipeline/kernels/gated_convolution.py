@@ -1,7 +1,7 @@
 """Depthwise 3x3 convolution of SiLU(u) with bias, then value * SiLU(gate), channels last; forward and backward.
 
-Why one operation: its parts are limited by memory. Together they read and write 7.5 times a token matrix of Sana (2H =
-5 widths in, H out) forward; apart, and in the layout that a convolution of torch takes, 45 times. Only `u` is saved.
+Why one operation: its parts are limited by memory. Fused: traffic of 7.5 token matrices of Sana forward (5 widths in,
+2.5 out); separate torch operations, in the layout of torch's convolution: 45. Only `u` is saved.
 Price: the backward pass computes the convolution again.
 """
 

@@ -105,7 +105,7 @@ def _gate_forward(u, weight, bias, out, height, width, channels, rows, above, RO
 @triton.jit
 def _gate_backward(gradient, u, weight, bias, inner, parts, height, width, channels, rows, above,
                    ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """From the result's gradient to that of the convolution's result (`inner`), of its weight and its bias."""
+    """Compute the gradients of `inner` (the convolution's result), weight and bias from the output gradient."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     inside, kept = channel < channels, result < channels // 2

@@ -1,7 +1,7 @@
 """Softmax attention of each sample's queries over the rows of its caption, captions concatenated without padding.
 
-On a GPU one kernel of torch (`torch.nn.attention.varlen`, bf16 or fp16). Elsewhere the twin: one product per sample,
-which is slow; an operation, because it reads the captions' bounds, which a graph must not.
+On a GPU one kernel of torch (`torch.nn.attention.varlen`, bf16 or fp16). Elsewhere the slow twin, one product per
+sample. A custom op: it reads caption offsets on the host, which a compiled graph cannot.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class BatchPrefetch(Generic[T]):
 
     Args:
         work: (step, on_read) -> result; calls `on_read` before each operation that may block.
-        first, stop: the first step, and the one before which to stop (None: never).
+        first, stop: the first step, and the step before which to stop (None: never).
         threads: number of threads.
         steps: how many steps are read ahead at most (None: no limit).
         limit: no step is begun while the results that are ready have this many bytes; one step is always in work.

@@ -403,7 +403,7 @@ def _check(snapshot: Snapshot, settings: LoaderSettings, batches: Sequence[int])
     if settings.text not in ("padded", "packed"):
         raise ValueError(f"text must be 'padded' or 'packed', found {settings.text!r}")
     if snapshot.files.room is None:
-        # Together the processes look at every shard. The reader notices one that only another machine lacks.
+        # Together the processes look at every shard. The reader notices a shard that only another machine lacks.
         snapshot.check_shards(slice(settings.rank, None, settings.world))
     elif settings.rank == 0:  # the listing of a store is the same for all
         snapshot.check_shards()

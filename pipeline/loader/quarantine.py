@@ -1,6 +1,6 @@
 """Quarantine: replace samples whose records cannot be read, and write down which.
 
-Without a quarantine file an unreadable record stops the run. With one, a substitute of the same bucket
+Without a quarantine file an unreadable record stops the run. With the file, a substitute of the same bucket
 (`Planner.substitutes`) takes the sample's place, the same on every topology, and the file gets a line of JSON. Only
 batches that were handed out are written down.
 """

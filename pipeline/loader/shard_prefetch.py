@@ -51,7 +51,7 @@ class FetchQueue:
     Args:
         room: size of the mirror in bytes.
         needed: step -> names of the shards that it reads, with their sizes in bytes.
-        first, stop: the first step, and the one before which to stop (None: never).
+        first, stop: the first step, and the step before which to stop (None: never).
     """
 
     def __init__(self, room: int, needed: Callable[[int], Mapping[str, int]], first: int, stop: int | None):

@@ -29,7 +29,7 @@ from pipeline.models.weights import (
     finite_bits,
     from_bits,
     open_tensors,
-    origin,
+    provenance_of,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ __all__ = [
     "exact",
     "from_bits",
     "is_exact",
-    "origin",
+    "provenance_of",
     "text_width",
     "vae_shape",
 ]
@@ -291,7 +291,7 @@ class LatentEncoder:
 
 
 class LatentDecoder:
-    """Latents, as they are cached and sampled, to pictures: the one door to a decoder.
+    """Latents, as they are cached and sampled, to pictures: the only access to a decoder.
 
     Args:
         scaling_factor: latents are divided by it.
@@ -307,7 +307,7 @@ class LatentDecoder:
     def load(cls, config: VaeConfig, device: str | torch.device) -> LatentDecoder:
         """Read the weights of the decoder alone: that of `vae.decoder`, else the VAE's.
 
-        An `AutoencoderTiny` takes latents as the model draws them, divided by the factor of its own configuration (1
+        An `AutoencoderTiny` takes latents as the model draws them, divided by the factor of its configuration (1
         unless stated), as in diffusers' pipelines.
 
         Raises:
@@ -356,7 +356,7 @@ def _check_decoder(folder: Path, vae: dict[str, Any], other: Path, decoder: dict
     ours = [*vae_shape(folder), vae.get("scaling_factor")]
     theirs = [*decoder_shape(other), decoder.get("scaling_factor")]
     if decoder["_class_name"] == "AutoencoderTiny" or theirs[2] is None:
-        theirs[2] = ours[2]  # a factor of its own, or none stated
+        theirs[2] = ours[2]  # another factor, or none stated
     odd = [f"{name}: {a} | {b}" for name, a, b in zip(names, ours, theirs, strict=True) if a != b]
     if odd:
         raise ModelError(

@@ -72,7 +72,7 @@ def is_file(weights: Weights) -> bool:
 
 
 def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: bool = False) -> Path:
-    """The local folder (subfolder included) that holds `weights`, or the file if `id` names one.
+    """The local folder (subfolder included) that holds `weights`, or the file if `id` names a file.
 
     Args:
         weights: `id` is a folder or a hub id; `subfolder` is inside it. Or a file, `hf://OWNER/NAME/FILE` on the hub.
@@ -375,7 +375,7 @@ def choose(
     Args:
         listing: name -> bytes of files that could be fetched into the folder; default: the files in it.
         widest: without a variant, take the set with the most bytes, so of the highest precision; of equally large
-            ones that without a variant's name. Otherwise no variant means the files without one.
+            ones that without a variant's name. Otherwise no variant means the files without a variant's name.
 
     Raises:
         ModelError: as `weight_files`.

@@ -105,7 +105,7 @@ def read(path: Path) -> tuple[SanaConfig, dict[str, Any]]:
         UserError: another kind of file, or a model that this package does not implement.
     """
     stored = _open(path)
-    return _config(path, stored), {name: part for name, part in stored.items() if name not in BUFFERS}
+    return config_of(path, stored), {name: part for name, part in stored.items() if name not in BUFFERS}
 
 
 def renamed(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def renamed(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return slices
 
 
-class _Stored:
+class Stored:
     """A tensor of a `.pth` file with safetensors' interface of slices."""
 
     def __init__(self, tensor: Tensor):
@@ -171,10 +171,10 @@ def _open(path: Path) -> dict[str, Any]:
         ) from None
     tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
     tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    return {str(name): _Stored(tensor) for name, tensor in tensors.items()}
+    return {str(name): Stored(tensor) for name, tensor in tensors.items()}
 
 
-def _config(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
+def config_of(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
     shapes = {name: tuple(part.get_shape()) for name, part in stored.items()}
     try:
         width, channels, patch = shapes["x_embedder.proj.weight"][:3]

@@ -3,7 +3,7 @@
 What: from a standard normal draw to noise level and timestep, from latents and noise to the model's input and target,
 and the loss per sample. Everything in float32; the caller draws random numbers, so that they can be keyed by the
 sample's identity instead of its process.
-Why NVlabs' schedule exactly: under another one, or the same one rounded to bf16, a model is trained on noise levels
+Why NVlabs' schedule exactly: under another schedule, or the same rounded to bf16, a model is trained on noise levels
 that the sampler never visits. diffusers' training scripts differ from NVlabs' trainer in three points (float timesteps,
 a descending table, bf16 sigmas); this follows the trainer.
 Price: 1000 discrete levels, the lowest of which adds no noise at all (probability 2.5e-12 at mean 0, std 1). Where

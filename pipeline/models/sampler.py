@@ -1,6 +1,6 @@
 """Drawing latents with DPM-Solver++ for flow matching and classifier-free guidance.
 
-What: our own loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it.
+What: a loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it.
 Why not `SanaPipeline`: constructing it imports the text encoder and the autoencoder, and it draws one resolution per
 call from prompts. Here captions are cached rows, so only the transformer is on the device, and validation during
 training imports no encoder.
@@ -16,6 +16,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,44 +123,45 @@ def sample(
     if device is None or dtype is None:
         raise ValueError("a callable that is no module needs device and dtype")
     captions, mask = captions.to(device, dtype), mask.to(device)
-    null: tuple[Tensor, Tensor] | None = None
     count = captions.shape[0]
-    if guidance != 1:
-        if null_captions is None or null_mask is None:
-            raise ValueError(f"guidance {guidance} needs the empty caption")
+    size = batch or max(count, 1)
+    calls, total = itertools.count(1), steps * -(-count // size)
+    parts = [slice(first, first + size) for first in range(0, count, size)]
+    if guidance == 1:
+        texts = [(captions[part], mask[part]) for part in parts]
+    elif null_captions is None or null_mask is None:
+        raise ValueError(f"guidance {guidance} needs the empty caption")
+    else:
         null_captions, null_mask = _expand(null_captions.to(device, dtype), null_mask.to(device), count)
         length = max(captions.shape[1], null_captions.shape[1])
-        captions, mask = _pad(captions, mask, length)
-        null = _pad(null_captions, null_mask, length)
+        given, null = _pad(captions, mask, length), _pad(null_captions, null_mask, length)
+        texts = [(torch.cat([null[0][p], given[0][p]]), torch.cat([null[1][p], given[1][p]])) for p in parts]
 
-    size = batch or max(count, 1)
-    calls = itertools.count(1)
-    total = steps * -(-count // size)
+    def flow_of(rows: Tensor, row_mask: Tensor, latents: Tensor, timestep: Tensor) -> Tensor:
+        inputs = latents if guidance == 1 else torch.cat([latents, latents])
+        flow = model(inputs.to(dtype), rows, row_mask, timestep.to(torch.float32).expand(inputs.shape[0])).float()
+        if on_step is not None:
+            on_step(next(calls), total)
+        if guidance == 1:
+            return flow
+        unconditional, conditional = flow.chunk(2)
+        return unconditional + guidance * (conditional - unconditional)
 
-    def solve(latents: Tensor, rows: Tensor, row_mask: Tensor) -> Tensor:
-        solver = scheduler(flow_shift)
-        solver.set_timesteps(steps, device=device)
-        for timestep in solver.timesteps:
-            inputs = latents if null is None else torch.cat([latents, latents])
-            times = timestep.to(torch.float32).expand(inputs.shape[0])
-            flow = model(inputs.to(dtype), rows, row_mask, times).float()
-            if null is not None:
-                unconditional, conditional = flow.chunk(2)
-                flow = unconditional + guidance * (conditional - unconditional)
-            latents = solver.step(flow, timestep, latents, return_dict=False)[0]
-            if on_step is not None:
-                on_step(next(calls), total)
-        return latents
-
-    drawn = []
     with _evaluating(model):
-        for first in range(0, count, size):
-            part = slice(first, first + size)
-            rows, row_mask = captions[part], mask[part]
-            if null is not None:
-                rows, row_mask = torch.cat([null[0][part], rows]), torch.cat([null[1][part], row_mask])
-            drawn.append(solve(noise[part].to(device, torch.float32), rows, row_mask))
+        drawn = [
+            _solve(noise[part].to(device, torch.float32), partial(flow_of, *text), steps, flow_shift)
+            for part, text in zip(parts, texts, strict=True)
+        ]
     return torch.cat(drawn) if drawn else noise.to(device, torch.float32)
+
+
+def _solve(latents: Tensor, flow_of: Callable[[Tensor, Tensor], Tensor], steps: int, flow_shift: float) -> Tensor:
+    """Solve from noise to latents. flow_of: (latents, timestep) -> flow."""
+    solver = scheduler(flow_shift)
+    solver.set_timesteps(steps, device=latents.device)
+    for timestep in solver.timesteps:
+        latents = solver.step(flow_of(latents, timestep), timestep, latents, return_dict=False)[0]
+    return latents
 
 
 def _check(captions: Tensor, mask: Tensor, noise: Tensor, shape: tuple[int, ...] | None, steps: int) -> None:

@@ -26,7 +26,7 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaConf
     1/sqrt(fan in)).
 
     Raises:
-        ValueError: the name is not one of a Sana transformer.
+        ValueError: a Sana transformer has no such parameter.
     """
     owner, _, kind = name.rpartition(".")
     layer = owner.rpartition(".")[2]

@@ -16,8 +16,8 @@ and compared, token by token. Beyond the tolerance nothing is stored and the run
 The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 4 units of
 2^-8, a step of bf16, times the square root of the number of layers, since the roundings of each layer add up like a
 random walk: 0.08 for Gemma-2-2b. Two correct computations in bf16 may differ by as much as each differs from fp32
-(measured 0.02), because a GPU chooses its kernels, and so the order of a sum, by the shape of a batch. Where the
-reference differs from itself without padding by more, three times that difference instead, but never more than 0.1.
+(measured 0.02), because a GPU chooses its kernels, and so the order of a sum, by the shape of a batch. If the
+reference without padding differs from itself by more, the tolerance is three times that difference, at most 0.1.
 Mistakes are larger: one wrong token in the instruction gives 0.15, a mask that forgets it 1.
 
 `mode: auto` does this, `mode: exact` is the reference's computation for every caption. The mode is not part of the
@@ -26,7 +26,7 @@ more than another batch size or GPU does, and those are not part of the recipe, 
 provenance. On the CPUs tried bf16 rows were equal bit for bit; that is not promised.
 
 Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in
-the eager implementation, the only one that has it on every device; masks and cache are implemented here and rely on
+the eager implementation, which alone has it on every device; masks and cache are implemented here and rely on
 Gemma2Model taking masks by layer type, calling only `update` of its cache, and passing options to its attention
 function; the comparison would notice a change.
 """
@@ -262,12 +262,13 @@ def _attention_after_prefix(
     return out.view(kinds, batch, group, n, d).permute(1, 3, 0, 2, 4).reshape(batch, n, heads, d), None
 
 
-class _Prefix:
+class Prefix:
     """The tokens that every caption begins with, run once.
 
     Attributes:
         ids: those tokens.
         bos: (1, width), the hidden state of the first of them.
+        cache: their keys and values.
     """
 
     def __init__(self, model: torch.nn.Module, ids: Sequence[int]):
@@ -275,9 +276,9 @@ class _Prefix:
 
         AttentionInterface.register(_ATTENTION, _attention_after_prefix)
         self.model, self.ids = model, list(ids)
-        self._cache = _KeysAndValues()
+        self.cache = _KeysAndValues()
         self.bos = self._forward([self.ids], 0)[0, :1].clone()
-        self._cache.recording = False
+        self.cache.recording = False
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Hidden states (rows, longest row, width) of tokens after the prefix; undefined beyond a row's end."""
@@ -294,13 +295,13 @@ class _Prefix:
         options = {}
         if start:
             config._attn_implementation = _ATTENTION
-            options["after_prefix"] = self._cache
+            options["after_prefix"] = self.cache
         try:
             out = self.model(
                 ids,
-                attention_mask=self._masks(positions),
+                attention_mask=self.masks(positions),
                 position_ids=positions[None],
-                past_key_values=self._cache,
+                past_key_values=self.cache,
                 use_cache=True,
                 **options,
             )
@@ -308,7 +309,7 @@ class _Prefix:
             config._attn_implementation = usual
         return out.last_hidden_state
 
-    def _masks(self, queries: torch.Tensor) -> dict[str, torch.Tensor]:
+    def masks(self, queries: torch.Tensor) -> dict[str, torch.Tensor]:
         """Additive masks (1, 1, queries, keys) by layer type; the keys are all positions up to the last query."""
         config: Any = self.model.config
         dtype = next(self.model.parameters()).dtype
@@ -325,7 +326,7 @@ class _Prefix:
         }
 
 
-def _batches(members: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+def batches_of_similar_length(members: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
     """Batches of similar length: the longest member is at most a quarter plus 8 tokens longer than the shortest, and a
     batch has at most `BATCH_TOKENS` positions."""
     batch: list[int] = []
@@ -359,6 +360,10 @@ class TextEncoder:
         tokens: caption tokens encoded so far.
         unshared: captions so far that did not begin with the instruction's tokens and were run in full.
         largest_error: largest error of the comparisons so far; None before the first.
+        max_ids: tokens of instruction and caption that the rule keeps.
+        first_kept: the first position after <bos> that it selects.
+        shared_ids: the instruction's tokens, before `first_kept`.
+        prefix: their recording; None before the first caption under `auto`.
     """
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, config: TextConfig, instruction: str):
@@ -369,9 +374,9 @@ class TextEncoder:
         self.truncated = self.tokens = self.unshared = 0
         self.largest_error: float | None = None
         start = tokenizer.encode(instruction)
-        self._room, self._first = _window(len(start) if instruction else 0, config.max_length)
-        self._shared_ids = start[: self._first]
-        self._prefix: _Prefix | None = None
+        self.max_ids, self.first_kept = _window(len(start) if instruction else 0, config.max_length)
+        self.shared_ids = start[: self.first_kept]
+        self.prefix: Prefix | None = None
         self._compared_to = -1
 
     @classmethod
@@ -421,7 +426,7 @@ class TextEncoder:
         """Tokens of instruction + caption, uncut."""
         if not captions:
             return []
-        return [len(ids) for ids in self._tokenize(captions, truncation=False)]
+        return [len(ids) for ids in self.tokenize(captions, truncation=False)]
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[np.ndarray]:
@@ -439,10 +444,10 @@ class TextEncoder:
         """
         if not captions:
             return []
-        rows, cut = self._ids(captions)
-        values = self._rows(rows)
+        rows, cut = self.token_ids(captions)
+        values = self.run(rows)
         if self.mode == "auto":
-            self._compare(captions, rows, values)
+            self.compare(captions, rows, values)
         counts = [len(states) for states in values]
         rounded = torch.cat(values).to(torch.bfloat16)
         starts = np.cumsum([0, *counts[:-1]])
@@ -462,58 +467,58 @@ class TextEncoder:
             uint16 (max_length, width): bits of all bf16 rows, padding included (Sana's trainer reads it
             when it drops a caption), and the number of rows that are no padding.
         """
-        (ids,) = self._tokenize([""], truncation=False, instruction="")
+        (ids,) = self.tokenize([""], truncation=False, instruction="")
         hidden = self._hidden([ids], self.max_length)
         return finite_bits(hidden, "text encoder", self.dtype)[0], len(ids)
 
-    def _ids(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
+    def token_ids(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
         """Tokens of instruction + caption, cut to the rule's length, and the number of captions that were cut."""
-        rows = self._tokenize(captions, truncation=False)
-        long = [i for i, ids in enumerate(rows) if len(ids) > self._room]
+        rows = self.tokenize(captions, truncation=False)
+        long = [i for i, ids in enumerate(rows) if len(ids) > self.max_ids]
         if long:
-            cut = self._tokenize([captions[i] for i in long], truncation=True)
+            cut = self.tokenize([captions[i] for i in long], truncation=True)
             for i, ids in zip(long, cut, strict=True):
                 rows[i] = ids
         return rows, len(long)
 
-    def _tokenize(self, captions: Sequence[str], truncation: bool, instruction: str | None = None) -> list[list[int]]:
+    def tokenize(self, captions: Sequence[str], truncation: bool, instruction: str | None = None) -> list[list[int]]:
         prefix = self.instruction if instruction is None else instruction
-        limit = {"truncation": True, "max_length": self._room} if truncation else {"truncation": False}
+        limit = {"truncation": True, "max_length": self.max_ids} if truncation else {"truncation": False}
         # verbose=False: no warning of lengths beyond the model's, which are cut afterwards
         texts = [prefix + caption for caption in captions]
         return self.tokenizer(texts, add_special_tokens=True, padding=False, verbose=False, **limit)["input_ids"]
 
-    def _rows(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def run(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """(n, width) for each row of tokens: the selected hidden states, on the device, unrounded."""
         if self.mode == "exact":
-            return self._in_full(rows, range(len(rows)), padded=True)
-        shared = len(self._shared_ids)
-        with_prefix = [i for i, ids in enumerate(rows) if shared and ids[:shared] == self._shared_ids]
+            return self.run_in_full(rows, range(len(rows)), padded=True)
+        shared = len(self.shared_ids)
+        with_prefix = [i for i, ids in enumerate(rows) if shared and ids[:shared] == self.shared_ids]
         values: dict[int, torch.Tensor] = {}
         if with_prefix:
-            if self._prefix is None:
-                self._prefix = _Prefix(self.model, self._shared_ids)
+            if self.prefix is None:
+                self.prefix = Prefix(self.model, self.shared_ids)
             ends = [ids[shared:] for ids in rows]
-            for batch in _batches(with_prefix, [len(ids) for ids in ends]):
+            for batch in batches_of_similar_length(with_prefix, [len(ids) for ids in ends]):
                 if not ends[batch[-1]]:  # the prefix alone: possible without an instruction
-                    values.update((i, self._prefix.bos) for i in batch)
+                    values.update((i, self.prefix.bos) for i in batch)
                     continue
-                hidden = self._prefix([ends[i] for i in batch])
+                hidden = self.prefix([ends[i] for i in batch])
                 for i, states in zip(batch, hidden, strict=True):
-                    values[i] = torch.cat([self._prefix.bos, states[: len(ends[i])]])
+                    values[i] = torch.cat([self.prefix.bos, states[: len(ends[i])]])
         others = [i for i in range(len(rows)) if i not in values]
         self.unshared += len(others)
-        values.update(zip(others, self._in_full(rows, others, padded=False), strict=True))
+        values.update(zip(others, self.run_in_full(rows, others, padded=False), strict=True))
         return [values[i] for i in range(len(rows))]
 
-    def _in_full(self, rows: Sequence[Sequence[int]], members: Sequence[int], padded: bool) -> list[torch.Tensor]:
+    def run_in_full(self, rows: Sequence[Sequence[int]], members: Sequence[int], padded: bool) -> list[torch.Tensor]:
         """The rows of `members` without a shared prefix; `padded`: to the full length, like the reference."""
         values: dict[int, torch.Tensor] = {}
-        for batch in _batches(members, [self._room if padded else len(ids) for ids in rows]):
+        for batch in batches_of_similar_length(members, [self.max_ids if padded else len(ids) for ids in rows]):
             longest = max(len(rows[i]) for i in batch)
-            hidden = self._hidden([rows[i] for i in batch], self._room if padded else longest)
+            hidden = self._hidden([rows[i] for i in batch], self.max_ids if padded else longest)
             for i, states in zip(batch, hidden, strict=True):
-                values[i] = torch.cat([states[:1], states[self._first : len(rows[i])]])
+                values[i] = torch.cat([states[:1], states[self.first_kept : len(rows[i])]])
         return [values[i] for i in members]
 
     def _hidden(self, rows: Sequence[Sequence[int]], length: int) -> torch.Tensor:
@@ -526,20 +531,20 @@ class TextEncoder:
         out = self.model(ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
         return out.last_hidden_state
 
-    def _compare(self, captions: Sequence[str], rows: Sequence[Sequence[int]], values: Sequence[torch.Tensor]) -> None:
+    def compare(self, captions: Sequence[str], rows: Sequence[Sequence[int]], values: Sequence[torch.Tensor]) -> None:
         """Compare a few rows of this batch with the reference, if they are the first or twice as long as before."""
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
         longest = len(values[order[-1]])
         if longest <= 2 * self._compared_to:
             return
         picks = sorted({order[k * (len(order) - 1) // (_COMPARED - 1)] for k in range(_COMPARED)})
-        reference = self._in_full(rows, picks, padded=True)
-        errors = [_error(values[i], want) for i, want in zip(picks, reference, strict=True)]
+        reference = self.run_in_full(rows, picks, padded=True)
+        errors = [relative_error(values[i], want) for i, want in zip(picks, reference, strict=True)]
         config: Any = self.model.config
         limit = tolerance(self.dtype, config.num_hidden_layers)
         if self.dtype != "fp32":
-            again = self._in_full(rows, [order[-1]], padded=False)[0]
-            noise = _error(again, reference[picks.index(order[-1])])
+            again = self.run_in_full(rows, [order[-1]], padded=False)[0]
+            noise = relative_error(again, reference[picks.index(order[-1])])
             limit = max(limit, min(_NOISE_FACTOR * noise, _MAX_TOLERANCE))
         worst = max(errors)
         if not worst <= limit:
@@ -573,13 +578,13 @@ def _window(instruction: int, max_length: int) -> tuple[int, int]:
     """Maximum tokens under the selection rule, and the first position after <bos> that it keeps.
 
     Args:
-        instruction: tokens of the instruction, <bos> included; 0 without one.
+        instruction: tokens of the instruction, <bos> included; 0 without instruction.
     """
     room = instruction + max_length - 2 if instruction else max_length
     return room, room - max_length + 1
 
 
-def _error(rows: torch.Tensor, reference: torch.Tensor) -> float:
+def relative_error(rows: torch.Tensor, reference: torch.Tensor) -> float:
     """The largest |rows - reference| / |reference| of a caption's tokens; infinite if only one of the two is finite, 0
     if neither is: such a caption is rejected under either mode."""
     if rows.shape != reference.shape:

@@ -152,7 +152,7 @@ def make_vae(
         sizes: (height, width), multiples of 8.
 
     Returns:
-        parameters, scaling_factor, psnr (dB, mean over the pictures, at their own size; nan without images).
+        parameters, scaling_factor, psnr (dB, mean over the pictures, at their size; nan without images).
 
     Raises:
         UserError: a size that is not a multiple of 8; steps without images.

@@ -34,7 +34,7 @@ class NonFiniteOutputError(UserError):
         )
 
 
-def origin(weights: Weights) -> dict[str, Any]:
+def provenance_of(weights: Weights) -> dict[str, Any]:
     """Hub id and revision, for the provenance of records; empty for a local folder."""
     if is_local(weights):
         return {}

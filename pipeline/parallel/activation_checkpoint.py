@@ -8,7 +8,7 @@ What: `apply_activation_checkpointing` sets up each block by `train.activation_c
   the short text. For Sana two thirds of the matrix arithmetic is then not repeated.
 - compression: of a recomputed block, its first input in 8 bits (the tokens; the other inputs are shared by all blocks);
   of any other block, what its Linear layers and groups of convolutions save.
-- offload: every saved tensor of a block, so the inputs of a recomputed one. What `selective` adds stays on the device.
+- offload: saved tensors go to host memory (recomputed blocks: their inputs). Tensors added by `selective` stay.
 Why by replacing the block's class with a subclass: parameter names and state dict stay as they are (a wrapper module
 would rename them), a deep copy recomputes the copy, `fully_shard` gathers the parameters once for the recomputation,
 and there is no flag that can be set without effect, as in diffusers.
@@ -18,7 +18,7 @@ an eighth; see `compression` and `saved_tensors` for theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,6 +111,7 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
         blocks: all blocks of the model, in order. Their first argument is the tokens.
     """
     mode, compress = train.activation_checkpointing, train.activation_compression
+    assert mode != "auto", "pipeline.planning.auto.decide comes first"
     offloader = None
     if compress != "none" or train.activation_offload:
         offloader = Offloader(None if compress == "none" else compress, train.activation_offload)
@@ -127,13 +128,6 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
             block.activation_policy = ActivationPolicy(  # type: ignore[assignment]
                 checkpointing, offloader if whole_block else None, _is_random(block)
             )
-
-
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str = "full") -> None:
-    """Recompute each block (`mode`: full or selective); in place, before `fully_shard`."""
-    for block in blocks:
-        _add_mixin(block, ManagedActivations)
-        block.activation_policy = ActivationPolicy(mode, random=_is_random(block))  # type: ignore[assignment]
 
 
 def _is_random(block: nn.Module) -> bool:

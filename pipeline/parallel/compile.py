@@ -6,7 +6,7 @@ Why per block and not the whole model: all blocks share the graph, so a model of
 20, and FSDP2 gathers block by block between the graphs. Why dynamic shapes: buckets and text lengths are many, and each
 would be compiled at its first use; convolutions and attention are opaque operations (`pipeline.kernels`), which leave
 sizes free. Why `forward` and not the module's call: FSDP2's hooks then stay outside of the graph, which needs no graph
-breaks. Why a limit on graphs: dynamo gives up at its default (8) and silently runs uncompiled; here one more is an
+breaks. Why a limit on graphs: dynamo gives up at its default (8) and silently runs uncompiled; here another graph is an
 error.
 Price: the first step compiles (inductor: a minute on two CPU cores); a last microbatch of a single sample is compiled
 separately. Call it after `apply_activation_checkpointing` (which replaces the class whose forward pass is compiled) and
@@ -29,7 +29,7 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> No
 
     Args:
         backend: of torch.compile.
-        graphs: maximum number of graphs; one more raises `FailOnRecompileLimitHit`.
+        graphs: maximum number of graphs; another raises `FailOnRecompileLimitHit`.
     """
     limit = torch._dynamo.config
     limit.recompile_limit = max(limit.recompile_limit, graphs)

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
-from pipeline.parallel.shards import reduce_both
+from pipeline.parallel.shards import all_reduce
 
 
 def check(rows: Mapping[str, int], parallel: ParallelConfig, dropout: float) -> None:
@@ -86,7 +86,7 @@ def apply(
 
     Args:
         plan: what an attribute of a submodule is set to. total: a function that sums a tensor over the group; surround:
-            one that adds the neighbours' rows to tokens; margins: how many it adds above and below.
+            adds the neighbours' rows to tokens; margins: how many it adds above and below.
         shards: one dimension, the processes that share parameters. A group is neighbours among them.
 
     Returns:
@@ -99,7 +99,7 @@ def apply(
     margins = int(rank > 0), int(rank < size - 1)
     neighbours = [int(abs(other - rank) == 1) for other in range(size)]
     given = {
-        "total": partial(reduce_both, mesh=mesh),
+        "total": partial(all_reduce, mesh=mesh),
         "surround": partial(_surround, margins=margins, neighbours=neighbours, group=mesh.get_group()),
         "margins": margins,
     }

@@ -77,7 +77,7 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
 
 
 def _to_device(model: nn.Module, device: str) -> nn.Module:
-    """Move the model; one on the meta device gets memory for this process's shards, with undefined values."""
+    """Move the model; a model on the meta device gets memory for this process's shards, with undefined values."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     return model.to_empty(device=device) if on_meta else model.to(device)
 
@@ -89,11 +89,11 @@ def _prefetch(blocks: list[FSDPModule], count: int) -> None:
 
 
 def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False) -> None:
-    """Before a microbatch's forward pass: only the last one of a step reduces gradients over the processes.
+    """Before a microbatch's forward pass: only the last microbatch of a step reduces gradients over the processes.
 
     Args:
-        keep_gathered: the next microbatch of the step uses the parameters that this one has gathered. They are valid
-            until the update.
+        keep_gathered: the next microbatch of the step uses the parameters that this microbatch has gathered. They are
+            valid until the update.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)

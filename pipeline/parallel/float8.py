@@ -4,7 +4,7 @@ What: `apply` replaces the classes of these layers. Each product's factors are c
 row of a factor, along the sum, has its scale, a power of two: torchao's recipe `rowwise`. With
 `rowwise_with_gw_hp` the gradients of the weights stay products of the compute dtype.
 Why by replacing classes: parameters, their names and their fp32 values stay, and so do checkpoints, exports and FSDP2's
-shards. torchao's own converter knows Linear layers alone, and half of Sana's weights are 1x1 convolutions.
+shards. torchao's converter knows Linear layers alone, and half of Sana's weights are 1x1 convolutions.
 On a CPU the products are emulated: the factors are rounded to float8, and multiplied in the compute dtype.
 Price: casts of every factor, which only torch.compile makes cheap; query, key and value are three products again.
 """
@@ -71,7 +71,7 @@ def _settings(recipe: str, emulate: bool) -> tuple[Any, Any]:
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = dataclasses.replace(config, emulate=emulate, pad_inner_dim=True)
-    # torchao makes the products' settings in a layer, and mends inductor when it converts the first one
+    # torchao makes the products' settings in a layer, and mends inductor when it converts the first layer
     template: Any = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, device="meta"), config=config)
     return template.linear_mm_config, template.config
 

@@ -2,7 +2,7 @@
 
 What: `check_sizes` computes the layout and refuses sizes that do not multiply to the number of processes; `open_mesh`
 opens the process group and yields the `DeviceMesh`.
-Why two functions: a wrong size must be an error before any process waits for another one. A run of one process takes
+Why two functions: a wrong size must be an error before any process waits for another. A run of one process takes
 the same path, with a store in its own memory, so it needs no free port.
 Price: a group of one process costs some milliseconds at the start.
 """

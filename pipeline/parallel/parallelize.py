@@ -28,7 +28,7 @@ from pipeline.parallel import context_parallel, data_parallel, float8, pipeline_
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
-from pipeline.parallel.shards import local, reduce_both
+from pipeline.parallel.shards import all_reduce, local
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(output, target) -> (b,) fp32 losses of the samples, each a mean over the sample's values."""
@@ -46,7 +46,7 @@ class Microbatch(NamedTuple):
 
 class Model(Protocol):
     """What `parallelize` needs of a model: its blocks in order, the role of each submodule of a block under tensor
-    parallelism (`tensor_parallel`), blocks [start, stop) as a module of their own (`pipeline_parallel.Stage`), where
+    parallelism (`tensor_parallel`), blocks [start, stop) as a separate module (`pipeline_parallel.Stage`), where
     rows of a picture meet in a block (`context_parallel`), and how many rows a picture has. The first input, the output
     and the target are pictures; `band` of the forward pass is the first row and the number of all rows."""
 
@@ -180,7 +180,7 @@ class ContextParallelModel(ParallelModel):
     def _losses(self, inputs: tuple[Tensor, ...], target: Tensor, loss: Loss) -> Tensor:
         output, (first, last), rows = self._band(inputs)
         losses = loss(output, self.module.crop(target, first, last))  # type: ignore[operator]
-        return reduce_both(losses * ((last - first) / rows), self.bands)
+        return all_reduce(losses * ((last - first) / rows), self.bands)
 
     def predict(self, *inputs: Tensor) -> Tensor:
         with torch.no_grad():

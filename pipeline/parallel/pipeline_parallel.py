@@ -181,7 +181,7 @@ class Pipeline:
         self.device = torch.device(mesh.device_type)  # not that of the parameters, which may be in host memory
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
-        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self.schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward_backward(
@@ -211,7 +211,7 @@ class Pipeline:
             return losses.sum() / samples
 
         self._loss = scaled_loss
-        schedule = self._schedule_for(len(inputs), inputs[0])
+        schedule = self.schedule_for(len(inputs), inputs[0])
         first = args if 0 in self.numbers else ()
         target = torch.cat(targets) if self.total - 1 in self.numbers else None
         schedule.step(*first, target=target, return_outputs=False, **kwargs)
@@ -266,16 +266,16 @@ class Pipeline:
     def _stage(self) -> Any:
         return self.stages[0]
 
-    def _schedule_for(self, count: int, inputs: Inputs) -> Any:
+    def schedule_for(self, count: int, inputs: Inputs) -> Any:
         """The cached schedule for `count` microbatches of these shapes. Every process of the pipeline sees the same
         shapes in the same order, so all of them make and evict the same schedules."""
         key = (count, *((tensor.shape, tensor.dtype) for tensor in inputs))
-        if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(count, inputs)
-            if len(self._schedules) > _CACHED_SHAPES:
-                self._schedules.popitem(last=False)
-        self._schedules.move_to_end(key)
-        return self._schedules[key]
+        if key not in self.schedules:
+            self.schedules[key] = self._make_schedule(count, inputs)
+            if len(self.schedules) > _CACHED_SHAPES:
+                self.schedules.popitem(last=False)
+        self.schedules.move_to_end(key)
+        return self.schedules[key]
 
     def _make_schedule(self, count: int, inputs: Inputs) -> Any:
         hidden, output = self._stage.example_hidden(inputs), self._stage.example_output(inputs)

@@ -8,8 +8,8 @@ than 1,024 values, and for compression everything that is not floating point.
 Equal tensors are stored once (queries, keys and values share their input, all blocks share the captions). A tensor
 comes back with its size, strides and dtype: torch's own `save_on_cpu` rebuilds it contiguous, after which a recomputed
 block saves other tensors than before and the backward pass fails.
-On a GPU the copies run beside the computation: on a stream of their own, to pinned memory, and back before the backward
-pass asks for them (`_OnDevice`). Why not torchtune's `OffloadActivations`, which does the same: it copies neither
+On a GPU the copies run beside the computation: on a separate stream, to pinned memory, and back before the backward
+pass asks for them (`OnDevice`). Why not torchtune's `OffloadActivations`, which does the same: it copies neither
 DTensors nor strided tensors as they were, and does not recognise equal ones.
 Price: a copy to the host and back per tensor over PCIe, and up to `AHEAD` tensors that stay on the device meanwhile; or
 the two passes of `compression`.
@@ -97,7 +97,7 @@ class _StoredTensor:
 
 
 class Transfers:
-    """Copies between a device and pinned host memory, on a stream of their own.
+    """Copies between a device and pinned host memory, on a separate stream.
 
     A copy begins when everything that the computing stream has been given so far is done. Whoever uses a result, or
     frees a tensor of a copy, lets the computing stream wait for its event before: memory of that stream is then reused
@@ -109,19 +109,19 @@ class Transfers:
 
     def to_host(self, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any]:
         """The parts in host memory, and the event after which they are valid."""
-        host = tuple(self._empty(part, None) for part in parts)
+        host = tuple(self.empty(part, None) for part in parts)
         return host, self._copy(parts, host)
 
     def to_device(self, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any]:
         """The parts on the device, and the event after which they are valid."""
-        there = tuple(self._empty(part, self.device) for part in parts)
+        there = tuple(self.empty(part, self.device) for part in parts)
         return there, self._copy(parts, there)
 
     def wait(self, event: Any) -> None:
         """Let the computing stream wait for a copy."""
         torch.accelerator.current_stream(self.device).wait_event(event)
 
-    def _empty(self, like: Tensor, device: torch.device | None) -> Tensor:
+    def empty(self, like: Tensor, device: torch.device | None) -> Tensor:
         """device: None for pinned host memory."""
         return torch.empty(like.shape, dtype=like.dtype, device=device or "cpu", pin_memory=device is None)
 
@@ -139,8 +139,7 @@ def transfers(device: torch.device) -> Transfers | None:
 
 
 class _Saved:
-    """What autograd holds in a saved tensor's place. position: among all that are saved. taken: the backward pass has
-    asked for it."""
+    """Autograd's handle of a saved tensor. position: in the order of saving. taken: the backward pass has used it."""
 
     __slots__ = ("__weakref__", "position", "stored", "taken")
 
@@ -148,17 +147,17 @@ class _Saved:
         self.stored, self.position, self.taken = stored, position, False
 
 
-class _OnDevice:
-    """What is on the device of the stored tensors: the last `AHEAD` that were saved, then those that come next.
+class OnDevice:
+    """Saved tensors now on the device: the last `AHEAD` saved, then the next `AHEAD` needed.
 
-    The backward pass asks in the opposite order of saving; a recomputed block asks for all of its inputs, in their
-    order. So with each tensor the `AHEAD` before it are fetched, and those after it stay that are still to be used.
+    The backward pass uses them in the opposite order of saving; a recomputed block uses its inputs in their order. Each
+    access prefetches the `AHEAD` earlier tensors; later ones stay until used.
     """
 
     def __init__(self, through: Transfers):
         self.through = through
         self._order: list[ref[_Saved]] = []
-        self._copies: dict[_StoredTensor, tuple[tuple[Tensor, ...], Any]] = {}
+        self.pending_copies: dict[_StoredTensor, tuple[tuple[Tensor, ...], Any]] = {}
 
     def saved(self, stored: _StoredTensor) -> _Saved:
         """Enter a tensor into the order of saving."""
@@ -172,14 +171,14 @@ class _OnDevice:
         """Begin to copy a new tensor to the host."""
         here = stored.parts
         stored.parts, event = self.through.to_host(here)
-        self._copies[stored] = here, event
-        self._keep(list(self._copies)[-AHEAD:])
+        self.pending_copies[stored] = here, event
+        self._keep(list(self.pending_copies)[-AHEAD:])
 
     def take(self, saved: _Saved) -> Tensor:
         """The tensor, for work that the computing stream gets from now on."""
         saved.taken = True
         self._fetch(saved.stored)
-        parts, event = self._copies[saved.stored]
+        parts, event = self.pending_copies[saved.stored]
         self.through.wait(event)
         before = self._waiting(range(saved.position - 1, -1, -1))
         after = self._waiting(range(saved.position + 1, min(len(self._order), saved.position + 1 + AHEAD)))
@@ -189,11 +188,11 @@ class _OnDevice:
         return saved.stored.tensor(parts)
 
     def bytes(self) -> int:
-        return sum(part.nbytes for parts, _ in self._copies.values() for part in parts)
+        return sum(part.nbytes for parts, _ in self.pending_copies.values() for part in parts)
 
     def _fetch(self, stored: _StoredTensor) -> None:
-        if stored not in self._copies:
-            self._copies[stored] = self.through.to_device(stored.parts)
+        if stored not in self.pending_copies:
+            self.pending_copies[stored] = self.through.to_device(stored.parts)
 
     def _waiting(self, positions: range) -> list[_StoredTensor]:
         """The first `AHEAD` different tensors at these positions that are still to be used."""
@@ -206,9 +205,9 @@ class _OnDevice:
         return list(waiting)
 
     def _keep(self, wanted: Sequence[_StoredTensor]) -> None:
-        for stored in self._copies.keys() - set(wanted):
-            self.through.wait(self._copies[stored][1])
-            del self._copies[stored]
+        for stored in self.pending_copies.keys() - set(wanted):
+            self.through.wait(self.pending_copies[stored][1])
+            del self.pending_copies[stored]
 
 
 class Offloader:
@@ -225,10 +224,10 @@ class Offloader:
     def __init__(self, compress: Format | None = None, offload: bool = False):
         self.compress, self.offload, self.stored = compress, offload, 0
         self._live: WeakValueDictionary[tuple[Any, ...], _StoredTensor] = WeakValueDictionary()
-        self._on_device: dict[torch.device, _OnDevice | None] = {}
+        self.by_device: dict[torch.device, OnDevice | None] = {}
 
     def __deepcopy__(self, memo: Any) -> Offloader:
-        return Offloader(self.compress, self.offload)  # streams and copies stay with this one
+        return Offloader(self.compress, self.offload)  # streams and copies stay with this object
 
     def host_bytes(self) -> int:
         """Bytes that saved tensors occupy in host memory now."""
@@ -236,7 +235,7 @@ class Offloader:
 
     def device_bytes(self) -> int:
         """Bytes of offloaded tensors that are on a device now, because their copies may be under way."""
-        return sum(each.bytes() for each in self._on_device.values() if each is not None)
+        return sum(each.bytes() for each in self.by_device.values() if each is not None)
 
     @contextlib.contextmanager
     def hooks(self, module: nn.Module, only: Tensor | None = None, compress: bool = True) -> Iterator[None]:
@@ -291,11 +290,11 @@ class Offloader:
             on_device = self._on_device_of(saved.stored.device)
             return saved.stored.tensor(saved.stored.parts) if on_device is None else on_device.take(saved)
 
-    def _on_device_of(self, device: torch.device) -> _OnDevice | None:
-        if self.offload and device not in self._on_device:
+    def _on_device_of(self, device: torch.device) -> OnDevice | None:
+        if self.offload and device not in self.by_device:
             through = transfers(device)
-            self._on_device[device] = None if through is None else _OnDevice(through)
-        return self._on_device.get(device)
+            self.by_device[device] = None if through is None else OnDevice(through)
+        return self.by_device.get(device)
 
 
 def module_storages(module: nn.Module) -> set[int]:

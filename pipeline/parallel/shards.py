@@ -26,6 +26,6 @@ def reduce_forward(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
-def reduce_both(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of `x` over the shards; the gradient is summed, too: what each process does with the sum counts."""
+def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All-reduce in forward and in backward, for a sum that each process uses in its part of the computation."""
     return reduce_backward(reduce_forward(x, mesh), mesh)

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeline.errors import ConfigError
-from pipeline.parallel.shards import local, reduce_backward, reduce_both, reduce_forward
+from pipeline.parallel.shards import all_reduce, local, reduce_backward, reduce_forward
 
 
 def check(parts: Mapping[str, int], size: int, dropout: float) -> None:
@@ -133,7 +133,7 @@ class _Norm(_Sharded):
 
     def forward(self, x: Tensor) -> Tensor:
         full, weight = x.float(), local(self.weight)
-        squares = reduce_both(full.square().sum(-1, keepdim=True), self._mesh)
+        squares = all_reduce(full.square().sum(-1, keepdim=True), self._mesh)
         full = full * torch.rsqrt(squares / (x.shape[-1] * self._mesh.size()) + self.eps)
         return full.to(weight.dtype) * weight
 

@@ -1,10 +1,13 @@
-"""Decide `train.parallel`, `train.microbatch` and `train.activation_checkpointing` where they are `auto`.
+"""Decide `train.parallel`, `microbatch`, `activation_checkpointing` and `compile` where they are `auto`.
 
 What: `decide` searches the options that are `auto` by the code of `plan --search` and returns the configuration with
-values, and lines that say so. It is the only place that gives them values: whoever reads these options calls it before
-(`TrainConfig.undecided`). A resumed run on as many processes keeps the values of its checkpoint.
-The memory: that of the GPU less `MARGIN`; on a CPU half of the main memory (or of the control group's limit), divided
-by the node's processes.
+values, and lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values: whoever
+reads these options calls both before (`TrainConfig.undecided`). A resumed run on as many processes keeps the values of
+its checkpoint.
+Where nothing is to be gained (on a CPU, whose memory is no limit) or predicted (context parallelism), microbatch and
+checkpointing are `FIXED`, without a search.
+The memory: that of the GPU less `MARGIN`; for `parallel` on a CPU half of the main memory (or of the control group's
+limit), divided by the node's processes.
 Why on every process: there is no process group yet, whose sizes are what is decided. The search depends on the
 configuration, the data and the card alone, and the start of the run compares the results.
 Price: five to thirty seconds of CPU time for Sana 1.6B at the first start, by the number of options.
@@ -12,6 +15,8 @@ Price: five to thirty seconds of CPU time for Sana 1.6B at the first start, by t
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,28 +35,37 @@ from pipeline.planning.search import search
 
 MARGIN = 0.1
 """Share of a GPU's memory that is left free, beside the estimates of context and fragmentation."""
+FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
 _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
 
 
 def decide(
     config: Config,
-    shape: SanaConfig,
+    shape: Callable[[], SanaConfig],
     data: Data,
     machine: Machine,
     earlier: dict[str, Any] | None = None,
 ) -> tuple[Config, list[str]]:
-    """The configuration with values for what is `auto`, and lines to print.
+    """The configuration with values for what is `auto` but for `compile`, and lines to print.
 
     Args:
+        shape: gives the model's, where it is needed.
         earlier: the configuration in the checkpoint that is resumed.
 
     Raises:
         UserError: nothing fits.
     """
-    undecided, train = config.train.undecided, config.train
+    undecided, train = tuple(name for name in config.train.undecided if name != "compile"), config.train
     if not undecided:
         return config, []
-    values = _as_it_began(config, earlier, machine.gpus)
+    values = as_it_began(config, earlier, machine.gpus)
+    by_context = "parallel" not in undecided and train.parallel.cp_size > 1
+    if values is None and (by_context or not machine.card.is_gpu):
+        fixed = {name: value for name, value in FIXED.items() if name in undecided}
+        if fixed:
+            config, searched = decide(config.with_train(**fixed), shape, data, machine)
+            said = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
+            return config, [f"auto: {said} ({'with context parallelism' if by_context else 'on a CPU'})", *searched]
     if values is not None:
         reason = "as in the checkpoint"
     else:
@@ -60,7 +74,7 @@ def decide(
         plain = train.model_copy(update={"compile": "none"})
         best = search(
             plain,
-            shape,
+            shape(),
             data,
             replace(machine, memory=memory),
             axes=undecided,
@@ -104,7 +118,7 @@ def _by_name(sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     return replicate, shard, tensor, pipeline
 
 
-def _as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> dict[str, Any] | None:
+def as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> dict[str, Any] | None:
     """The values in the checkpoint; None if it was made on another number of processes, or has none."""
     if earlier is None:
         return None
@@ -120,7 +134,35 @@ def _as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> 
             return None
     except ConfigError:
         return None
-    return None if -1 in sizes else values
+    return None if -1 in sizes and "parallel" in config.train.undecided else values
+
+
+def decide_compile(
+    config: Config, device: torch.device, earlier: dict[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """The configuration with a value for `train.compile`, and lines to print. After `decide`.
+
+    Args:
+        earlier: the configuration in the checkpoint that is resumed.
+    """
+    if config.train.compile != "auto":
+        return config, []
+    began = "block" if earlier is None else earlier["train"].get("compile", "none")
+    if began == "block" and _compiles(device):
+        try:
+            type(config.train).model_validate({**config.train.model_dump(), "compile": "block"})
+        except ValidationError:  # another option excludes it
+            pass
+        else:
+            return config.with_train(compile="block"), ["auto: train.compile: block"]
+    return config.with_train(compile="none"), []
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether inductor makes kernels for this device that are worth the time of compiling them."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def present(device: torch.device, launch: Launch) -> Machine:

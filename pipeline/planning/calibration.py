@@ -83,7 +83,7 @@ class RealStep:
     def __call__(self, clock: Clock = time.perf_counter) -> float:
         """Do a step. Returns its seconds."""
         began = clock()
-        self._step()
+        self.step_once()
         return clock() - began
 
     def watched(self, clock: Clock = time.perf_counter) -> dict[str, float]:
@@ -91,10 +91,10 @@ class RealStep:
         watch = Stopwatch(inside=() if self.device.type == "cuda" else CUSTOM, device=self.device, clock=clock)
         watch.phase = "forward"
         with watch_updates(self.optimizer, watch), watch:
-            self._step(watch)
+            self.step_once(watch)
         return watch.finish()
 
-    def _step(self, watch: Stopwatch | None = None) -> None:
+    def step_once(self, watch: Stopwatch | None = None) -> None:
         self.done += 1
         self.step(self._batches, self.done)
         if watch is not None:
@@ -173,7 +173,7 @@ def calibrate(
         UserError: not even the smallest step fits.
     """
     constants = constants or Constants()
-    largest = _largest(as_new_run(train), architecture, data, machine)
+    largest = largest_fitting(as_new_run(train), architecture, data, machine)
     microbatch = largest.train.microbatch
     measured = []
     for samples in (microbatch, microbatch // 2 or 2):
@@ -226,7 +226,7 @@ class _Part:
         return predict(self.train, self.architecture, self.data, self.machine, layout=Layout(1, 1, 1, 1))
 
 
-def _largest(train: TrainConfig, architecture: SanaConfig, data: Data, machine: Machine) -> _Part:
+def largest_fitting(train: TrainConfig, architecture: SanaConfig, data: Data, machine: Machine) -> _Part:
     """The largest part of the configuration that fits and takes `STEP_S` at most by the constants of the table."""
     bucket, share = data.worst(1, train.microbatch)
     sizes = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "cp_size": 1, "pp_size": 1}

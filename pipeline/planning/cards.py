@@ -89,13 +89,13 @@ def card(name: str) -> Card:
 def processor() -> Card:
     """This machine's CPU: its main memory, or the limit of its control group; nominal speeds."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in _limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+    for file in limit_files(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
         with suppress(OSError, ValueError):
             sizes.append(int(file.read_text()))
     return Card(CPU, min(sizes) / GIB, 0.05, 0.05, 10, 1)
 
 
-def _limits(membership: Path, root: Path) -> Iterator[Path]:
+def limit_files(membership: Path, root: Path) -> Iterator[Path]:
     """Files that may limit this process's memory: of its control group and of all above it (cgroup v2), then of v1."""
     groups = [""]
     with suppress(OSError):

@@ -4,9 +4,9 @@ What: `Time.of` gives each class of kernels the longer of its arithmetic and its
 adds communication that arithmetic cannot hide and the pipeline's bubble, and scales to an epoch.
 It is an estimate until `plan --calibrate` has run real steps on such a device: `Constants.corrected` scales each class
 to them.
-Assumptions (`Constants`): the share of a peak that kernels reach in practice, a start of 4 microseconds a kernel, and
-that all-gathers, reduce-scatters and the sums over replicas run beside arithmetic, while those of tensor parallelism do
-not (with both, no sum does).
+Assumptions (`Constants`): the share of a peak that kernels reach in practice; a start of 4 microseconds a kernel;
+all-gathers, reduce-scatters and all-reduces over replicas overlap with arithmetic, those of tensor parallelism do not.
+With tensor parallelism and replicas together, no all-reduce overlaps.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def class_of(name: str, train: TrainConfig) -> str:
 
 def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> dict[str, float]:
     """Seconds of each collective: bytes over the slowest link that its group uses. Groups that share a node share its
-    network; one group over whole nodes has it alone, since its ring crosses the border of a node once."""
+    network. One group over whole nodes uses the full link: its ring crosses each node boundary once."""
     machine, layout = prediction.machine, prediction.layout
     gathers_once = not prediction.train.parallel.reshards(layout.shards)
     seconds: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 What: `predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says
 whether it fits, by how much, which microbatch would still fit, and why.
-`closed_form` computes the lasting part of the number from the counts of parameters, beside the traced one.
+`closed_form` computes memory present in the whole step (parameters, gradients, optimizer), from parameter counts.
 Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers, and the allocator's
 rounding and fragmentation. `CONTEXT`, `NCCL` and `FRAGMENTATION` state them.
 """
@@ -238,7 +238,7 @@ def predict(
     height, width = (side // data.compression for side in bucket)
     traced_count = min(count, 2) if layout.pp == 1 else min(count, 2 * layout.pp)
     work = Shape(height, width, data.rows, microbatch, traced_count)
-    # A last band has as many rows as any; a first stage has the most microbatches, a last one the model's end.
+    # A last band has as many rows as any; a first stage has the most microbatches, a last stage the model's end.
     ranks = [layout.cp - 1] if layout.pp == 1 else [0, layout.world - 1]
     on_gpu = machine.card.is_gpu
     traces = {rank: Traced.of(shape, train, layout, work, rank=rank, on_gpu=on_gpu) for rank in ranks}
@@ -331,20 +331,20 @@ def largest_microbatch(prediction: Prediction, data: Data) -> int:
     A line through two traces gives a guess, which a third trace corrects: the peak is piecewise linear and convex in
     the microbatch, so that a guess beyond the last piece is too large, never too small.
     """
-    one = _at(prediction, 1) if prediction.shape.microbatch != 1 else prediction.total
+    one = bytes_at(prediction, 1) if prediction.shape.microbatch != 1 else prediction.total
     if one > prediction.machine.memory:
         return 0
     low, at_low = 1, one
     high, at_high = prediction.shape.microbatch, prediction.total
     if high == 1:
-        high, at_high = 8, _at(prediction, 8)
+        high, at_high = 8, bytes_at(prediction, 8)
     for _ in range(3):
         slope = (at_high - at_low) / (high - low)
         guess = low + math.floor((prediction.machine.memory - at_low) / max(slope, 1.0))
         guess = min(max(1, guess), _LARGEST)
         if guess == high:
             break
-        at_guess = _at(prediction, guess)
+        at_guess = bytes_at(prediction, guess)
         if at_guess <= prediction.machine.memory:
             low, at_low = guess, at_guess
             high, at_high = (high, at_high) if high > guess else (guess + 1, at_guess + slope)
@@ -353,7 +353,7 @@ def largest_microbatch(prediction: Prediction, data: Data) -> int:
     return low if at_high > prediction.machine.memory else max(low, min(high, _LARGEST))
 
 
-def _at(prediction: Prediction, microbatch: int) -> float:
+def bytes_at(prediction: Prediction, microbatch: int) -> float:
     shape = replace(prediction.shape, microbatch=microbatch)
     traced = Traced.of(
         prediction.architecture,

@@ -2,8 +2,8 @@
 
 What: `cache_of` gives the bytes and objects of a cache and what encoding costs, `training` the speed, traffic and
 checkpoints of a launch, `reading` what its nodes ask of the object store, by `pipeline.planning.simulate`.
-Nothing here has formulas of its own for bytes, times or shards: bytes and encoding hours are those of
-`pipeline.encoding.estimate` on a few thousand typical items, training hours those of `pipeline.planning.cost`.
+Bytes, times and shards are computed elsewhere: bytes and encoding hours by `pipeline.encoding.estimate` on a few
+thousand typical items, training hours by `pipeline.planning.cost`.
 Price: every figure inherits the assumptions of those, and the constants below.
 """
 
@@ -43,7 +43,7 @@ CARD = "h100"
 PER_NODE = 8
 """GPUs of a node. Assumption."""
 BATCH_PER_GPU, SMALLEST_BATCH = 8, 64
-"""Samples of a step for each GPU, and of the smallest global batch (the shipped one). Assumption."""
+"""Samples of a step for each GPU, and of the smallest global batch (the shipped batch). Assumption."""
 NETWORK_GBS = 50.0
 """10^9 bytes/s of a node to the other nodes (400 Gbit/s). Assumption."""
 MIRROR_GIB = 1024
@@ -76,7 +76,8 @@ SAMPLE = 1024
 def configured(gpus: int, **changes: Any) -> Config:
     """The shipped configuration with the batch of a launch."""
     batch = max(SMALLEST_BATCH, BATCH_PER_GPU * gpus)
-    return load(CONFIGURATION, [f"bucket.batch={batch}", *(f"{name}={value}" for name, value in changes.items())])
+    fixed = {"train.microbatch": 8, "train.activation_checkpointing": "full", "bucket.batch": batch, **changes}
+    return load(CONFIGURATION, [f"{name}={value}" for name, value in fixed.items()])
 
 
 # ---------------------------------------------------------------- the cache

@@ -126,8 +126,20 @@ def search(
         )
     train = with_placeholders(predicting.as_new_run(train))
     pieces = _Pieces(train, shape, data, constants, machine)
+    candidates, smallest = _candidates(pieces, axes, bears)
+    best, rest, needed = _verified(pieces, candidates, axes, verified)
+    if not best and smallest == float("inf"):
+        predicting.check(train, shape, data, machine.gpus)  # says what is wrong with the sizes
+    if not best:
+        raise _nothing_fits(machine, axes, min(needed, default=smallest))
+    return [*best, *rest[: _SHOWN - len(best)]]
+
+
+def _candidates(pieces: _Pieces, axes: Collection[str], bears: Callable[[str], bool]) -> tuple[list[Candidate], float]:
+    """What fits by sums, with the largest microbatch each; and the bytes of the smallest that was considered."""
+    train, machine = pieces.train, pieces.machine
     candidates, smallest = [], float("inf")
-    for changed, layout in _variants(train, shape, data, machine, axes, bears):
+    for changed, layout in variants_of(train, pieces.shape, pieces.data, machine, axes, bears):
         try:
             base = TrainConfig.model_validate(changed)
         except ValidationError:
@@ -140,6 +152,15 @@ def search(
             if candidate.total <= machine.memory:
                 candidates.append(candidate)
                 break  # larger microbatches come first
+    return candidates, smallest
+
+
+def _verified(
+    pieces: _Pieces, candidates: list[Candidate], axes: Collection[str], count: int
+) -> tuple[list[Candidate], list[Candidate], list[float]]:
+    """The best `count` that fit when traced whole, the candidates after them, and the bytes of those that do not fit.
+    All are ranked."""
+    train, data, machine = pieces.train, pieces.data, pieces.machine
 
     def rank(candidate: Candidate) -> tuple[float, float]:
         other = candidate.train
@@ -147,37 +168,34 @@ def search(
         changed += other.activation_compression != train.activation_compression
         return -round(candidate.images_per_s * PRICE**changed, 3), candidate.total
 
-    candidates.sort(key=rank)
     best: list[Candidate] = []
-    rest, needed = candidates, list[float]()
+    rest, needed = sorted(candidates, key=rank), list[float]()
     tried = 0
-    while rest and len(best) < verified and (tried < 2 * verified or not best):
+    while rest and len(best) < count and (tried < 2 * count or not best):
         candidate, *rest = rest
         tried += 1
-        prediction = predicting.predict(candidate.train, shape, data, machine, layout=candidate.layout)
+        prediction = predicting.predict(candidate.train, pieces.shape, data, machine, layout=candidate.layout)
         if prediction.fits:
-            step = Time.of(prediction, data, constants(candidate.train)).step
+            step = Time.of(prediction, data, pieces.constants(candidate.train)).step
             best.append(replace(candidate, prediction=prediction, total=prediction.total, step=step))
             continue
         needed.append(prediction.total)
         if "microbatch" in axes and (smaller := pieces.smaller(candidate, prediction.total)) is not None:
             rest = sorted([smaller, *rest], key=rank)
-    best.sort(key=rank)
-    if not best and smallest == float("inf"):
-        predicting.check(train, shape, data, machine.gpus)  # says what is wrong with the sizes
-    if not best:
-        on_gpu = machine.card.is_gpu
-        frugal = ["more GPUs"] if on_gpu else []
-        frugal += ["a smaller bucket.batch"]
-        frugal += ["train.parallel.offload=all"] if on_gpu and "parallel" not in axes else []
-        frugal += [f"train.{name}=auto" for name in _AUTO if name not in axes]
-        raise UserError(
-            f"nothing fits into {machine.gpus} x {machine.memory / 2**30:.1f} GiB",
-            expected=f"at least {min(needed, default=smallest) / 2**30:.1f} GiB each in the most frugal case that was "
-            "considered",
-            fix=", ".join(frugal),
-        )
-    return [*best, *rest[: _SHOWN - len(best)]]
+    return sorted(best, key=rank), rest, needed
+
+
+def _nothing_fits(machine: Machine, axes: Collection[str], needed: float) -> UserError:
+    on_gpu = machine.card.is_gpu
+    frugal = ["more GPUs"] if on_gpu else []
+    frugal += ["a smaller bucket.batch"]
+    frugal += ["train.parallel.offload=all"] if on_gpu and "parallel" not in axes else []
+    frugal += [f"train.{name}=auto" for name in _AUTO if name not in axes]
+    return UserError(
+        f"nothing fits into {machine.gpus} x {machine.memory / 2**30:.1f} GiB",
+        expected=f"at least {needed / 2**30:.1f} GiB each in the most frugal case that was considered",
+        fix=", ".join(frugal),
+    )
 
 
 def layouts(gpus: int, shape: SanaConfig, per_node: int) -> Iterator[Layout]:
@@ -199,11 +217,12 @@ def with_placeholders(train: TrainConfig) -> TrainConfig:
         "parallel": train.parallel.model_copy(update={"sizes": "given"}),
         "microbatch": 1,
         "activation_checkpointing": "full",
+        "compile": "none",
     }
     return train.model_copy(update={name: values[name] for name in train.undecided})
 
 
-def _variants(
+def variants_of(
     train: TrainConfig,
     shape: SanaConfig,
     data: Data,
@@ -277,19 +296,19 @@ class _Pieces:
         except ConfigError:
             return None
         microbatch = train.microbatch
-        one, some = self._traces(train)
+        single, several = self._traces(train)
         bucket, share = self.data.worst(layout.data_world, microbatch)
         count = -(-share // microbatch)
         lasting = predicting.closed_form(self.shape, train, layout)
-        brief = _line(_brief(one), _brief(some), microbatch) / layout.tp
+        brief = _line(_brief(single), _brief(several), microbatch) / layout.tp
         in_flight = min(count, layout.pp)
         brief = brief * in_flight / layout.pp if layout.pp > 1 else brief
         blocks = 2 if train.parallel.reshards(layout.dp_shard) else 1  # one is gathered ahead
-        gathered = blocks * lasting[BUFFERS] + (4.0 * one.parameters / (layout.tp * layout.pp) if count > 1 else 0.0)
+        gathered = blocks * lasting[BUFFERS] + (4.0 * single.parameters / (layout.tp * layout.pp) if count > 1 else 0.0)
         gradients = lasting[GRADIENTS] if train.activation_checkpointing != "none" else 0.5 * lasting[GRADIENTS]
         peak = {kind: lasting[kind] for kind in LASTING} | {GRADIENTS: gradients, "activations": brief}
         total = sum(predicting.with_overheads({**peak, BUFFERS: gathered}, layout).values())
-        step = self._seconds(train, layout, bucket, microbatch, count, one, some)
+        step = self._seconds(train, layout, bucket, microbatch, count, single, several)
         return Candidate(train, layout, total, step, share * layout.data_world)
 
     def _traces(self, train: TrainConfig) -> tuple[Traced, Traced]:
@@ -303,8 +322,10 @@ class _Pieces:
             plain = TrainConfig.model_validate(alone)
             shapes = [Shape(height, width, self.data.rows, samples) for samples in (1, _TRACED_AT)]
             on_gpu = self.machine.card.is_gpu
-            one, some = (Traced.of(self.shape, plain, Layout(1, 1, 1, 1), s, rank=0, on_gpu=on_gpu) for s in shapes)
-            self._traced[key] = one, some
+            single, several = (
+                Traced.of(self.shape, plain, Layout(1, 1, 1, 1), s, rank=0, on_gpu=on_gpu) for s in shapes
+            )
+            self._traced[key] = single, several
         return self._traced[key]
 
     def _seconds(
@@ -314,27 +335,27 @@ class _Pieces:
         bucket: tuple[int, int],
         microbatch: int,
         count: int,
-        one: Traced,
-        some: Traced,
+        single: Traced,
+        several: Traced,
     ) -> float:
         """Of a step: kernels of the trace, divided over tp and pp; gathers and scatters of parameters; the bubble."""
         height, width = (side // self.data.compression for side in bucket)
         work = {
             name: type(w)(
                 *(
-                    round(_line(getattr(one.work[name], f), getattr(w, f), microbatch))
+                    round(_line(getattr(single.work[name], f), getattr(w, f), microbatch))
                     for f in ("flops", "bytes", "calls")
                 )
             )
-            for name, w in some.work.items()
-            if name in one.work
+            for name, w in several.work.items()
+            if name in single.work
         }
         for name, w in work.items():
             parts = layout.tp * layout.pp * (layout.dp_shard if name == UPDATE else 1)
             parts *= 2 if name == UPDATE and train.precision == "bf16_pure" else 1
             work[name] = type(w)(w.flops // parts, w.bytes // parts, w.calls // layout.pp)
         compute = 4 if train.precision == "fp32" else 2
-        whole = one.parameters / (layout.tp * layout.pp)
+        whole = single.parameters / (layout.tp * layout.pp)
         sent: dict[tuple[str, int], list[float]] = {}
         if layout.dp_shard > 1:
             gathers = 2 if train.parallel.reshards(layout.dp_shard) else 1
@@ -347,7 +368,7 @@ class _Pieces:
             sent["all_reduce", layout.tp] = [8.0 * self.shape.num_layers / layout.pp * tokens, 1]
         if train.parallel.offload == "all":  # parameters to the GPU and gradients back, over PCIe
             sent["send", 2] = [(compute * 2 + 4) * whole / layout.dp_shard, 1]
-        traced = replace(some, work=work, sent=sent)
+        traced = replace(several, work=work, sent=sent)
         shape = Shape(height, width, self.data.rows, microbatch)
         prediction = Prediction(
             train, layout, self.shape, self.machine, {}, "", 0.0, bucket, shape, microbatch * count, 0, traced

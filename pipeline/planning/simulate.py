@@ -483,7 +483,7 @@ class _Node:
         return self._paths[step]
 
     def step(self, step: int) -> None:
-        """Load a step in all processes, and train it when the last one has it."""
+        """Load a step in all processes, and train it when the last process has it."""
         counts, ready = self.mirror.counts, 0.0
         ahead = max(1, (self.settings.prefetch_mib << 20) // self.size)
         may_begin = self.starts[-ahead] if len(self.starts) >= ahead else 0.0

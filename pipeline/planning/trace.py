@@ -126,7 +126,7 @@ def refuse(train: TrainConfig) -> None:
             f"train.float8: {train.float8} is not covered by the prediction: its casts are fused by the compiler only",
             fix="plan with --set train.float8=none; float8 saves time, and no memory worth planning with",
         )
-    if train.compile != "none":
+    if train.compile == "block":
         raise ConfigError(
             f"train.compile: {train.compile} is not covered by the prediction: the compiler decides what is saved",
             fix="plan with --set train.compile=none; compiled blocks need about as much or less",
@@ -191,7 +191,7 @@ def trace(
             if ema is not None:
                 away = train.ema.device == "cpu" if train.ema is not None else False
                 tracker.mark(kinds.HOST if away and on_gpu else kinds.EMA, ema.values.values())
-            step = _TracedStep(model, FlowMatching(train.flow), optimizer, train, CPU)
+            step = TracedStep(model, FlowMatching(train.flow), optimizer, train, CPU)
             if train.optim.in_backward:
                 in_backward.fuse(optimizer, model)
             tracker.phase = "forward"
@@ -219,7 +219,7 @@ def trace(
 _OFFLOADED = (kinds.PARAMETERS, kinds.GRADIENTS, kinds.OPTIMIZER, kinds.EMA), ("optimizer",)
 
 
-class _TracedStep(TrainStep):
+class TracedStep(TrainStep):
     """A step whose verdict nobody reads: fake tensors have no values."""
 
     def await_verdict(self) -> bool:
@@ -319,7 +319,7 @@ def _two_memories(tracker: Tracker) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _real_meshes() -> Iterator[None]:
-    """Meshes compute with real tensors, and DTensor's sharding propagation in a mode of its own: it makes whole tensors
+    """Meshes compute with real tensors, and DTensor's sharding propagation in a separate mode: it makes whole tensors
     that are never allocated."""
 
     def undisturbed(function: Any) -> Any:

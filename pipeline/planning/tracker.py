@@ -5,8 +5,8 @@ It works like torch's `torch.distributed._tools.mem_tracker.MemTracker` (weak re
 included). Why not that class: it attributes memory to modules and refuses several microbatches; here memory is
 attributed to what it is for, and operations are counted, too.
 Why a log and not a running maximum: what a storage is for shows later (a tensor that the optimizer makes in the first
-step is its state in every later one). The replay counts parameters, optimizer states and averages as always present, so
-one traced step gives the peak of all later ones.
+step is its state in every later step). The replay counts parameters, optimizer states and averages as always present,
+so one traced step gives the peak of all later ones.
 Price: a step passes through Python twice, about 0.3 ms an operation.
 """
 
@@ -78,7 +78,7 @@ class Tracker(TorchDispatchMode):
     """Enter it inside a FakeTensorMode.
 
     Args:
-        inside: name spaces of custom operations whose own Python code is traced, instead of being one operation.
+        inside: name spaces of custom operations whose Python code is traced, instead of being one operation.
         gloo: gathers and scatters copy the larger side, as gloo does.
 
     Attributes:
@@ -103,7 +103,7 @@ class Tracker(TorchDispatchMode):
     # ---------------------------------------------------------------- kinds
 
     def mark(self, kind: str, tensors: Iterable[Any], only_new: bool = False) -> None:
-        """What these tensors are for. only_new: not those that have a kind already."""
+        """Set what these tensors are for. only_new: skip tensors that already have a kind."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 continue
@@ -117,7 +117,7 @@ class Tracker(TorchDispatchMode):
         return self._storages[self._note(tensor.untyped_storage())].kind
 
     def peak(self, host: Iterable[str] = (), host_phases: Iterable[str] = ()) -> tuple[Peak, int]:
-        """The most memory of a later step, and the most that is in host memory beside the device.
+        """Peak device memory of a later step, and peak host memory in bytes.
 
         Args:
             host: kinds that are in host memory.

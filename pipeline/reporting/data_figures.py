@@ -40,7 +40,7 @@ REJECTED = ("rejected by the scan", "rejected while encoding", "caption rejected
 def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     """All numbers of a snapshot: JSON values.
 
-    `crop` is null, with `crop_missing`, where a scan is gone. `new` is null for a snapshot without an earlier one.
+    `crop` is null, with `crop_missing`, where a scan is gone. `new` is null for a snapshot without an earlier snapshot.
 
     Raises:
         IntegrityError: a table of the snapshot is missing or damaged.
@@ -288,8 +288,8 @@ def _storage(cache: Cache, snapshot: Snapshot, payload: dict[str, int]) -> dict[
 
 
 def earlier(cache: Cache, snapshot: Snapshot) -> Snapshot | None:
-    """The snapshot to compare with: of those that were the newest before this one, the last with a name that stays,
-    else the last; None if there is none. A packed snapshot is compared as that from which it was packed."""
+    """The previous snapshot: the latest with a permanent name, else the latest; None if there is none. A packed
+    snapshot counts as its source."""
     current = snapshot.head.parent if snapshot.packed else snapshot.id
     history = cache.history("latest")
     before = history[: history.index(current)] if current in history else [snapshot.head.parent]

@@ -1,4 +1,4 @@
-"""Use an encoder in a process of its own, so that it and the transformer never share one.
+"""Use an encoder in a separate process, so that it and the transformer never share one.
 
 `decode` starts `sana-pipe decode`, which loads the VAE of the configuration, `encode_prompts` starts `sana-pipe encode
 --prompts`, which loads the text encoder; this process imports neither.
@@ -53,7 +53,7 @@ def encode_prompts(config: Config, prompts: Sequence[str], work: Path) -> Prompt
     Raises:
         DecodeError: the encoding process failed.
     """
-    storage = config.encode.storage.model_copy(update={"text": "bf16"})  # scales of a few prompts would be no one's
+    storage = config.encode.storage.model_copy(update={"text": "bf16"})  # a few prompts cannot calibrate scales
     encoding = config.encode.model_copy(update={"storage": storage})
     config = config.model_copy(update={"cache": str(work / "cache"), "encode": encoding})
     file = work / "prompts.json"

@@ -114,8 +114,8 @@ def _curve(rows: list[dict[str, Any]], *path: str) -> Curve | None:
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> Curve:
-    """`step`, `value`, and for more than `points` points `low` and `high`, of equally many neighbours each. A point
-    stands at the last of its steps, so that the last step stays."""
+    """`step` and `value`. Above `points` points each is the mean of equally many neighbours, with `low` and `high`, at
+    their last step."""
     if len(steps) <= points:
         return {"step": steps.tolist(), "value": values.tolist()}
     first = np.arange(points) * len(steps) // points

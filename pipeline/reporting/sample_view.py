@@ -235,7 +235,7 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
 
 
 def _picture(row: dict[str, Any] | None, size: tuple[int, int]) -> dict[str, Any] | None:
-    """The file of a sample as the scan found it, and its crop to the bucket's (height, width)."""
+    """The file of a sample as scanned, and its crop to the bucket's (height, width)."""
     if row is None or row["width"] is None:
         return None
     width, height = row["width"], row["height"]

@@ -1,8 +1,8 @@
-"""The held-out part of a snapshot: which one it is, and whether it may validate a training on the snapshot.
+"""The held-out part of a snapshot: which snapshot it is, and whether it may validate a training on the snapshot.
 
 What: `find` finds the part that `bucket.heldout` made beside a snapshot, by the names that point to both. `check`
 refuses parts of other recipes, `check_disjoint` those that have samples of the training.
-Why refused and not left out: a value on samples that are trained on looks like a good one.
+Why refused and not left out: a value on samples that are trained on looks good.
 Price: unless both sides come from one rule (which decides by the picture's digest), `check_disjoint` reads the tables
 of the training snapshot.
 """

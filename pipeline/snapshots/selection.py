@@ -147,7 +147,7 @@ class _Columns:
 
 
 class Earlier:
-    """The samples of an earlier snapshot, found by id: 16 bytes a sample in temporary files.
+    """The samples of an earlier snapshot, looked up by id: 16 bytes a sample in temporary files.
 
     Args:
         ids: sample ids (uint64) in the order of rows, in pieces of any length; none: there is no earlier snapshot.
@@ -189,7 +189,7 @@ def places(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     return rows
 
 
-def _stays(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
+def stays_selected(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     """(n,) bool: samples whose picture has a record in an earlier snapshot."""
     stays = joined.scratch.array(len(frame), bool)
 
@@ -207,10 +207,10 @@ def _stays(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
 
 
 def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Earlier) -> Frame:
-    """Keep one picture of each digest: the one in an earlier snapshot, else the one of the source that comes first in
+    """Keep one picture of each digest: that of an earlier snapshot, else that of the source that comes first in
     `order`, else of the first (source, item)."""
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
-    stays = _stays(joined, frame, earlier)
+    stays = stays_selected(joined, frame, earlier)
     keep = joined.scratch.array(len(frame), bool)
 
     def keyed() -> Iterator[pa.Table]:
@@ -239,7 +239,7 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Ea
 
 def heldout(frame: Frame, share: float, scratch: Scratch | None = None) -> np.ndarray:
     """(n,) bool: which samples are held out. It depends on the picture's digest alone: equal pictures are on one side,
-    more data move nothing, and a larger share contains a smaller one. scratch: temporary storage."""
+    more data move nothing, and a larger share contains a smaller share. scratch: temporary storage."""
     limit = np.uint64(min(int(share * 2**64), 2**64 - 1))
     held_out = (scratch or Scratch()).array(len(frame.digest), bool)
     for piece in pieces(len(frame.digest)):
@@ -253,7 +253,7 @@ def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[
     Returns:
         Their samples, and how many pictures there were before.
     """
-    stays = _stays(joined, frame, earlier)
+    stays = stays_selected(joined, frame, earlier)
     selected = joined.scratch.array(len(frame), bool)
 
     def keyed() -> Iterator[pa.Table]:

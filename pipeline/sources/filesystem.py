@@ -68,7 +68,7 @@ class Filesystem(ABC):
 
     @abstractmethod
     def open(self, name: str, spool: bool = False) -> BinaryIO:
-        """The file, seekable. spool: the whole file will be read soon, so a remote one is worth a temporary copy."""
+        """The file, seekable. spool: the whole file will be read soon, so a remote file is worth a temporary copy."""
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         """`read` of many small files; for a file that fails, the error."""

@@ -30,7 +30,7 @@ from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, read_sidecar
 from pipeline.sources.source import Item, Part, PartRange, PrefetchedSource, Reject, Seen
 
-_SIDECAR_BATCH = 256
+SIDECAR_BATCH = 256
 """Pictures whose caption files are requested at once; an object store answers the requests in parallel."""
 
 
@@ -39,15 +39,15 @@ _TEXT, _OBJECT, _PREFIXED = range(3)
 
 _PICTURES = pa.schema([("item", pa.string())])
 _REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
-_FILES = pa.schema([("kind", pa.int8()), ("name", pa.string())])
-_SIDECARS = pa.schema([("row", pa.int64()), *_FILES])
+FILES = pa.schema([("kind", pa.int8()), ("name", pa.string())])
+_SIDECARS = pa.schema([("row", pa.int64()), *FILES])
 
 
 class _Found:
     """Files of a folder while it is listed. refused: pictures among the rejects."""
 
     def __init__(self, scratch: Scratch):
-        self.captions, self.rejects = scratch.row_writer(_FILES), scratch.row_writer(_REJECTS)
+        self.captions, self.rejects = scratch.row_writer(FILES), scratch.row_writer(_REJECTS)
         self.metadata: list[str] = []
         self.refused = 0
 
@@ -69,7 +69,7 @@ class Listing:
         self,
         scratch: Scratch,
         pictures: Iterable[str],
-        captions: Callable[[], pa.Table] = _FILES.empty_table,
+        captions: Callable[[], pa.Table] = FILES.empty_table,
         rows: dict[str, PictureRows] | None = None,
     ):
         self.rows = {} if rows is None else rows
@@ -153,8 +153,8 @@ class Listing:
 
     def _assign_prefixed(self, others: pa.Table, stems: SortedKeys, rows: np.ndarray, sidecars: RowWriter) -> None:
         """Assign .json files without a picture of their name. stems, rows: of the pictures, by key."""
-        for start in range(0, len(others), _SIDECAR_BATCH):
-            for name in others.column("item").slice(start, _SIDECAR_BATCH).to_pylist():
+        for start in range(0, len(others), SIDECAR_BATCH):
+            for name in others.column("item").slice(start, SIDECAR_BATCH).to_pylist():
                 own = stem(name)
                 prefixes = [own[:n] for n in range(len(own) - 1, own.rfind("/") + 1, -1)]
                 found = stems.find(item_keys(prefixes))
@@ -198,7 +198,7 @@ class FolderSource(PrefetchedSource):
 
     Args:
         root: the folder, or another filesystem.
-        rule: which captions; or the one column of the metadata files that holds them.
+        rule: which captions; or the column of the metadata files that holds them.
         name: the source's name in sample identities.
 
     Raises:
@@ -377,8 +377,8 @@ class FolderSource(PrefetchedSource):
     # ------------------------------------------------------------ items
 
     def _items(self, first: int, after: int, listing: Listing) -> Iterator[Item | Reject]:
-        for start in range(first, after, _SIDECAR_BATCH):
-            stop = min(start + _SIDECAR_BATCH, after)
+        for start in range(first, after, SIDECAR_BATCH):
+            stop = min(start + SIDECAR_BATCH, after)
             batch = listing.keys(start, stop)
             sidecars = dict(zip(batch, listing.sidecars(start, stop), strict=True))
             names = sorted({name for files in sidecars.values() for name in files})

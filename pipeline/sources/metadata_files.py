@@ -106,7 +106,7 @@ class MetadataReader:
         return name
 
     def add(self, where: str, row: dict[str, Any], column: str, key: str) -> None:
-        """Add a row to the picture `key`. column: the one that names the file."""
+        """Add a row to the picture `key`. column: names the file."""
         picture = self.pictures.setdefault(key, PictureRows())
         for other, value in row.items():
             if other != column and other not in self.rule.columns:

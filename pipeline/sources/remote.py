@@ -21,15 +21,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
 import xxhash
 
 from pipeline import retrying
-from pipeline.cache.drivers import Connection, ObjectAwayError, RequestFailed
+from pipeline.cache.drivers import CHANGE_TIMES, Connection, ObjectAwayError, RequestFailed, refuse_credentials
 from pipeline.errors import UserError
-from pipeline.sources.filenames import error_text, escaped, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length
 from pipeline.urls import strip_credentials
 
@@ -38,7 +39,7 @@ SPOOL_BYTES = 8 << 30
 SPOOLED_FILES = 4
 PARALLEL_REQUESTS = 16
 
-_VERSIONS = (
+_CHANGE_MARKS = (
     "ETag",
     "etag",
     "generation",
@@ -49,14 +50,10 @@ _VERSIONS = (
     "blob_id",
     "oid",
     "sha256",
-    "LastModified",
-    "last_modified",
     "Last-Modified",
-    "mtime",
-    "modified",
-    "updated",
-    "created",
+    *CHANGE_TIMES,
 )
+"""Keys of a driver's description that change with the content, the best first."""
 
 T = TypeVar("T")
 
@@ -151,7 +148,7 @@ class RemoteFilesystem(Filesystem):
 
     def stat(self, name: str) -> tuple[int, int]:
         info = self._info(name)
-        version = next((info[key] for key in _VERSIONS if info.get(key)), None)
+        version = next((info[key] for key in _CHANGE_MARKS if info.get(key)), None)
         if version is None:  # no way to see a change: count as changed every time
             return int(info["size"]), time.time_ns()
         return int(info["size"]), xxhash.xxh3_64_intdigest(str(version).encode()) >> 1
@@ -311,6 +308,20 @@ def _list(fs: Any, folder: str) -> list[dict[str, Any]]:
         return list(fs.ls(folder, detail=True))
     except FileNotFoundError:
         return []
+
+
+def read_file(location: str, patience_s: float) -> bytes:
+    """A whole file that the user named: a path or a URL.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: the URL holds credentials, or its server as a whole cannot be used.
+    """
+    if not is_url(location) or location.startswith("file://"):
+        return Path(location.removeprefix("file://")).read_bytes()
+    refuse_credentials(location)
+    folder, _, name = location.rpartition("/")
+    return RemoteFilesystem(folder, patience_s).read(name)
 
 
 def last_part(url: str) -> str:

@@ -46,7 +46,7 @@ def read_sidecar(name: str, data: bytes | Unreadable) -> str | dict[str, Any] | 
 
 
 def parse_json(text: str) -> dict[str, Any] | str:
-    """A JSON object, or the reason why the text is not one. NaN and Infinity, which are not JSON, become null."""
+    """A JSON object, or the reason why the text is not an object. NaN and Infinity, which are not JSON, become null."""
     try:
         value = json.loads(text, parse_constant=lambda name: None)
     except (ValueError, RecursionError) as error:

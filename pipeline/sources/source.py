@@ -13,6 +13,7 @@ not pictures are counted in `ignored`.
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from functools import cache, partial
 from itertools import islice
 from threading import Lock
 from typing import Any
+from weakref import ref
 
 import pyarrow as pa
 
@@ -33,6 +35,7 @@ from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
 
+_PICKLED = pa.schema([("run", pa.large_binary())])
 _PLACES = pa.schema([(name, pa.string()) for name in ("item", "part", "where")])
 
 
@@ -106,10 +109,12 @@ class Source(ABC):
     """The absolute path or URL, in the form that `--data` takes."""
 
     rule: CaptionRule | None = None
-    """Selects the captions; None for a source that has its own way."""
+    """Selects the captions; None for a source that selects otherwise."""
 
     scratch: Scratch = Scratch()
-    """Temporary storage for the places of items."""
+    """Temporary storage for items and their places."""
+
+    _runs: ref[_Runs] | None = None
 
     ignored: int = 0
     """Files that the last listing skipped because they are neither pictures nor captions of one."""
@@ -134,22 +139,42 @@ class Source(ABC):
             return
         listing = iter(self.part(part.name))
         while entries := list(islice(listing, size)):
-            yield self._run(entries)
+            yield self._run(part.name, entries)
 
-    def _run(self, entries: list[Item | Reject]) -> PartRange:
+    def _run(self, part: str, entries: list[Item | Reject]) -> PartRange:
+        runs = self._runs() if self._runs is not None else None
+        if runs is None or not runs.is_open:
+            runs = _Runs(self.scratch)
+            self._runs = ref(runs)  # the file is deleted with the last run
+        load = runs.add(entries)
+        self.release(entry.key for entry in entries)
         return PartRange(
-            partial(self._stat_all, entries), partial(_identity, entries), partial(iter, entries), len(entries)
+            partial(self._stat_all, part, load),
+            lambda stats: _identity(load(), stats),
+            lambda: self._placed(part, load()),
+            len(entries),
         )
 
-    def _stat_all(self, entries: list[Item | Reject]) -> Seen:
-        stats: Seen = {}
+    def _placed(self, part: str, entries: list[Item | Reject]) -> Iterator[Item | Reject]:
+        """Entries of which each item can be read. Its place is kept until it is released."""
         for entry in entries:
+            if isinstance(entry, Item) and entry.where is not None:
+                self._place(entry.key, part, entry.where)
+            yield entry
+
+    def _stat_all(self, part: str, load: Callable[[], list[Item | Reject]]) -> Seen:
+        stats: Seen = {}
+        for entry in self._placed(part, load()):
             if isinstance(entry, Item):
                 try:
                     stats[entry.key] = self.stat(entry.key)
                 except Unreadable as error:
                     stats[entry.key] = error
+        self.release(stats)
         return stats
+
+    def _place(self, key: str, part: str, where: str) -> None:  # noqa: B027 - a folder needs none
+        """Note where the bytes of a listed item are."""
 
     def recall(self, places: Iterable[tuple[str, str, str]]) -> None:  # noqa: B027 - a folder needs none
         """Take over (key, part, where) of a listing in place of those known so far, so that `stat` and `read` work
@@ -320,6 +345,33 @@ class FilesSource(Source):
     @abstractmethod
     def _stamp(self, file: str) -> str | None:
         """`Part.stamp` of a file."""
+
+
+class _Runs:
+    """Runs of listed items in one temporary table, pickled: as objects they would occupy a kilobyte an item.
+
+    The table is finished when a run is first read; then no more can be added.
+    """
+
+    def __init__(self, scratch: Scratch):
+        self._writer, self._lock = scratch.table_writer(_PICKLED), Lock()
+        self._table: pa.Table | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._table is None
+
+    def add(self, entries: list[Item | Reject]) -> Callable[[], list[Item | Reject]]:
+        """Append a run. Returns a function that reads it, for any thread."""
+        row, _ = self._writer.add(pa.table([pa.array([pickle.dumps(entries)], pa.large_binary())], schema=_PICKLED))
+        return partial(self._read, row)
+
+    def _read(self, row: int) -> list[Item | Reject]:
+        with self._lock:
+            if self._table is None:
+                self._table = self._writer.finish()
+        entries: list[Item | Reject] = pickle.loads(self._table.column(0)[row].as_buffer())
+        return entries
 
 
 def _identity(entries: list[Item | Reject], stats: Seen) -> bytes:

@@ -49,7 +49,7 @@ class ListingSource(FolderSource):
         files: names of the listings.
         rule: which captions.
         name: the source's name in sample identities.
-        image_field: the column that names the file; None: the first existing one of `NAME_COLUMNS`.
+        image_field: the column that names the file; None: the first of `NAME_COLUMNS` that exists.
         image_root: the folder within the filesystem that names are relative to; None: each listing's folder.
     """
 
@@ -419,7 +419,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _columns(table: ParquetFile, group: int, column: str) -> list[tuple[str, Any]]:
-    """(path, metadata) of the chunks of a column. A chunk's own path may be damaged where the schema's is not."""
+    """(path, metadata) of the chunks of a column. A chunk's path may be damaged where the schema's is not."""
     paths = [table.metadata.schema.column(i).path for i in range(table.metadata.num_columns)]
     chunks = table.metadata.row_group(group)
     return [(path, chunks.column(i)) for i, path in enumerate(paths) if path.split(".")[0] == column]

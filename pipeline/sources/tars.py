@@ -288,7 +288,7 @@ class TarSource(FilesSource, PrefetchedSource):
         chosen = set(self.files)
         for folder in sorted({posixpath.dirname(file) for file in self.files}):
             names = self.filesystem.names(folder)
-            # Tars that are not part of the source have sidecars of their own, too.
+            # Tars that are not part of the source have sidecars, too.
             tars = [name for name in {*names, *chosen} if name.endswith(".tar") and posixpath.dirname(name) == folder]
             stems = {file.removesuffix(".tar"): file for file in tars}
             for name in names:

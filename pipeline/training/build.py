@@ -41,8 +41,8 @@ class TrainingRun:
 
     Attributes:
         done: optimizer steps done.
-        checkpoint: the one that the run was resumed from.
-        resumed: the one that it was resumed or begun from.
+        checkpoint: what the run was resumed from.
+        resumed: the checkpoint that it was resumed or begun from.
     """
 
     context: Context
@@ -62,7 +62,7 @@ class TrainingRun:
 
     @property
     def steps_before(self) -> int:
-        """Optimizer steps of the runs before this one, which its average of the weights covers, too."""
+        """Optimizer steps of the runs before this run, which its average of the weights covers, too."""
         return self.began_from["total"] if self.began_from else 0
 
     def sections(self) -> dict[str, dict[str, Tensor]]:

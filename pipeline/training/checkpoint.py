@@ -5,7 +5,7 @@ What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `c
 on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
 Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a killed run leaves a folder that looks
 nearly right. Here a folder without `.tmp` in its name is complete or was damaged later, and the document has the size
-and xxh3-128 digest of every file, so that damage is found on reading.
+and xxh3-128 digest of every file, so that damage is detected on reading.
 Why a thread and not a process: it needs only the copy in host memory, and a child process would have to be started
 (7 s) or forked with the training's threads and sockets in it.
 Only tensors are stored: the optimizer's settings come from the configuration of the run that resumes, the learning
@@ -147,7 +147,9 @@ class Saver:
     ):
         self._root, self._architecture, self._config, self._log = root, architecture, config, log
         self._lock, self._began_from = lock, began_from
-        self._earlier_leftovers = leftovers(root)  # of this attempt's predecessors: no later one begins during the lock
+        self._earlier_leftovers = leftovers(
+            root
+        )  # of this attempt's predecessors: no later attempt begins during the lock
         self._thread = _thread_of_this_device() if config.train.async_save else None
         self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
@@ -169,11 +171,11 @@ class Saver:
             more: further tensors of the run: section -> name -> tensor, plain or sharded.
 
         Raises:
-            CheckpointError: this save or the one before failed (the same message on every process), or the processes do
-                not see one file system. Published checkpoints stay.
+            CheckpointError: this save or the save before failed (the same message on every process), or the processes
+                do not see one file system. Published checkpoints stay.
         """
         self.wait()
-        tensors = _tensors(model, optimizer, more)
+        tensors = state_tensors(model, optimizer, more)
         if self._thread is None:
             self._write(tensors, state)
         else:
@@ -199,7 +201,7 @@ class Saver:
     def _write(self, tensors: dict[str, Any], state: LoaderState) -> Path:
         group, final = self._group, folder_of(self._root, state.step)
         work = final.with_name(f"{final.name}.{self._lock.token}.tmp")
-        broadcast_from_rank_0(lambda: self._prepare(final, work), group)
+        broadcast_from_rank_0(lambda: self.prepare(final, work), group)
         writer = _writer(work)
         _dcp(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), f"{work}: could not be written")
         files = self._read_back(work)
@@ -215,8 +217,8 @@ class Saver:
             "files": files,
             **({"began_from": self._began_from} if self._began_from else {}),
         }
-        broadcast_from_rank_0(lambda: _publish(work, final, document, self._lock), group)
-        broadcast_from_rank_0(self._remove_old, group)
+        broadcast_from_rank_0(lambda: publish(work, final, document, self._lock), group)
+        broadcast_from_rank_0(self.remove_old, group)
         self._log(f"saved {final}")
         return final
 
@@ -227,14 +229,14 @@ class Saver:
         error = None
         try:
             names = sorted(path.name for path in work.iterdir() if _reader(path.name, world) == rank)
-            fingerprints = {name: _fingerprint(work / name) for name in names}
+            fingerprints = {name: fingerprint_of(work / name) for name in names}
         except OSError as caught:
             error = CheckpointError(f"{work}: could not be read back: {caught}")
         raise_first_error(error, self._group)
         parts = all_gather_objects(fingerprints, self._group)
         return {name: fingerprint for part in parts for name, fingerprint in part.items()}
 
-    def _prepare(self, final: Path, work: Path) -> None:
+    def prepare(self, final: Path, work: Path) -> None:
         self._lock.check()
         if final.exists():
             raise CheckpointError(f"{final} exists already", fix="resume from it, or set another train.output")
@@ -245,10 +247,10 @@ class Saver:
         except OSError as error:
             raise CheckpointError(f"{work}: cannot be made: {error}", fix="check the disk's space and rights") from None
 
-    def _remove_old(self) -> None:
+    def remove_old(self) -> None:
         """Remove all checkpoints but the newest `keep_checkpoints` and those of every `keep_every`th step, and the
         leftovers of interrupted saves and removals of this attempt and earlier ones. Each checkpoint is renamed first:
-        a half-removed one must not look like a damaged one."""
+        a half-removed checkpoint must not look damaged."""
         train, token = self._config.train, self._lock.token
         for path in leftovers(self._root):
             if path in self._earlier_leftovers or f".{token}." in path.name:
@@ -263,7 +265,7 @@ class Saver:
             shutil.rmtree(removing, ignore_errors=True)
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, more: Sections | None) -> dict[str, Any]:
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, more: Sections | None) -> dict[str, Any]:
     """Tensors of model, optimizer and `more` by section; DTensors where the model is sharded. Memory is shared."""
     optimizer.zero_grad(set_to_none=True)  # with gradients present, torch would not create missing moments
     weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
@@ -294,7 +296,7 @@ def _dcp(call: Callable[[], Any], what: str) -> None:
         raise CheckpointError(what, found="; ".join(sorted(reasons)), fix=_FIX) from None
 
 
-def _publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> None:
+def publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> None:
     present = {path.name for path in work.iterdir()}
     unseen = sorted(set(document["files"]) - present)
     if unseen or ".metadata" not in present:
@@ -303,7 +305,7 @@ def _publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> N
             found="unseen: " + ", ".join(unseen or [".metadata"]),
             fix="put train.output on a file system that all nodes share",
         )
-    document = {**document, "digest": _digest_of(document)}
+    document = {**document, "digest": digest_of(document)}
     try:
         with (work / DOCUMENT).open("w", encoding="utf-8") as file:
             json.dump(document, file, indent=1)
@@ -368,7 +370,7 @@ def read_document(folder: Path) -> Document:
             found=f"{values.get('format')!r} version {values.get('version')!r}",
             fix="use the version of sana-pipe that wrote it",
         )
-    if digest != _digest_of(values):
+    if digest != digest_of(values):
         raise CheckpointError(f"{path}: is damaged: its digest does not fit its text", fix=hint)
     for name, (size, _) in values["files"].items():
         actual = (folder / name).stat().st_size if (folder / name).is_file() else None
@@ -395,7 +397,7 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
         CheckpointError: a file whose bytes changed.
     """
     for name, (size, digest) in sorted(document.files.items()):
-        if _reader(name, world) == rank and _fingerprint(folder / name) != [size, digest]:
+        if _reader(name, world) == rank and fingerprint_of(folder / name) != [size, digest]:
             raise CheckpointError(
                 f"{folder / name}: is damaged: its bytes have changed since they were written",
                 fix="remove this folder, and --resume auto takes the checkpoint before it",
@@ -487,7 +489,7 @@ def load(
     raise_first_error(error)
     present = {name: part for name, part in (more or {}).items() if name in sections}
     tensors: dict[str, Any]
-    tensors = _tensors(model, optimizer, present) if moments else {"model": get_model_state_dict(model), **present}
+    tensors = state_tensors(model, optimizer, present) if moments else {"model": get_model_state_dict(model), **present}
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS) if moments else (None, {})
     _dcp(
         lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
@@ -612,7 +614,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
             f"the run directory {run} already holds checkpoints, the newest is {last.name}",
             fix="--resume auto to continue it, or --set train.output=DIR for a new run",
         )
-    resumed = origin(run, resume, begin)
+    resumed = start_checkpoint(run, resume, begin)
     if resumed is None:
         notes += [f"no checkpoint in {root} yet: starting from the beginning"] if resume is not None else []
         return None, notes
@@ -626,7 +628,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
     return resumed, notes
 
 
-def origin(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
+def start_checkpoint(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
     """The checkpoint that `--resume` and `--from` mean; None for a run from start weights. A run that is resumed
     before its first checkpoint begins again where it began.
 
@@ -676,7 +678,7 @@ def _recorded(run: Path) -> str | None:
         ) from None
 
 
-def _fingerprint(path: Path) -> list[Any]:
+def fingerprint_of(path: Path) -> list[Any]:
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 22):
@@ -686,11 +688,11 @@ def _fingerprint(path: Path) -> list[Any]:
 
 
 def _reader(name: str, world: int) -> int:
-    """The process that reads a file back: its writer, or with fewer processes another one."""
+    """The process that reads a file back: its writer, or with fewer processes another."""
     match = re.match(r"__(\d+)_", name)
     return int(match[1]) % world if match else 0
 
 
-def _digest_of(values: dict[str, Any]) -> str:
+def digest_of(values: dict[str, Any]) -> str:
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())

@@ -77,7 +77,7 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
     if begins:
         run_on_all(lambda: checkpoint.check_begins(folder, document, architecture))
         return
-    run_on_all(lambda: checkpoint.check_belongs(folder, document, context.task.origin, architecture))
+    run_on_all(lambda: checkpoint.check_belongs(folder, document, context.task.first_state, architecture))
     train, earlier = context.train, resumed.document.config["train"]
     recipes = earlier.get("recipe", "default"), train.recipe
     optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
@@ -106,11 +106,12 @@ def _check_packed_attention(train: TrainConfig, device: torch.device) -> None:
 
 def _check_alike(train: TrainConfig) -> None:
     """Every process chooses the options that are auto for itself. Collective."""
-    chosen = all_gather_objects((train.parallel, train.microbatch, train.activation_checkpointing))
+    chosen = all_gather_objects((train.parallel, train.microbatch, train.activation_checkpointing, train.compile))
     different = [rank for rank, values in enumerate(chosen) if values != chosen[0]]
     if different:
         raise UserError(
-            "the processes have different values of train.parallel, train.microbatch or train.activation_checkpointing",
+            "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing "
+            "or train.compile",
             found=f"process {different[0]}: {chosen[different[0]]}, process 0: {chosen[0]}",
             fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs "
             "or calibrations (~/.config/sana-pipe/calibration)",

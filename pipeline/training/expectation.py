@@ -1,7 +1,7 @@
 """What a run is expected to need, beside what it measures.
 
 What: `Expected` has the planner's prediction of a run; `compare` sets a row of metrics beside it. The journal does that
-once, after the second row (the first one contains the start), or at the end of a shorter run.
+once, after the second row (the first contains the start), or at the end of a shorter run.
 Memory: on a GPU what torch has allocated, without context and fragmentation. On the CPU the growth of the resident set
 since before the model was built, and only where 2 GiB or more are predicted: below that, buffers of the loader and of
 libraries weigh too much.

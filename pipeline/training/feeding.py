@@ -88,7 +88,7 @@ class Feed(Generic[Mark]):
             waited = time.perf_counter() - began
             samples = 0 if part is None else sum(len(batch.sample_ids) for batch in part[0])
             failed, read, replaced = self._sum(float(self._error is not None), samples, self._replaced())
-            if failed or not self._within_limit(int(read), int(replaced)):
+            if failed or not self.within_limit(int(read), int(replaced)):
                 self.broken = True
                 return
             if part is None:
@@ -108,7 +108,7 @@ class Feed(Generic[Mark]):
         dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
-    def _within_limit(self, samples: int, replaced: int) -> bool:
+    def within_limit(self, samples: int, replaced: int) -> bool:
         """Count a step. Same arguments and result on every process.
 
         Args:

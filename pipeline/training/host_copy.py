@@ -9,6 +9,8 @@ Price: the buffer occupies host memory from the first save to the end of the run
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
@@ -72,7 +74,7 @@ class HostCopy:
             return
         if self._release is not None:
             self._release()
-        self._memory = self._release = None  # before the larger one: never both at a time
+        self._memory = self._release = None  # before the larger buffer: never both at a time
         self._memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if on_gpu:
             self._release = _page_lock(self, self._memory, self._log)
@@ -108,6 +110,16 @@ def _page_lock(holder: object, memory: mmap.mmap, log: Callable[[str], None]) ->
     runtime = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(address, len(memory), 1))  # 1: portable, valid in every context
     if error:
+        _forget_error()
         log(f"note: {len(memory) / 2**30:.1f} GiB cannot be page-locked (CUDA error {error}): checkpoints copy slower")
         return lambda: None
     return weakref.finalize(holder, runtime.cudaHostUnregister, address)
+
+
+def _forget_error() -> None:
+    """Clear CUDA's last error, which the check after the next kernel's launch would raise.
+
+    `torch.cuda.cudart` lacks the function, but torch loads the runtime's symbols for the whole process.
+    """
+    with contextlib.suppress(AttributeError):  # another runtime, such as ROCm's
+        ctypes.CDLL(None).cudaGetLastError()

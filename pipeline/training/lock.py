@@ -8,8 +8,8 @@ Not refused: the successor of a process of this host that has ended; a requeued 
 is the next attempt of the same job; and, `STALE_S` seconds after the last touch, the successor of a host that died. An
 earlier owner that wakes up finds another token and stops without having published or removed anything.
 Times are those of the file system with the run directory; the clocks of two machines are never compared.
-Price: of two trainings that start in the same instant both may believe for a moment that they own the lock. It belongs
-to the last writer; the other one stops at its first check.
+Price: of two trainings that start in the same instant both may believe for a moment that they hold the lock. It belongs
+to the last writer; the other stops at its first check.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Owner:
 
 
 class Lock:
-    """The lock of this attempt, made on every process; only the first one touches and checks the file.
+    """The lock of this attempt, made on every process; only the first process touches and checks the file.
 
     Attributes:
         token: part of the names of unpublished files of this attempt; the same on every process.

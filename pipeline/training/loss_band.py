@@ -20,7 +20,7 @@ LEAST = 0.01
 
 @dataclass
 class LossBand:
-    """mean, variance: weighted as above. rows: that were added. inside: whether the last one was."""
+    """mean, variance: weighted as above. rows: that were added. inside: whether the last row was."""
 
     mean: float = 0.0
     variance: float = 0.0

@@ -54,7 +54,7 @@ class LossScale:
 
     def overflowed(self) -> bool:
         """The gradient of a step was not finite. Returns whether the step is to be skipped; False if the scale is 1
-        already, so that a smaller one cannot help."""
+        already, so that a smaller scale cannot help."""
         if self.value <= 1:
             return False
         self.state["scale"] /= 2

@@ -91,7 +91,7 @@ def _largest(name: str, values: list[float] | None) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------------- advice
 
-_OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
+OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
     (
         lambda train: {"activation_checkpointing": "selective"} if train.activation_checkpointing == "none" else {},
         "a quarter of the blocks' saved tensors; about an eighth slower",
@@ -124,7 +124,7 @@ _SMALL_STATE = ("adamw8bit", "came")
 def memory_advice(train: TrainConfig) -> list[str]:
     """Settings that would lower the memory of this configuration, as `--set` lines, cheapest first. Left out are those
     in force already and those that the configuration would refuse."""
-    changes = [(change(train), price) for change, price in _OPTIONS]
+    changes = [(change(train), price) for change, price in OPTIONS]
     lines = [f"{_flags(change)}   ({price})" for change, price in changes if _helps(train, change)]
     return lines or ["more processes (train.parallel.dp_shard), or a GPU with more memory"]
 

@@ -21,7 +21,7 @@ the row has no other step. Rows of older versions have fewer keys. Once per atte
 was predicted and measured (`pipeline.training.expectation`); `prediction.json` beside the journal has the whole
 prediction. A row `event: validation` (`validations` returns them) has step, loss (mean over the samples and noise
 levels of `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level
-and by bucket), by_age (of `old` and of `new` samples, where they are told apart), the same with `ema_` before the name
+and by bucket), by_age (of `old` and of `new` samples, where they are separate), the same with `ema_` before the name
 (with the moving averages; null without them), samples, snapshot (where the samples are from), seconds and time. A row
 `event: pictures` has step, count, prompt_set, file (of the latents, in the run directory), seconds and time.
 """
@@ -114,7 +114,7 @@ class Metrics:
             self._compare(expected, values)
 
     def validation(self, steps: int, values: dict[str, Any]) -> None:
-        """Write the row of a validation and print it with the change since the last one on the same samples."""
+        """Write the row of a validation and print it with the change since the last validation on the same samples."""
         earlier = [row for row in self._validations if row["snapshot"] == values["snapshot"]]
         self._write({"event": "validation", **values, "time": _now()})
         self._say(_validation_line(values, earlier[-1] if earlier else {}, steps))
@@ -213,7 +213,7 @@ def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:
                     continue
                 if values.get("event") == "start":
                     starts.append(values)
-                    # drop the steps of an earlier attempt after the one that this attempt starts from
+                    # drop the steps of an earlier attempt after the step that this attempt starts from
                     events = {
                         event: {step: row for step, row in rows.items() if step <= values["step"]}
                         for event, rows in events.items()

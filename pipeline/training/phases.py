@@ -1,6 +1,6 @@
 """A chain of phases: which are finished, and what each has learned.
 
-What: a phase is a run directory of its own, `train.output`/NAME, that begins from the last checkpoint of the phase
+What: a phase is a separate run directory, `train.output`/NAME, that begins from the last checkpoint of the phase
 before; `survey` reads from the directories where the chain stands, `summarize` writes `summary.json` of a finished
 phase, and `table` shows the phases side by side.
 Why from the directories alone: there is no second record that could contradict them, and a phase may be added or edited

@@ -48,7 +48,7 @@ _MOST = 3
 
 
 class Pictures:
-    """Call it after every step, and before the first one. Build it on every process.
+    """Call it after every step, and before the first. Build it on every process.
 
     Args:
         journal: on the first process.
@@ -133,7 +133,7 @@ class Pictures:
             raise Interrupted
 
     def _is_done(self) -> bool:
-        """Whether an earlier attempt drew after the step that this one starts from. On the first process."""
+        """Whether an earlier attempt drew after the step that this attempt starts from. On the first process."""
         step = self.run.done
         if self.journal is None or not self.journal.has_pictures(step):
             return False
@@ -180,7 +180,7 @@ class Pictures:
         values = {
             "step": step,
             "phase": context.train.phase,
-            "snapshot": context.task.origin.snapshot,
+            "snapshot": context.task.first_state.snapshot,
             **prompts.names,
             "prompts": list(prompts.texts),
             "sampling_steps": settings.steps,

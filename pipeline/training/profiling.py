@@ -43,7 +43,7 @@ class Profiler:
         self._profile: profile | None = None
 
     def begin_step(self, step: int) -> None:
-        """Before optimizer step `step`. Ends a trace that is complete, begins the one that is due."""
+        """Before optimizer step `step`. Ends a trace that is complete, begins a trace that is due."""
         if self._config is None:
             return
         self._begun += 1
@@ -64,7 +64,7 @@ class Profiler:
         """End the trace, if one has begun, and write it. A failure is logged, since a trace is no reason to lose a run.
 
         Args:
-            step: the last one done.
+            step: the last step done.
         """
         running, self._profile = self._profile, None
         if running is None:

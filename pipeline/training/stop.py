@@ -60,7 +60,7 @@ def catch_signals_of(launch: Launch) -> AbstractContextManager[StopRequest]:
 @contextmanager
 def catch_signals(verbose: bool, launcher: int | None = None) -> Iterator[StopRequest]:
     """Inside, SIGTERM, SIGUSR1 and SIGINT request a clean end. SIGINT ends the process at once before the first step,
-    and when it is the second one. Signals are caught in the main thread only; an ignored SIGINT stays ignored.
+    and when it is the second signal. Signals are caught in the main thread only; an ignored SIGINT stays ignored.
 
     Args:
         verbose: announce on stderr what a signal does.

@@ -45,7 +45,7 @@ class TrainingTask:
     """The data of a run, as far as the trainer must know it.
 
     Attributes:
-        origin: snapshot, seed and phase of the order; its step is ignored.
+        first_state: snapshot, seed and phase of the order; its step is ignored.
         batch: the global batch that `scale_lr` refers to (the largest of the snapshot's buckets).
         channels, text_width: of the latents and of the text rows.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
@@ -60,7 +60,7 @@ class TrainingTask:
         check: refuses what the data do not allow under a layout; called before anything is started.
     """
 
-    origin: LoaderState
+    first_state: LoaderState
     batch: int
     channels: int
     text_width: int
@@ -81,7 +81,7 @@ class Report:
 
     Attributes:
         step: optimizer steps done.
-        checkpoint: the last one, if any.
+        checkpoint: the last, if any.
         loss: mean since the last logged row before the end; None if this attempt did no step.
         stopped_by: the signal's name if one ended the run.
     """

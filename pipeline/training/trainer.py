@@ -109,7 +109,7 @@ def fit(
         for line in optimizers.advice(train.optim, task.batch, train.steps):
             log(f"note: {line}")
         with _journal(run, expected, progress) as journal:
-            return _Loop(run, journal, stop, lock).execute()
+            return Loop(run, journal, stop, lock).execute()
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def _open_run_directory(run: TrainingRun, expected: Expected | None, progress: L
         processes=context.launch.world,
         device=context.device.type,
         tf32=context.train.tf32,
-        snapshot=context.task.origin.snapshot,
+        snapshot=context.task.first_state.snapshot,
         **({"began_from": str(run.resumed.folder)} if run.resumed is not None and run.resumed.begins else {}),
     )
     return journal
@@ -175,7 +175,7 @@ def closing_on_exit(steps: Iterator[T]) -> Iterator[Iterator[T]]:
 # ---------------------------------------------------------------------------------------------------------- loop
 
 
-class _Loop:
+class Loop:
     """The steps of a run, and what is logged and saved after them.
 
     Args:
@@ -217,7 +217,7 @@ class _Loop:
             state: LoaderState | None = None
             self._look(state)
             for waited, batches, state in feed:
-                outcome = self._step(batches, state.step)
+                outcome = self.step_once(batches, state.step)
                 self.throughput.add(outcome, batches, waited)
                 last = state.step == steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
@@ -242,7 +242,7 @@ class _Loop:
         finally:
             self.profiler.close(self.done)
 
-    def _step(self, batches: list[Batch], step: int) -> Outcome:
+    def step_once(self, batches: list[Batch], step: int) -> Outcome:
         self.profiler.begin_step(step)
         optimizers.set_learning_rate(self.run.optimizer, self._learning_rate(step))
         self._seed(step)

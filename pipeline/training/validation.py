@@ -44,7 +44,7 @@ _AGES = ("old", "new")
 
 
 class Validation:
-    """Call it after every step, and before the first one. Build it on every process.
+    """Call it after every step, and before the first. Build it on every process.
 
     Args:
         journal: on the first process.
@@ -148,7 +148,7 @@ class Validation:
 
 
 def is_due(run: TrainingRun, step: int, every: int, is_done: Callable[[], bool]) -> bool:
-    """Whether something is done now that is done before the first step, every `every` steps and after the last one,
+    """Whether something is done now that is done before the first step, every `every` steps and after the last,
     unless the run is to end. Collective.
 
     Args:

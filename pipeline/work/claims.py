@@ -6,8 +6,8 @@ if it did not change for `stale_s` seconds of the observer's monotonic clock; fi
 are never compared. A claim of a process of this machine is free as soon as that process has ended.
 Why: without claims every idle worker would encode the last units of the others once more.
 Price: a small file is written per unit, and again every `stale_s / BEATS` seconds. Claims are advisory: two workers may
-own a unit (one was stopped, or both saw a stale claim). Then both encode it, and the first commit wins (put-if-absent).
-So the cache is right whatever happens to claims.
+hold a unit (one was stopped, or both saw a stale claim). Then both encode it, and the first commit wins
+(put-if-absent). So the cache is right whatever happens to claims.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Claims:
     def __init__(self, files: Files, stale_s: float, clock: Callable[[], float] = time.monotonic):
         self.files, self.stale_s, self._clock = files, stale_s, clock
         self.token = uuid.uuid4().hex
-        self._place = process_identity.place()
+        self.place = process_identity.place()
         self._seen: dict[str, tuple[bytes, float]] = {}  # name -> content, and when it was first seen
 
     def state(self, *work: str | int) -> State:
         """Read a claim, and remember it for the next look."""
         name = Paths.claim(*work)
-        content = self._read(name)
+        content = self.read(name)
         if content is None:
             self._seen.pop(name, None)
             return "free"
-        fields = _parsed(content)
+        fields = parse_claim(content)
         if fields.get("owner") == self.token:
             return "ours"
         now, before = self._clock(), self._seen.get(name)
@@ -69,19 +69,19 @@ class Claims:
         state = self.state(*work)
         if state != "free":
             return state
-        name, content = Paths.claim(*work), self._content(0)
+        name, content = Paths.claim(*work), self.content(0)
         try:
             if self.files.put(name, content):
                 return "ours"
         except IntegrityError:  # removed between the put and its reading back, because the unit is committed
             return "claimed"
-        before = self._read(name)
+        before = self.read(name)
         seen = self._seen.get(name)
         if before is None or seen is None or before != seen[0]:
             return "claimed"  # another worker was quicker
         self.files.replace(name, content)
         self._seen.pop(name, None)
-        return "ours" if self._read(name) == content else "claimed"
+        return "ours" if self.read(name) == content else "claimed"
 
     def release(self, *work: str | int) -> None:
         """Remove the claim if it is still ours."""
@@ -99,12 +99,12 @@ class Claims:
             while not done.wait(self.stale_s / BEATS):
                 count += 1
                 try:
-                    content = self._read(name)
+                    content = self.read(name)
                     if content is None:
                         continue  # unreadable just now, or removed because the unit is committed
-                    if _parsed(content).get("owner") != self.token:
+                    if parse_claim(content).get("owner") != self.token:
                         return  # another worker took over
-                    self.files.replace(name, self._content(count))
+                    self.files.replace(name, self.content(count))
                 except (CacheError, OSError):
                     continue  # a full disk may have space at the next beat
 
@@ -120,14 +120,14 @@ class Claims:
             ):  # no permission: the claim becomes stale; an error of the block is more important
                 self.release(*work)
 
-    def _content(self, beat: int) -> bytes:
-        return json.dumps({"owner": self.token, "beat": beat, **self._place}).encode() + b"\n"
+    def content(self, beat: int) -> bytes:
+        return json.dumps({"owner": self.token, "beat": beat, **self.place}).encode() + b"\n"
 
     def _owned(self, name: str) -> bool:
-        content = self._read(name)
-        return content is not None and _parsed(content).get("owner") == self.token
+        content = self.read(name)
+        return content is not None and parse_claim(content).get("owner") == self.token
 
-    def _read(self, name: str) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
         try:
             return self.files.read(name)
         except CacheError:
@@ -135,7 +135,7 @@ class Claims:
 
     def _dead(self, fields: dict[str, object]) -> bool:
         """Whether the owner was a process of this machine and has ended."""
-        if not self._place or fields.get("machine") != self._place["machine"]:
+        if not self.place or fields.get("machine") != self.place["machine"]:
             return False
         return process_identity.ended(str(fields.get("process")), str(fields.get("started")))
 
@@ -155,7 +155,7 @@ def sweep(cache: Cache, plans: list[WorkPlan]) -> int:
     return count
 
 
-def _parsed(content: bytes) -> dict[str, object]:
+def parse_claim(content: bytes) -> dict[str, object]:
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError):

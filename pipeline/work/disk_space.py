@@ -1,7 +1,7 @@
 """Disk space: encoding pauses while the disk is full, and goes on when there is space again.
 
 `check` asks before a unit whether its bytes and a reserve (`encode.min_free_gib`) are free. `wait` handles a lack of
-space, whether `check` or a failed write found it (`NoSpaceError`): it prints once what is missing, looks again every
+space, whether `check` or a failed write reported it (`NoSpaceError`): it prints once what is missing, looks again every
 `POLL_S` seconds, and gives up after `encode.low_disk_wait_s`.
 Why: a person frees a full disk in minutes or hours; a hundred workers that have ended must all be started again.
 Free bytes do not show quotas. So after a failed write the unit's bytes are allocated once, and freed, before the unit
@@ -63,7 +63,7 @@ class DiskSpace:
         """Return when there is space for a unit.
 
         Raises:
-            NoSpaceError: the last one, if no unit was made for `wait_s` seconds.
+            NoSpaceError: the last such error, if no unit was made for `wait_s` seconds.
         """
         if self._paused_since is None:
             self._paused_since = time.monotonic()

@@ -1,4 +1,4 @@
-"""The Ray engine: each unit is a Ray task on an existing cluster (RAY_ADDRESS) or a local one.
+"""The Ray engine: each unit is a Ray task on an existing cluster (RAY_ADDRESS) or a local cluster.
 
 This process scans and plans, then hands out units, a few more than the cluster can run at the same time. Nodes that
 join get units; units of nodes that die run again (`encode.ray.retries`). A Ray worker process keeps its `UnitMaker`,
@@ -36,7 +36,7 @@ class MeteredMaker(engine.UnitMaker, Protocol):
     """A `UnitMaker` for Ray tasks.
 
     Attributes:
-        meter: counts what the encoders do; the engine sets a new one for each unit.
+        meter: counts what the encoders do; the engine sets a new meter for each unit.
     """
 
     meter: Meter
@@ -75,7 +75,7 @@ class Done:
     meter: Meter
 
 
-_makers: dict[str, MeteredMaker] = {}
+makers: dict[str, MeteredMaker] = {}
 """In a Ray worker process: the maker of the last order, by its key."""
 
 
@@ -90,10 +90,10 @@ def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str
         )
     with suppress(OSError):
         os.chdir(order.folder)
-    if order.key not in _makers:
-        _makers.clear()
-        _makers[order.key] = order.build()
-    maker = _makers[order.key]
+    if order.key not in makers:
+        makers.clear()
+        makers[order.key] = order.build()
+    maker = makers[order.key]
     plan = maker.cache.plan(recipe, plan_number)
     unit = next(unit for unit in plan.units if unit.unit == unit_id)
     meter = maker.meter = Meter(wall_s=0.0)
@@ -132,7 +132,7 @@ class Cluster:
             ) from None
         self._ray: Any = ray
         self._config, self._stop = config, stop
-        self._order = WorkerSettings(key, str(Path.cwd()), __version__, build)
+        self.order = WorkerSettings(key, str(Path.cwd()), __version__, build)
         self._initialized_here = False
         self._order_ref: Any = None
 
@@ -152,8 +152,8 @@ class Cluster:
         """
         if not todo:
             return 0
-        ray = self._connect()
-        need = self._need()
+        ray = self.connect()
+        need = self.need()
         task = ray.remote(make_unit).options(max_retries=self._config.ray.retries, **need)
         bar.expect(sum(unit.count for _, unit in todo))
         waiting = list(reversed(todo))
@@ -163,7 +163,7 @@ class Cluster:
             try:
                 while waiting or running:
                     self._stop.check()
-                    slots = self._slots(need)
+                    slots = self.slots(need)
                     if slots == 0 and not announced:
                         announced = True
                         click.echo(f"no node of the Ray cluster has {_resources(need)} yet: waiting for one")
@@ -183,12 +183,12 @@ class Cluster:
                 raise
         return records
 
-    def _connect(self) -> Any:
+    def connect(self) -> Any:
         ray = self._ray
         if not ray.is_initialized():
             # Nodes find the package even if it runs from a checkout. `${PYTHONPATH}` is the node's value.
             variables = {"PYTHONPATH": f"{_ROOT}:${{PYTHONPATH}}"}
-            _reachable()
+            check_reachable()
             try:
                 ray.init(runtime_env={"env_vars": variables}, logging_level="WARNING", log_to_driver=True)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -196,17 +196,17 @@ class Cluster:
             self._initialized_here = True
             self._stop.catch()  # ray.init replaces the handler of SIGTERM
         if self._order_ref is None:
-            self._order_ref = ray.put(self._order)
+            self._order_ref = ray.put(self.order)
         return ray
 
-    def _need(self) -> dict[str, float]:
+    def need(self) -> dict[str, float]:
         gpus = self._config.ray.gpus
         if gpus is None:
             cluster_has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
             gpus = 1.0 if cluster_has_gpus and self._config.device != "cpu" else 0.0
         return {"num_cpus": self._config.ray.cpus, "num_gpus": gpus}
 
-    def _slots(self, need: dict[str, float]) -> int:
+    def slots(self, need: dict[str, float]) -> int:
         """How many units the living nodes can run at the same time."""
         total = 0
         for node in self._ray.nodes():
@@ -244,7 +244,7 @@ class Cluster:
                 self._ray.wait(running, num_returns=len(running), timeout=self._config.grace_s)
 
 
-def _reachable() -> None:
+def check_reachable() -> None:
     """Try the port that RAY_ADDRESS names: ray.init itself retries for many minutes."""
     address = launch.ray_address()
     if address is None:

@@ -44,7 +44,7 @@ class Stop:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Catch the signals inside the block."""
-        with catching(SIGNALS, self._note) as caught:
+        with catching(SIGNALS, self.note) as caught:
             if not caught:
                 yield
                 return
@@ -55,7 +55,7 @@ class Stop:
         """Install the handlers again, after a library has replaced them."""
         if in_main_thread():
             for number in SIGNALS:
-                signal.signal(number, self._note)
+                signal.signal(number, self.note)
 
     @contextmanager
     def polite(self) -> Iterator[None]:
@@ -83,7 +83,7 @@ class Stop:
             self.check()
             time.sleep(min(left, 0.1))
 
-    def _note(self, number: int, _frame: object) -> None:
+    def note(self, number: int, _frame: object) -> None:
         again = self.name is not None
         self.name = signal.Signals(number).name
         self._deadline = time.monotonic() + (0.0 if again else self.grace_s)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cache import arrow, key_columns, scratch
+from pipeline.cache import arrow, index, key_columns, scratch, snapshot
 from pipeline.encoding import scan
 from pipeline.snapshots import join
 from pipeline.sources import source
 
 
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of two, runs of three, one byte in memory."""
+    """Rows of two, runs of three, one byte in memory. Limits on which bytes depend (rows of a chunk, of a block, of a
+    row group) stay as they are, so that results can be compared with those under the usual limits."""
     for module in (arrow, scan, join, source):
         monkeypatch.setattr(module, "ROWS", 2)
-    monkeypatch.setattr(key_columns, "BATCH", 2)
+    for module in (key_columns, index):
+        monkeypatch.setattr(module, "BATCH", 2)
+    monkeypatch.setattr(snapshot, "OPEN_CHUNKS", 1)
+    monkeypatch.setattr(scan, "RUN", 2)
     monkeypatch.setattr(scratch, "LIMIT", 1)
     monkeypatch.setattr(scratch, "RUN", 3)
     monkeypatch.setattr(scratch, "TEXTS", 2)

@@ -37,7 +37,7 @@ EPS = (1e-30, 1e-16)
 CLIP = 1.0
 """Largest root mean square of a normalised gradient."""
 
-_GROUP = 2**26
+GROUP = 2**26
 """Elements per process whose normalised gradients are in memory at a time (256 MiB, and as much for their momenta)."""
 
 _OTHER_STATE = ("step", "exp_avg")
@@ -170,7 +170,7 @@ class CAME(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, torch.float32)
 
     def _grouped(self) -> Iterator[list[_Member]]:
-        """Parameters in groups of about `_GROUP` elements, by sizes that all processes agree on, not those of shards;
+        """Parameters in groups of about `GROUP` elements, by sizes that all processes agree on, not those of shards;
         those of one shape follow each other."""
         matrices: dict[Tensor, list[tuple[int, Tensor, dict[str, Any]]]] = {}  # by the first of joint parameters
         every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
@@ -186,7 +186,7 @@ class CAME(torch.optim.Optimizer):
                 self._advance(parameter)
                 members.append(_Member(parameter, group, index, number, rows))
                 elements += parameter.numel() / _shards(parameter)
-            if elements >= _GROUP:
+            if elements >= GROUP:
                 yield members
                 members, elements = [], 0.0
         if members:

@@ -5,7 +5,7 @@ The `step` after the backward pass finds no gradients and does nothing.
 Why one optimizer and not one per parameter, as in torch's tutorial: its state dict, and so every checkpoint, stays the
 same, and the setting can change when a run is resumed.
 Price: a call of the optimizer per parameter. No clipping, since the global norm is not known yet; no accumulation over
-microbatches. A non-finite gradient is found after its update: the weights in memory are then spoilt, the last
+microbatches. A non-finite gradient is detected after its update: the weights in memory are then spoilt, the last
 checkpoint is not.
 """
 

@@ -242,14 +242,14 @@ def resident() -> int:
 
 def aside() -> None:
     """Saves after every step whose thread is late on the first process, while the training goes on."""
-    prepare = checkpoint.Saver._prepare
+    prepare = checkpoint.Saver.prepare
 
     def late(*where: Any) -> None:
         time.sleep(0.3)
         prepare(*where)
 
     def slowed(own: Launch) -> str:
-        checkpoint.Saver._prepare = late  # type: ignore[method-assign]
+        checkpoint.Saver.prepare = late  # type: ignore[method-assign]
         return run(own, tiny_run.config(FOLDER / "aside run", steps=9, save_every=3, parallel=FSDP2), delay=0.05)
 
     launch("aside", 2, slowed)

@@ -316,9 +316,9 @@ TARGETS: dict[str, tuple[Callable[[], list[bytes]], Callable[[bytes], None]]] = 
     "model": (lambda: [MODEL], file_of("config.json", lambda path: read_config(path.parent))),
     "list of pictures": (
         lambda: [b"item,height,width\na.png,512,1024\nb.png,64,64\n"],
-        file_of("t.csv", lambda path: plan.read_targets(str(path), 32)),
+        file_of("t.csv", lambda path: plan.read_targets(str(path), 32, 0)),
     ),
-    "claim": (lambda: [b'{"host": "a", "process": 12, "time": 1.5}'], claims._parsed),
+    "claim": (lambda: [b'{"host": "a", "process": 12, "time": 1.5}'], claims.parse_claim),
     "filter": (
         lambda: [b"a > 1 and not b == 'x'", b"min(a, 2) in [1, 2] or b is None", b"matches(b, '^x+')"],
         expression,

@@ -1,4 +1,5 @@
-"""Under torchrun: every rank reads its part of the same steps; the first one writes down what all of them saw."""
+"""Under torchrun, CACHE FOLDER LENGTH_WINDOW [QUARANTINE]: every rank reads its part of the same steps; the first one
+writes what all of them saw to FOLDER/found.json."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def main() -> None:
         dist.all_gather_object(everyone, mine)
         steps.append([row for part in everyone for row in part])
     if rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(steps))
+        (Path(sys.argv[2]) / "found.json").write_text(json.dumps(steps))
     dist.destroy_process_group()
 
 

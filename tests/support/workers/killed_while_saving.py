@@ -43,12 +43,12 @@ def main() -> None:
             FileSystemWriter.finish, lambda writer, *rest, **more: "00000004" in str(writer.path)
         )
     elif point == "written":
-        checkpoint._publish = dying(checkpoint._publish, lambda work, final, *rest: "00000004" in final.name)
+        checkpoint.publish = dying(checkpoint.publish, lambda work, final, *rest: "00000004" in final.name)
     elif point == "renaming":
         os.rename = dying(os.rename, lambda work, final: final == checkpoint.folder_of(root, 4))
     elif point == "renamed":
-        checkpoint.Saver._remove_old = dying(  # type: ignore[method-assign]
-            checkpoint.Saver._remove_old, lambda saver: checkpoint.folder_of(root, 4).exists()
+        checkpoint.Saver.remove_old = dying(  # type: ignore[method-assign]
+            checkpoint.Saver.remove_old, lambda saver: checkpoint.folder_of(root, 4).exists()
         )
     elif point == "removing":
         options["keep_checkpoints"] = 1

@@ -26,7 +26,7 @@ from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
-from tests import test_activation as one
+from tests.support import saved_activations
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
@@ -58,17 +58,17 @@ def laid_out(train: Any) -> tuple[mesh.Layout, DeviceMesh]:
 
 
 def parallel_model(device_mesh: Any, train: Any, layers: int = 4) -> ParallelModel:
-    return parallelize(one.model(torch.float32, layers=layers), device_mesh, train)
+    return parallelize(saved_activations.model(torch.float32, layers=layers), device_mesh, train)
 
 
 def block_bytes(device_mesh: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
     """MB that one block keeps on the device and in host memory, and the gradients of the longer of two models."""
-    dtype = one.PRECISIONS[train.precision]
-    given, counts = one.inputs(dtype), []
+    dtype = saved_activations.PRECISIONS[train.precision]
+    given, counts = saved_activations.inputs(dtype), []
     for layers in (2, 4):
         module = parallel_model(device_mesh, train, layers).module
         total, out = saved_bytes(lambda m=module: m(*given), [*module.parameters(), *given])  # type: ignore[misc]
-        host = sum(offloader.host_bytes() for offloader in one.offloaders(module))
+        host = sum(offloader.host_bytes() for offloader in saved_activations.offloaders(module))
         counts.append((total - host, host))
         out.float().square().mean().backward()
     device, host = ((long - short) / 2e6 for short, long in zip(*counts, strict=True))
@@ -78,8 +78,8 @@ def block_bytes(device_mesh: Any, train: Any) -> tuple[float, float, dict[str, T
 
 def sharded(device_mesh: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for precision, dtype in one.PRECISIONS.items():
-        _, _, alone = one.measure(one.model(dtype), dtype)
+    for precision, dtype in saved_activations.PRECISIONS.items():
+        _, _, alone = saved_activations.measure(saved_activations.model(dtype), dtype)
         plain = {name: gradient.float() for name, gradient in alone.items()}
         for name in WAYS if precision == "fp32" else IN_BF16:
             device, host, gradients = block_bytes(device_mesh, settings(precision, **WAYS[name]))
@@ -97,7 +97,7 @@ def sharded(device_mesh: Any) -> dict[str, Any]:
 def cut(device_mesh: Any) -> dict[str, Any]:
     """The same where every process has a slice of each matrix."""
     result: dict[str, Any] = {}
-    _, _, alone = one.measure(one.model(torch.float32), torch.float32)
+    _, _, alone = saved_activations.measure(saved_activations.model(torch.float32), torch.float32)
     for name in ("none", "selective", "int8", "full, int8", "offload"):
         train = settings("fp32", **WAYS[name], parallel={"dp_shard": 1, "tp_size": 2})
         device, host, gradients = block_bytes(laid_out(train)[1], train)
@@ -116,7 +116,7 @@ def parameters_left_alone(device_mesh: Any) -> dict[str, Any]:
             with blind:
                 device, host, gradients = block_bytes(device_mesh, settings("fp32", **WAYS[name]))
             result[f"{name}, {'blind' if sabotaged else 'as it is'}"] = [device, host]
-    block = one.model(torch.float32).blocks[0]
+    block = saved_activations.model(torch.float32).blocks[0]
     result["parameters"] = [sum(p.numel() for p in block.parameters()) * 4 / 1e6]
     return result
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.processes import run_and_exit
-from pipeline.training.trainer import _Loop
+from pipeline.training.trainer import Loop
 from stages import train
 from tests.support.workers import tiny_run
 
@@ -34,13 +34,13 @@ def config(folder: Path, name: str) -> Config:
 def main() -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
     if len(sys.argv) > 3:
-        step = _Loop._step
+        step = Loop.step_once
 
-        def slow(loop: _Loop, *rest: Any) -> Any:
+        def slow(loop: Loop, *rest: Any) -> Any:
             time.sleep(float(sys.argv[3]))
             return step(loop, *rest)
 
-        _Loop._step = slow  # type: ignore[method-assign]
+        Loop.step_once = slow  # type: ignore[method-assign]
     report = train.run(config(folder, name), resume="auto")
     print(json.dumps({"step": report.step}), flush=True)
 

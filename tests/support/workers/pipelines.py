@@ -31,7 +31,7 @@ from pipeline.training.trainer import fit
 from tests.support.workers import strategies, tiny_run
 
 CPU = torch.device("cpu")
-STEPS, LAYERS = 20, 5  # a case may have fewer steps
+STEPS, LAYERS = 10, 5  # a case may have fewer steps
 SEED = 2
 """Of start values whose linear attention has no denominators close to zero: those turn a different order of summation
 into 1e-5 of the loss and more within twenty steps, in one process, too (with the norm, seeds 0 and 10 of 0 to 11)."""
@@ -161,7 +161,7 @@ def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
             if isinstance(block, ManagedActivations) and block.activation_policy.checkpointing == "full"
         ],
         "dims": sorted("/".join(names) for names in dims),
-        "schedule": sorted({type(schedule).__name__ for schedule in parallel_model.pipeline._schedules.values()}),
+        "schedule": sorted({type(schedule).__name__ for schedule in parallel_model.pipeline.schedules.values()}),
     }
 
 
@@ -252,12 +252,12 @@ def stalled(launch: Launch, folder: Path) -> float:
 def another_shape(launch: Launch, folder: Path) -> None:
     """Sabotage: the schedule of the first shape is used for the second one, too. Ends the processes."""
     settings = settings_of({"parallel": {**pp(), "timeout_s": 10}})
-    pick = Pipeline._schedule_for
+    pick = Pipeline.schedule_for
 
     def first(self: Pipeline, count: int, inputs: Any) -> Any:
-        return next(iter(self._schedules.values()), None) or pick(self, count, inputs)
+        return next(iter(self.schedules.values()), None) or pick(self, count, inputs)
 
-    Pipeline._schedule_for = first  # type: ignore[method-assign]
+    Pipeline.schedule_for = first  # type: ignore[method-assign]
     with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
         parallel_model = parallelize(start(settings), group, settings.train)
         for step in (0, 1):

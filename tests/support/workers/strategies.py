@@ -10,11 +10,9 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from pipeline.training import loss_scale
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
-STEPS = 20
+STEPS = 10
 FSDP2, HSDP, DDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 TP = {"dp_shard": 1, "tp_size": 2}
 CP = {"dp_shard": 1, "cp_size": 2}
@@ -142,15 +140,6 @@ def alone_and_together(
     launches(1, folder, alone)
     for world in [int(world) for world in sys.argv[2:]] or list(cases):
         launches(world, folder, lambda launch: compare(launch, folder))
-
-
-def found_by(module: ModuleType, folder: Path) -> dict[str, Any]:
-    """Run a worker module that calls `alone_and_together`; what its processes noted in `found-SIZE.json`, by case."""
-    command = [sys.executable, "-m", module.__name__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=tiny_run.environ(), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads((folder / f"found-{world}.json").read_text()) for world in module.CASES]
-    return {name: row for rows_of_world in found for name, row in rows_of_world.items()}
 
 
 def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def config(
         "microbatch": 4,
         "precision": "fp32",
         "activation_checkpointing": "none",
+        "compile": "none",
         "device": "cpu",
         "log_every": 1,
         "trackers": [],

@@ -1,0 +1,55 @@
+"""Starting workers (`tests/support/workers`) in processes of their own, and reading what they note."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.support.workers import tiny_run
+
+ROOT = tiny_run.ROOT
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def torchrun(module: str, *arguments: object, processes: int = 2) -> subprocess.Popen[str]:
+    """Start `module` under torchrun; its two outputs are in one pipe."""
+    command = [sys.executable, *TORCHRUN, str(processes), "-m", module, *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=tiny_run.environ(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def run_worker(name: str, *arguments: object, processes: int = 0, timeout_s: float) -> None:
+    """Run a worker to its end, which must be a success: alone, or `processes` of it under torchrun."""
+    launcher = [*TORCHRUN, str(processes)] if processes else []
+    command = [sys.executable, *launcher, "-m", f"tests.support.workers.{name}", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=tiny_run.environ(), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def found(folder: Path) -> Any:
+    """What a worker noted in `folder`."""
+    return json.loads((folder / "found.json").read_text())
+
+
+def found_by_size(folder: Path, sizes: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """What the launches of a worker noted in `folder`, by the number of their processes."""
+    return {size: json.loads((folder / f"found-{size}.json").read_text()) for size in sizes}
+
+
+def results_by_case(worker: ModuleType, folder: Path) -> dict[str, Any]:
+    """Run a worker that calls `strategies.alone_and_together`; what it noted, by case."""
+    run_worker(worker.__name__.rpartition(".")[2], folder, timeout_s=500)
+    return {name: row for rows in found_by_size(folder, worker.CASES).values() for name, row in rows.items()}
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started (workers of torchrun are in sessions of their own)."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -1,0 +1,21 @@
+"""Packing a small cache in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
+from pipeline.snapshots import packing
+
+
+def pack(cache: Cache, block: int = 4, window: int = 2, name: str | None = None) -> Snapshot:
+    """Pack the newest snapshot, `block` samples to a shard, in this process."""
+    source = cache.open_snapshot()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "block_sizes", lambda s, target: [min(block, n) for n in (b.samples for b in s.buckets)])
+        plan = packing.planned(cache, source, block)
+    packer = packing.Packer(cache, source, plan)
+    for unit in plan.units:
+        packer.make(plan, unit, lambda made, rejected: None)
+    return cache.open_snapshot(cache.add_snapshot(packing.assembled(cache, source, plan, window), name))

@@ -1,0 +1,41 @@
+"""Small runs of training in this process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import Config
+from pipeline.launch import Launch
+from pipeline.models.sana_config import SanaConfig
+from pipeline.training import build, checkpoint, trainer
+from pipeline.training.task import Report, TrainingTask
+from pipeline.training.trainer import fit
+from tests.support.workers import tiny_run
+
+
+def fit_tiny(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:
+    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, say=say or (lambda line: None))
+
+
+def same_checkpoints(one: Path, other: Path) -> bool:
+    """Bitwise: weights and moments of two checkpoints."""
+    return {k: v for k, v in checkpoint.read_document(one).files.items() if k != ".metadata"} == {
+        k: v for k, v in checkpoint.read_document(other).files.items() if k != ".metadata"
+    } and all(
+        torch.equal(a, b)
+        for a, b in zip(
+            checkpoint.load_model_state(one)[1].values(), checkpoint.load_model_state(other)[1].values(), strict=True
+        )
+    )
+
+
+def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def architecture(config: Config, task: TrainingTask) -> SanaConfig:
+        return replace(build.architecture_of(config, task), dropout=0.3)
+
+    monkeypatch.setattr(trainer, "architecture_of", architecture)

@@ -1,0 +1,42 @@
+"""A small Sana in which every parameter matters, and inputs for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+
+TINY = SanaConfig(
+    in_channels=4,
+    out_channels=4,
+    num_attention_heads=4,
+    attention_head_dim=8,
+    num_layers=3,
+    num_cross_attention_heads=2,
+    cross_attention_head_dim=16,
+    cross_attention_dim=32,
+    caption_channels=24,
+    sample_size=8,
+)
+
+
+def make(config: SanaConfig, seed: int = 1) -> SanaTransformer:
+    """A model in which every parameter matters: no zero biases, no caption norm of 0.01."""
+    model = SanaTransformer.from_scratch(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "caption_norm.weight":
+                parameter.fill_(1.0)
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def inputs(shape: tuple[int, int], seed: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(3, 4, *shape, generator=generator)
+    captions = torch.randn(3, 10, 24, generator=generator)
+    mask = torch.arange(10)[None] < torch.tensor([[5], [0], [10]])  # the second sample masks everything
+    return latents, captions, mask, torch.tensor([873.0, 1.0, 500.0])

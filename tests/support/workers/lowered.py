@@ -1,0 +1,12 @@
+"""The command line with every limit lowered: `python -m tests.support.workers.lowered WORD...`."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.cli import console
+from tests.support.lowered import lower_limits
+
+if __name__ == "__main__":
+    lower_limits(pytest.MonkeyPatch())
+    console()

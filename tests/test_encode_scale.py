@@ -1,0 +1,26 @@
+"""The memory of commands over a million items, against its limits: `python -m benchmarks.encode_scale --quick`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMITS = {"scan_join_mib_1e6": 600, "bytes_per_item_exponent": 0.2}
+QUIET_S = 900
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * QUIET_S)
+def test_memory_does_not_grow_with_the_items() -> None:
+    """On two quiet cores the command takes less than `QUIET_S` seconds; on a busy machine it may take twice as long."""
+    argv = [sys.executable, "-m", "benchmarks.encode_scale", "--quick"]
+    root = Path(__file__).parents[1]
+    run = subprocess.run(argv, capture_output=True, text=True, cwd=root, timeout=2 * QUIET_S - 30, check=False)
+    assert run.returncode == 0, run.stderr
+    figures = json.loads(run.stdout.splitlines()[-1])
+    too_large = {name: figures[name] for name, limit in LIMITS.items() if not figures[name] <= limit}
+    assert not too_large, f"limits: {LIMITS}"
