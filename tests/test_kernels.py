@@ -344,9 +344,9 @@ class OnGpu:
 
 @pytest.fixture(autouse=True)
 def forgotten_capability() -> Iterator[None]:
-    backend._is_new_enough.cache_clear()
+    backend.is_new_enough.cache_clear()
     yield
-    backend._is_new_enough.cache_clear()
+    backend.is_new_enough.cache_clear()
 
 
 def test_kernels_run_on_a_gpu_alone_and_not_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,12 +42,12 @@ def kernels(name: str, *tensors: Tensor) -> Kernels | None:
     torch's wheels for CUDA on Linux)."""
     if all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors) and triton_is_installed():
         device = tensors[0].device
-        return Kernels(name, device) if _is_new_enough(device) else None
+        return Kernels(name, device) if is_new_enough(device) else None
     return None
 
 
 @functools.cache
-def _is_new_enough(device: torch.device) -> bool:
+def is_new_enough(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 

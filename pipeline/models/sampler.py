@@ -128,14 +128,14 @@ def sample(
     calls, total = itertools.count(1), steps * -(-count // size)
     parts = [slice(first, first + size) for first in range(0, count, size)]
     if guidance == 1:
-        texts = [(captions[part], mask[part]) for part in parts]
+        texts = ((captions[part], mask[part]) for part in parts)
     elif null_captions is None or null_mask is None:
         raise ValueError(f"guidance {guidance} needs the empty caption")
     else:
         null_captions, null_mask = _expand(null_captions.to(device, dtype), null_mask.to(device), count)
         length = max(captions.shape[1], null_captions.shape[1])
         given, null = _pad(captions, mask, length), _pad(null_captions, null_mask, length)
-        texts = [(torch.cat([null[0][p], given[0][p]]), torch.cat([null[1][p], given[1][p]])) for p in parts]
+        texts = ((torch.cat([null[0][p], given[0][p]]), torch.cat([null[1][p], given[1][p]])) for p in parts)
 
     def flow_of(rows: Tensor, row_mask: Tensor, latents: Tensor, timestep: Tensor) -> Tensor:
         inputs = latents if guidance == 1 else torch.cat([latents, latents])
