@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 else:
     Steps = Positive | None
     Microbatch = Annotated[Any, AfterValidator(_check_microbatch), "integer above 0 | auto"]
+_AUTO: Any = "auto"
 
 
 class _Section(BaseModel):
@@ -673,7 +674,7 @@ class TrainConfig(_Section):
     phase: NotNegative = 0
     """Number of this round of training: with the same seed, each has another order and other noise. `--from` counts on
     from the last round unless this option is given; a resumed run keeps its number."""
-    microbatch: Microbatch = Field(default="auto")  # type: ignore[assignment]
+    microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
     to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU and with context parallelism,
     which is not searched. A resumed run keeps its choice. `sample` takes 8 for auto."""
