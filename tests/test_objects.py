@@ -301,28 +301,28 @@ def held(mirror: mirrors.Mirror) -> int:
 
 
 def test_copies_are_listed_only_when_some_have_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listings, real = list[int](), mirrors.Mirror._copies
-    monkeypatch.setattr(mirrors.Mirror, "_copies", lambda self: (listings.append(1), real(self))[1])
+    listings, real = list[int](), mirrors.Mirror.copies
+    monkeypatch.setattr(mirrors.Mirror, "copies", lambda self: (listings.append(1), real(self))[1])
     mirror = mirrors.Mirror(tmp_path, 100_000)
     for n in range(50):
         fetched_into(mirror, n)
-    assert len(listings) == 1 and mirror._counted() == held(mirror) == 50_000
+    assert len(listings) == 1 and mirror.counted() == held(mirror) == 50_000
     for n in range(50, 200):
         fetched_into(mirror, n)
-        assert mirror._counted() == held(mirror) <= 100_000
+        assert mirror.counted() == held(mirror) <= 100_000
     assert len(listings) <= 1 + 100 / 5, "each time a twentieth goes"
     (tmp_path / mirrors.TOTAL).write_text("-1")
     listings.clear()
     fetched_into(mirror, 200)
-    assert len(listings) == 1 and mirror._counted() == held(mirror)
+    assert len(listings) == 1 and mirror.counted() == held(mirror)
     copy = next(tmp_path.glob("??/*.npy"))
     mirror.drop(f"tables/{copy.name}")
     fetched_into(mirror, 201)
-    assert mirror._counted() == held(mirror)
+    assert mirror.counted() == held(mirror)
     next(tmp_path.glob("??/*.npy")).write_bytes(bytes(1000))  # damaged
     for n in range(200):
         fetched_into(mirror, n)
-        assert mirror._counted() == held(mirror) <= 100_000
+        assert mirror.counted() == held(mirror) <= 100_000
 
 
 @pytest.mark.parametrize("moment", ["before the copy", "after the copy", "while copies are removed"])
@@ -350,10 +350,10 @@ mirrors.Mirror._unlink = removed
 fetched_into(mirrors.Mirror(Path({str(tmp_path)!r}), 10_000), 10)
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False)
-    assert ended.returncode == -9 and mirror._counted() is None
+    assert ended.returncode == -9 and mirror.counted() is None
     assert held(mirror) == {"before": 5000, "after": 6000, "while": 9000}[moment.split()[0]]
     fetched_into(mirror, 11)
-    assert mirror._counted() == held(mirror) <= 10_000
+    assert mirror.counted() == held(mirror) <= 10_000
 
 
 def test_two_processes_count_the_copies_of_both(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_two_processes_count_the_copies_of_both(tmp_path: Path) -> None:
     started = [subprocess.Popen([sys.executable, "-c", code, str(first)], cwd=root) for first in (0, 30)]
     assert [process.wait() for process in started] == [0, 0]
     mirror = mirrors.Mirror(tmp_path, 40_000)
-    assert mirror._counted() == held(mirror) <= 40_000
+    assert mirror.counted() == held(mirror) <= 40_000
 
 
 def test_a_copy_is_checked_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,10 +162,10 @@ class Mirror:
     def room(self) -> int:
         """Bytes that the mirror can hold: `limit`, or half of the disk space available to it, since removed files that
         are still open occupy space, too."""
-        available = sum(size for _, size, _ in self._copies()) + free_at(self.root) - SPARE
+        available = sum(size for _, size, _ in self.copies()) + free_at(self.root) - SPARE
         return max(0, min(self.limit, available // 2))
 
-    def _copies(self) -> list[tuple[float, int, Path]]:
+    def copies(self) -> list[tuple[float, int, Path]]:
         """(last opening, size in bytes, path) of every copy, oldest first."""
         copies = []
         for path in self.root.glob("??/*"):
@@ -193,10 +193,10 @@ class Mirror:
         def fits(total: int, limit: float) -> bool:
             return total + needed <= limit and not (on_disk and free_at(self.root) < needed + SPARE)
 
-        total = self._counted()
+        total = self.counted()
         if total is not None and fits(total, self.limit) and not (spared is not None and spared.exists()):
             return total
-        copies = self._copies()
+        copies = self.copies()
         total = sum(size for _, size, path in copies if path != spared)
         if not fits(total, self.limit):
             self._forget_total()
@@ -215,13 +215,13 @@ class Mirror:
         """Remove the oldest copies, `needed` bytes in total if there are so many; returns whether there were any."""
         removed = 0
         self._forget_total()
-        for _, size, path in self._copies():
+        for _, size, path in self.copies():
             if removed < needed:
                 self._unlink(path)
                 removed += size
         return removed > 0
 
-    def _counted(self) -> int | None:
+    def counted(self) -> int | None:
         """The bytes of all copies, as last counted; None if that is unknown: the mirror is new or of an earlier
         version, or a process was killed while it changed the copies. Called with the lock `room` held."""
         with suppress(OSError, ValueError):
