@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import stages.bucket
-from pipeline.cache import codec, index, key_columns, layout, shard
+from pipeline.cache import arrow, codec, index, key_columns, layout, scratch, shard
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
@@ -29,7 +30,7 @@ from pipeline.encoding import unit_records
 from pipeline.encoding.scan import SCAN, check_unique, unchanged_row
 from pipeline.errors import UserError
 from pipeline.images import buckets
-from pipeline.snapshots import filters, selection
+from pipeline.snapshots import filters, join, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import ENCODE, EncodedRecords, Frame, Joined, Resolution, unjudged, usable
 from pipeline.sources import sidecars
@@ -584,6 +585,42 @@ def test_the_smallest_bucket_gives_up_first(
     left, moves = selection.reassigned(Joined(["s"]), frame, Resolution(TABLE, first), [batch] * first, records)
     assert moves == [("s", str(a), *TABLE[b]) for a, b in moved.items() for _ in range(sizes[a])]
     assert len(left) == count - len(moves)
+
+
+def test_samples_that_stay_in_their_bucket_are_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "LIMIT", 1 << 16)
+    for module in (arrow, join):
+        monkeypatch.setattr(module, "ROWS", 1 << 12)
+    cache = Cache(tmp_path, create=True)
+    count = 100_000
+    bucket = np.zeros(count, np.int64)
+    bucket[7] = 2
+    sides = np.array(TABLE)[bucket]
+    frame = Frame(
+        source=np.zeros(count, np.int32),
+        item=pa.array([str(n) for n in range(count)], pa.large_string()),
+        sample_id=np.arange(count, dtype=np.uint64),
+        picture_id=np.arange(count, dtype=np.uint64),
+        digest=np.full(count, b"1" * 16),
+        height=sides[:, 0],
+        width=sides[:, 1],
+        bucket=bucket,
+        latent=np.arange(count),
+        captions=np.arange(count + 1),
+        text=np.zeros(count, np.int64),
+        weight=np.ones(count, np.float32),
+    )
+    none = cache.index(LATENT.name)
+    records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
+    joined = Joined(["s"], scratch=cache.files.scratch)
+    tracemalloc.start()
+    try:
+        left, moves = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [move[:2] for move in moves] == [("s", "7")] and len(left) == count - 1
+    assert peak < 20 * count
 
 
 # ---------------------------------------------------------------- buckets

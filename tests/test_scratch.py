@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import tempfile
+import tracemalloc
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -78,6 +79,20 @@ def test_rows_of_text_are_sorted_by_code_point(folder: Path, monkeypatch: pytest
     assert list(scratch_in(folder).sorted_rows(iter(rows))) == sorted(rows)
     assert list(scratch_in(folder).sorted_rows([])) == []
     assert not folder.exists() or not os.listdir(folder)
+
+
+def test_runs_that_are_merged_need_little_memory_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "LIMIT", 1 << 16)
+    keys = np.random.default_rng(0).integers(0, 2**63, (1500, 2)).view("S16").ravel()
+    scratch_here = scratch_in(folder)
+    tracemalloc.start()
+    try:
+        parts = scratch_here.sorted_by_key(pa.table({"key": binary(keys[n : n + 3])}) for n in range(0, 1500, 3))
+        next(parts)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 500 * 8 * scratch.BINS / 3
 
 
 def test_what_is_in_files_is_what_is_in_memory_and_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
