@@ -437,7 +437,7 @@ def test_reassign_moves_small_buckets_to_their_neighbours(root: Path, capsys: py
     assert summary["samples"] == 36
     [left] = summary["left_out"]
     assert left["samples"] == 4
-    assert "encode --reassign" in left["keep"]
+    assert "encode --data DIR --reassign FILE" in left["keep"]
     [entry] = summary["reassign"]
     rows = Path(entry["file"]).read_text().splitlines()
     wide = sorted(p.item for p in one if p.width == 32)

@@ -394,6 +394,7 @@ def test_a_microbatch_that_does_not_fit_after_all_is_followed_by_a_smaller_one(m
     with pytest.raises(UserError, match="nothing fits") as caught:
         auto.decide(config, lambda: NARROW, data, replace(machine, memory=2 << 30))
     assert float(str(caught.value.expected).split()[2]) > 1.8, "what the smallest one needed"
+    assert "give train.microbatch values" in str(caught.value.fix), "a prediction is no proof"
 
 
 @pytest.mark.parametrize("deep", [True, False])

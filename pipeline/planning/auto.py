@@ -10,7 +10,7 @@ The memory: that of the GPU less `MARGIN`; for `parallel` on a CPU half of the m
 limit), divided by the node's processes.
 Why on every process: there is no process group yet, whose sizes are what is decided. The search depends on the
 configuration, the data and the card alone, and the start of the run compares the results.
-Price: five to thirty seconds of CPU time for Sana 1.6B at the first start, by the number of options.
+Price: up to a minute of CPU time for Sana 1.6B at the first start, by the number of options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from pydantic import ValidationError
 
 from pipeline.config import Config, ParallelConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import check_sizes
@@ -72,15 +72,14 @@ def decide(
         memory = round(machine.memory * (1 - MARGIN))
         # What the compiler saves is not predicted; it is about as much.
         plain = train.model_copy(update={"compile": "none"})
-        best = search(
-            plain,
-            shape(),
-            data,
-            replace(machine, memory=memory),
-            axes=undecided,
-            constants=constants_or_default(machine),
-            verified=1,
-        )[0]
+        roomy, constants = replace(machine, memory=memory), constants_or_default(machine)
+        try:
+            best = search(plain, shape(), data, roomy, axes=undecided, constants=constants, verified=1)[0]
+        except UserError as error:
+            names = " and ".join(f"train.{name}" for name in undecided)
+            fixes = [error.fix, f"give {names} values, which are tried without a prediction"]
+            fix = "; or ".join(filter(None, fixes))
+            raise UserError(error.what, expected=error.expected, found=error.found, fix=fix) from None
         sizes = dict(zip(_SIZES, _by_name(best.layout.sizes), strict=True))
         values = {
             "parallel": {**sizes, "offload": best.train.parallel.offload},

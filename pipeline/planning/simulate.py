@@ -24,6 +24,7 @@ import numpy as np
 from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.local_files import Handle
+from pipeline.cache.mirror import KEPT
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
 from pipeline.cache.snapshot import Bucket, Columns, Head, NullRecord, PackedOrder, Policies, Snapshot
 from pipeline.config import BucketConfig, EncodeConfig
@@ -141,8 +142,9 @@ class MirrorModel:
             self._copies.move_to_end(name)
             self.now = max(self.now, self._copies[name][1])
         else:
-            while self._used + size > self.limit:
-                self._used -= self._copies.popitem(last=False)[1][0]
+            if self._used + size > self.limit:
+                while self._copies and self._used + size > self.limit * KEPT:
+                    self._used -= self._copies.popitem(last=False)[1][0]
             self.now += self.store.fetch_s(size, self.streams)
             self._copies[name] = size, self.now
             self._used += size

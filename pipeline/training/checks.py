@@ -32,15 +32,15 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
         UserError: with what would work.
     """
     train = config.train
-    if train.undecided:
-        raise ConfigError(
-            f"train.{train.undecided[0]}: auto is not decided",
-            fix="start the run by sana-pipe train, or call pipeline.planning.auto.decide before",
-        )
     if train.epochs is not None:
         raise ConfigError(
             "train.epochs is not counted in steps",
             fix="start the run by sana-pipe train, or set train.steps",
+        )
+    if train.undecided:
+        raise ConfigError(
+            f"train.{train.undecided[0]}: auto is not decided",
+            fix="start the run by sana-pipe train, or call pipeline.planning.auto.decide before",
         )
     layout = check_sizes(train.parallel, launch.world)
     names = "dp_replicate", "dp_shard", "tp", "cp"
