@@ -418,7 +418,11 @@ def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
             found=f"{count} GPUs, {launch.local_world} processes on this node",
             fix="start no more processes per node than it has GPUs, or set device: cpu",
         )
-    torch.cuda.set_device(index)
+    try:
+        torch.cuda.set_device(index)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"GPU {index} cannot be used", found=reason, fix="nvidia-smi shows what occupies it") from None
     return torch.device("cuda", index)
 
 

@@ -59,7 +59,7 @@ def run(
         calibrate: run real steps on `train.device`, and store the constants that follow.
 
     Returns:
-        0; 1 if it does not fit.
+        0; 1 if it does not fit, or if `train` would refuse it because nothing leaves a tenth of the memory free.
 
     Raises:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
@@ -80,7 +80,15 @@ def run(
         return _search(config, shape, data, machine, write, as_json)
     constants = calibration.load(machine.card, config.train)
     undecided = tuple(name for name in config.train.undecided if name != "compile")
-    config, decided = auto.decide(config, lambda: shape, data, machine)
+    refused = False
+    try:
+        config, decided = auto.decide(config, lambda: shape, data, machine)
+    except searching.NothingFitsError as error:
+        if "parallel" in undecided:
+            raise
+        smallest = {name: {**auto.FIXED, "microbatch": 1}[name] for name in undecided}
+        config, refused = config.with_train(**smallest), True
+        decided = [f"auto: {error.what}; of the smallest, {', '.join(f'train.{n}: {v}' for n, v in smallest.items())}:"]
     prediction = predicting.predict(config.train, shape, data, machine)
     largest = predicting.largest_microbatch(prediction, data)
     time = Time.of(prediction, data, constants)
@@ -93,7 +101,7 @@ def run(
     else:
         for line in (*decided, *memory_lines(prediction, largest), *time_lines(time, prediction, price)):
             click.echo(line)
-    return 0 if prediction.fits else 1
+    return 0 if prediction.fits and not refused else 1
 
 
 def encode(
@@ -177,7 +185,8 @@ def _calibrate(config: Config, shape: Any, data: Data, gpu: str | None, as_json:
             f"--gpu {present.name} is not the device of this run, {device}", fix="leave --gpu out, or set train.device"
         )
     machine = Machine(present, auto.usable(present, 1), 1)
-    train = searching.with_placeholders(config.train)
+    fixed = {name: value for name, value in auto.FIXED.items() if name in config.train.undecided}
+    train = searching.with_placeholders(config.train.model_copy(update=fixed))
     mesh = partial(open_mesh, launch, ParallelConfig(), device)
     earlier = calibration.find(present, train)
     made = calibration.calibrate(train, shape, data, machine, device, mesh, earlier)

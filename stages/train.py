@@ -29,11 +29,11 @@ from pipeline.loader.loader import Loader, LoaderSettings, LoaderState, bf16
 from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.collectives import broadcast_from_rank_0
+from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
 from pipeline.planning.expect import expect
-from pipeline.planning.predict import Data
+from pipeline.planning.predict import Data, Machine
 from pipeline.retrying import TIMEOUT_S
 from pipeline.snapshots import heldout
 from pipeline.training import checkpoint, phases
@@ -176,6 +176,14 @@ def _from_rank_0(config: Config, launch: Launch, function: Callable[[], T]) -> T
         return broadcast_from_rank_0(function)
 
 
+def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function: Callable[[Machine], T]) -> T:
+    """What the first process chooses for the smallest memory of all devices, on every process."""
+    parallel = ParallelConfig(timeout_s=config.train.parallel.timeout_s)
+    with open_mesh(launch, parallel, torch.device("cpu")):
+        memory = min(all_gather_objects(machine.memory))
+        return broadcast_from_rank_0(lambda: function(replace(machine, memory=memory)))
+
+
 def _give_back() -> None:
     """Free the memory of a phase: models and graphs refer to each other in circles."""
     if "torch._dynamo" in sys.modules:
@@ -225,7 +233,16 @@ def _train(
         def shape() -> SanaConfig:
             return architecture_of(config, task(config, inputs, launch))
 
-        config, lines = auto.decide(config, shape, data, auto.present(device, launch), as_begun)
+        def decide(machine: Machine) -> tuple[Config, list[str]]:
+            processes = None if continued is None else continued.processes
+            return auto.decide(config, shape, data, machine, as_begun, processes, log)
+
+        machine = auto.present(device, launch)
+        if launch.world > 1 and config.train.undecided != ("compile",):
+            launch = launch if launch.stores is not None else reopening(launch, config.train.parallel.timeout_s)
+            config, lines = _for_the_smallest(config, launch, machine, decide)
+        else:
+            config, lines = decide(machine)
         config, more = auto.decide_compile(config, device, as_begun)
         for line in (*lines, *more):
             log(line)

@@ -20,6 +20,7 @@ from pipeline.cli import main
 from pipeline.config import Config, ParallelConfig, TrainConfig, load
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
+from pipeline.models.hub import ModelError
 from pipeline.parallel.mesh import Layout, open_mesh
 from pipeline.planning import auto, calibration, cards, expect, predict, search
 from pipeline.planning.calibration import RealStep
@@ -70,6 +71,20 @@ def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         main(["plan", *words])
     captured = capsys.readouterr()
     return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_a_calibration_measures_the_fixed_choice_where_the_options_are_auto(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def calibrate(train: TrainConfig, *given: Any) -> Any:
+        asked.append((train.microbatch, train.activation_checkpointing, train.compile))
+        raise UserError("enough")
+
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    plan([*words, "--calibrate", *(part for setting in AUTO[1:] for part in ("--set", setting))], capsys)
+    assert asked == [(8, "full", "none")]
 
 
 # --------------------------------------------------------------------------------------------- predicted and measured
@@ -256,7 +271,8 @@ def test_auto_is_decided_once_and_kept(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = train(settings(words, *AUTO))
-    (line,) = [line for line in printed if line.startswith("auto: ")]
+    search, line = [line for line in printed if line.startswith("auto: ")]
+    assert "to choose train.parallel, train.microbatch" in search
     chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]
     assert chosen["microbatch"] == 12, "the whole batch fits"
     assert (chosen["parallel"]["sizes"], chosen["parallel"]["dp_shard"]) == ("given", 1)
@@ -282,6 +298,12 @@ def test_a_resume_on_other_processes_decides_anew() -> None:
     assert auto.as_it_began(config, rest, 2) == rest["train"], "explicit values, on whatever number of processes"
     assert auto.as_it_began(tiny_run.config(microbatch="auto", parallel="auto"), rest, 2) is None
     assert auto.as_it_began(config, None, 1) is None
+    assert auto.as_it_began(config, rest, 2, processes=2) == rest["train"]
+    assert auto.as_it_began(config, rest, 2, processes=4) is None
+    by_rows = tiny_run.config(microbatch="auto", parallel={"cp_size": 2, "dp_shard": -1})
+    of_rows = {"train": {**stored, "parallel": {**of_one, "dp_shard": -1, "cp_size": 2}}}
+    values = auto.as_it_began(by_rows, of_rows, 4)
+    assert values is not None and values["microbatch"] == 3, "with context parallelism, too"
 
 
 @pytest.mark.parametrize("change", [{"microbatch": "auto"}, {"activation_checkpointing": "auto"}, {"compile": "auto"}])
@@ -305,13 +327,50 @@ def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
     assert decided.train.parallel.sizes == "given" and len(lines) == 2
 
 
-def test_context_parallelism_takes_the_fixed_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"parallel": {"cp_size": 2}}, "context parallelism"),
+        ({"float8": "rowwise", "precision": "bf16"}, "float8"),
+    ],
+)
+def test_what_is_not_predicted_takes_the_fixed_choice(
+    change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(auto, "search", lambda *args, **options: pytest.fail("searched"))
-    config = tiny_run.config(microbatch="auto", activation_checkpointing="auto", parallel={"cp_size": 2})
+    config = tiny_run.config(microbatch="auto", activation_checkpointing="auto", **change)
     machine = Machine(cards.card("h100"), 1 << 36, 2)
     decided, (line,) = auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
     assert (decided.train.microbatch, decided.train.activation_checkpointing) == (8, "full")
-    assert "context parallelism" in line
+    assert why in line
+
+
+def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
+    def shape() -> Any:
+        raise ModelError("no such model", fix="--set model.weights=DIR")
+
+    config, machine = tiny_run.config(microbatch="auto"), Machine(cards.card("h100"), 1 << 36, 7)
+    with pytest.raises(ModelError) as caught:
+        auto.decide(config, shape, Data({(64, 64): 16}, None, 16), machine)
+    assert caught.value.fix == "--set model.weights=DIR"
+    with pytest.raises(ConfigError) as refused:
+        auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
+    assert "prediction" not in str(refused.value.fix)
+
+
+@pytest.mark.parametrize("change", [{"compile": "block"}, {"float8": "rowwise"}])
+def test_what_the_compiler_fuses_is_compared_with_a_bound(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "present", lambda device, launch: Machine(cards.card("h100"), 80 << 30, 1))
+    config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", **change)
+    notes: list[str] = []
+    expected = expect.expect(config, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append)
+    assert notes == [] and expected is not None and expected.is_bound and expected.flops_per_s is None
+    less = {"memory_gib_predicted": 2.0, "memory_gib": 1.0}
+    assert len(expected.lines(less, 2)) == 1
+    assert len(expected.lines({"memory_gib_predicted": 1.0, "memory_gib": 2.0}, 2)) == 2, "more is a warning"
+    assert len(replace(expected, is_bound=False).lines(less, 2)) == 2
 
 
 def test_defaults_are_auto() -> None:
@@ -344,7 +403,8 @@ def test_blocks_are_compiled_where_they_can_be(
     config, gpu = tiny_run.config(compile="auto", **change), torch.device("cuda", 0)
     begun = None if earlier is None else {"train": {} if earlier == "unknown" else {"compile": earlier}}
     decided, lines = auto.decide_compile(config, gpu, begun)
-    assert decided.train.compile == expected and len(lines) == (expected == "block")
+    assert decided.train.compile == expected and len(lines) == 1
+    assert lines[0].startswith(f"auto: train.compile: {expected}") and (" (" in lines[0]) == (expected == "none")
     assert auto.decide_compile(config, CPU, begun)[0].train.compile == "none"
     monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: None)
     assert auto.decide_compile(config, gpu, begun)[0].train.compile == "none"

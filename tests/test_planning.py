@@ -230,6 +230,9 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_that_does_not_fit_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--config", "tiny", "--gpu-memory", "100MiB"], capsys)[0] == 1
+    auto = ("--set", "train.microbatch=auto", "--set", "train.activation_checkpointing=auto")
+    code, out, _ = run(["plan", "--config", "tiny", "--gpu-memory", "100MiB", *auto, "--json"], capsys)
+    assert code == 1 and json.loads(out)["decided"] == {"microbatch": 1, "activation_checkpointing": "full"}
 
 
 @pytest.mark.parametrize(

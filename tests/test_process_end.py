@@ -206,7 +206,7 @@ def busy() -> Iterator[None]:
 
 
 @pytest.mark.fault
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_short_commands_end_with_documented_codes_on_a_busy_machine(
     photos: Path, small_cache_copy: Path, make_config: Callable[..., Config], busy: None, fault_seed: int
 ) -> None:

@@ -374,11 +374,13 @@ def test_lists_and_prompts_behind_a_url_wait_for_the_server_and_refuse_credentia
     plain_server: Server, data: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n")
+    (tmp_path / "my prompts.txt").write_text("a dog\n")
     (tmp_path / "targets.csv").write_text("item,height,width\nc,32,64\n")
     (data / "lists").symlink_to(tmp_path)
     prompts, targets = f"{plain_server.url}/lists/prompts.txt", f"{plain_server.url}/lists/targets.csv"
     plain_server.fail = 3
     assert read_prompts(prompts, 60.0) == [(1, "a cat")]
+    assert read_prompts(prompts.replace("prompts.txt", "my%20prompts.txt"), 60.0) == [(1, "a dog")]
     plain_server.fail = 3
     assert read_targets(targets, 8, 60.0) == {"c": (32, 64)}
     for read in (lambda url: read_prompts(url, 60.0), lambda url: read_targets(url, 8, 60.0)):

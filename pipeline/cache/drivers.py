@@ -3,7 +3,7 @@
 `Connection` serves a cache in an object store (`objects`) and sources behind a URL (`pipeline.sources.remote`).
 Why not fsspec's listing: its general `find` treats a folder that it cannot list as empty, so that a server that
 goes away in the middle gives a shorter listing and no error.
-Price: a driver without its `find` gets one request per folder.
+Price: one request per folder for a driver that does not implement `find`.
 """
 
 from __future__ import annotations

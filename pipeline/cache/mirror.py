@@ -146,9 +146,12 @@ class Mirror:
     def drop(self, name: str) -> None:
         """Remove the copy of an object."""
         last = PurePosixPath(name)
-        with self._locked("room"):
+        copy = self.root / last.stem[:2] / last.name
+        if not copy.exists():
+            return
+        with self._locked("room"), cache_errors(copy):
             self._forget_total()
-            self._unlink(self.root / last.stem[:2] / last.name)
+            self._unlink(copy)
 
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path; the file is removed at the end if it is still there."""
@@ -201,14 +204,16 @@ class Mirror:
         if not fits(total, self.limit):
             self._forget_total()
             for _, size, path in copies:
-                if fits(total, self.limit * KEPT):
+                large = size > self.limit * (1 - KEPT)  # a few of these are listed soon enough
+                if fits(total, self.limit if large else self.limit * KEPT):
                     break
                 if path != spared:
                     self._unlink(path)
                     total -= size
             if on_disk and free_at(self.root) < needed:
                 raise self._full(needed)
-        self._count(total)
+        if spared is None:
+            self._count(total)
         return total
 
     def _remove_oldest(self, needed: int) -> bool:

@@ -62,7 +62,7 @@ def read(file: str, patience_s: float) -> list[tuple[int, str]]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"{file}: line {line} is not UTF-8", expected=expected) from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no path at all
         raise UserError(
             f"{file}: cannot be read: {error_text(error)}", expected=expected, fix="--prompts default"
         ) from None

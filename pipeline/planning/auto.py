@@ -4,12 +4,11 @@ What: `decide` searches the options that are `auto` by the code of `plan --searc
 values, and lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values: whoever
 reads these options calls both before (`TrainConfig.undecided`). A resumed run on as many processes keeps the values of
 its checkpoint.
-Where nothing is to be gained (on a CPU, whose memory is no limit) or predicted (context parallelism), microbatch and
-checkpointing are `FIXED`, without a search.
+Where nothing is to be gained (on a CPU, whose memory is no limit) or predicted (context parallelism, float8),
+microbatch and checkpointing are `FIXED`, without a search.
 The memory: that of the GPU less `MARGIN`; for `parallel` on a CPU half of the main memory (or of the control group's
 limit), divided by the node's processes.
-Why on every process: there is no process group yet, whose sizes are what is decided. The search depends on the
-configuration, the data and the card alone, and the start of the run compares the results.
+In a launch the first process decides, for the smallest memory of all (`stages.train`).
 Price: up to a minute of CPU time for Sana 1.6B at the first start, by the number of options.
 """
 
@@ -24,14 +23,14 @@ import torch
 from pydantic import ValidationError
 
 from pipeline.config import Config, ParallelConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import cards
 from pipeline.planning.calibration import constants_or_default
 from pipeline.planning.predict import Data, Machine
-from pipeline.planning.search import search
+from pipeline.planning.search import NothingFitsError, search
 
 MARGIN = 0.1
 """Share of a GPU's memory that is left free, beside the estimates of context and fragmentation."""
@@ -45,12 +44,16 @@ def decide(
     data: Data,
     machine: Machine,
     earlier: dict[str, Any] | None = None,
+    processes: int | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> tuple[Config, list[str]]:
     """The configuration with values for what is `auto` but for `compile`, and lines to print.
 
     Args:
         shape: gives the model's, where it is needed.
         earlier: the configuration in the checkpoint that is resumed.
+        processes: how many wrote this checkpoint.
+        log: prints a line before a search, which takes up to a minute.
 
     Raises:
         UserError: nothing fits.
@@ -58,28 +61,29 @@ def decide(
     undecided, train = tuple(name for name in config.train.undecided if name != "compile"), config.train
     if not undecided:
         return config, []
-    values = as_it_began(config, earlier, machine.gpus)
-    by_context = "parallel" not in undecided and train.parallel.cp_size > 1
-    if values is None and (by_context or not machine.card.is_gpu):
+    values = as_it_began(config, earlier, machine.gpus, processes)
+    unpredicted = "parallel" not in undecided and (
+        "with context parallelism" if train.parallel.cp_size > 1 else train.float8 != "none" and "with float8"
+    )
+    if values is None and (unpredicted or not machine.card.is_gpu):
         fixed = {name: value for name, value in FIXED.items() if name in undecided}
         if fixed:
-            config, searched = decide(config.with_train(**fixed), shape, data, machine)
+            config, searched = decide(config.with_train(**fixed), shape, data, machine, log=log)
             said = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
-            return config, [f"auto: {said} ({'with context parallelism' if by_context else 'on a CPU'})", *searched]
+            return config, [f"auto: {said} ({unpredicted or 'on a CPU'})", *searched]
     if values is not None:
         reason = "as in the checkpoint"
     else:
-        memory = round(machine.memory * (1 - MARGIN))
+        architecture, roomy = shape(), replace(machine, memory=round(machine.memory * (1 - MARGIN)))
+        log(f"auto: predicting memory and speed, to choose {', '.join(f'train.{name}' for name in undecided)}")
         # What the compiler saves is not predicted; it is about as much.
-        plain = train.model_copy(update={"compile": "none"})
-        roomy, constants = replace(machine, memory=memory), constants_or_default(machine)
+        plain, constants = train.model_copy(update={"compile": "none"}), constants_or_default(machine)
         try:
-            best = search(plain, shape(), data, roomy, axes=undecided, constants=constants, verified=1)[0]
-        except UserError as error:
+            best = search(plain, architecture, data, roomy, axes=undecided, constants=constants, verified=1)[0]
+        except NothingFitsError as error:
             names = " and ".join(f"train.{name}" for name in undecided)
-            fixes = [error.fix, f"give {names} values, which are tried without a prediction"]
-            fix = "; or ".join(filter(None, fixes))
-            raise UserError(error.what, expected=error.expected, found=error.found, fix=fix) from None
+            fix = f"{error.fix}; or give {names} values, which are tried without a prediction"
+            raise NothingFitsError(error.what, expected=error.expected, fix=fix) from None
         sizes = dict(zip(_SIZES, _by_name(best.layout.sizes), strict=True))
         values = {
             "parallel": {**sizes, "offload": best.train.parallel.offload},
@@ -91,8 +95,8 @@ def decide(
             f"{MARGIN:.0%} and more stay free"
         )
     tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
-    chosen_sizes = values["parallel"] if "parallel" in undecided else {n: values["parallel"][n] for n in _SIZES}
-    tree["parallel"] = {**train.parallel.model_dump(), **chosen_sizes, "sizes": "given"}
+    if "parallel" in undecided:
+        tree["parallel"] = {**train.parallel.model_dump(), **values["parallel"], "sizes": "given"}
     try:
         decided = type(train).model_validate(tree)
     except ValidationError as error:
@@ -117,9 +121,11 @@ def _by_name(sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     return replicate, shard, tensor, pipeline
 
 
-def as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> dict[str, Any] | None:
+def as_it_began(
+    config: Config, earlier: dict[str, Any] | None, world: int, processes: int | None = None
+) -> dict[str, Any] | None:
     """The values in the checkpoint; None if it was made on another number of processes, or has none."""
-    if earlier is None:
+    if earlier is None or processes not in (None, world):
         return None
     try:
         values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
@@ -127,8 +133,9 @@ def as_it_began(config: Config, earlier: dict[str, Any] | None, world: int) -> d
     except KeyError:  # of a version without one of these options
         return None
     sizes = [values["parallel"][name] for name in _SIZES]
+    cp_size = earlier["train"]["parallel"].get("cp_size", 1)
     try:
-        before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True))), world)
+        before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True)), cp_size=cp_size), world)
         if "parallel" not in config.train.undecided and check_sizes(config.train.parallel, world) != before:
             return None
     except ConfigError:
@@ -146,22 +153,25 @@ def decide_compile(
     """
     if config.train.compile != "auto":
         return config, []
-    began = "block" if earlier is None else earlier["train"].get("compile", "none")
-    if began == "block" and _compiles(device):
+    reason = None if earlier is None or earlier["train"].get("compile") == "block" else "as in the checkpoint"
+    reason = reason or _uncompiled(device)
+    if reason is None:
         try:
             type(config.train).model_validate({**config.train.model_dump(), "compile": "block"})
-        except ValidationError:  # another option excludes it
-            pass
-        else:
-            return config.with_train(compile="block"), ["auto: train.compile: block"]
-    return config.with_train(compile="none"), []
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+    value = "none" if reason else "block"
+    lines = [f"auto: train.compile: {value}" + (f" ({reason})" if reason else "")]
+    return config.with_train(compile=value), lines if device.type == "cuda" else []
 
 
-def _compiles(device: torch.device) -> bool:
-    """Whether inductor makes kernels for this device that are worth the time of compiling them."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _uncompiled(device: torch.device) -> str | None:
+    """Why inductor makes no kernels for this device that are worth the time of compiling them; None if it does."""
+    if device.type != "cuda":
+        return "on a CPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None if torch.cuda.get_device_capability(device) >= (8, 0) else "compute capability below 8.0"
 
 
 def present(device: torch.device, launch: Launch) -> Machine:

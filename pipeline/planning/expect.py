@@ -48,7 +48,9 @@ def expect(
 
 
 def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device, launch: Launch) -> Expected | None:
-    train, machine = as_new_run(config.train), auto.present(device, launch)
+    machine, given = auto.present(device, launch), config.train
+    is_bound = given.compile != "none" or given.float8 != "none"
+    train = as_new_run(given).model_copy(update={"compile": "none", "float8": "none"})
     layout = check_sizes(train.parallel, launch.world)
     on_gpu = machine.card.is_gpu
     # Of this very card; processes that share a CPU have parts of what was calibrated.
@@ -58,7 +60,7 @@ def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device,
         return None
     prediction = predict(train, shape, data, machine, layout=layout)
     time = Time.of(prediction, data, constants)
-    known = constants is not None or (on_gpu and not machine.assumed)
+    known = not is_bound and (constants is not None or (on_gpu and not machine.assumed))
     peak = prediction.traced.peak
     lasting = sum(peak[kind] for kind in (*LASTING, GRADIENTS, BUFFERS))
     return Expected(
@@ -69,6 +71,7 @@ def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device,
         constants is not None,
         None if on_gpu else _resident(),
         {"prediction": prediction.as_dict(), **({"time": time.as_dict()} if known else {})},
+        is_bound,
     )
 
 

@@ -56,6 +56,10 @@ _SHOWN = 12
 ConstantsOf = Callable[[TrainConfig], Constants]
 
 
+class NothingFitsError(UserError):
+    """No configuration that was considered fits into the memory."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A way to run the configuration on a machine.
@@ -116,7 +120,7 @@ def search(
         verified: how many of the best are traced whole.
 
     Raises:
-        UserError: nothing fits; says what is missing in the best case.
+        NothingFitsError: it says what is missing in the best case.
     """
     if train.parallel.cp_size > 1 and "parallel" not in axes:
         raise ConfigError(
@@ -185,13 +189,13 @@ def _verified(
     return sorted(best, key=rank), rest, needed
 
 
-def _nothing_fits(machine: Machine, axes: Collection[str], needed: float) -> UserError:
+def _nothing_fits(machine: Machine, axes: Collection[str], needed: float) -> NothingFitsError:
     on_gpu = machine.card.is_gpu
     frugal = ["more GPUs"] if on_gpu else []
     frugal += ["a smaller bucket.batch"]
     frugal += ["train.parallel.offload=all"] if on_gpu and "parallel" not in axes else []
     frugal += [f"train.{name}=auto" for name in _AUTO if name not in axes]
-    return UserError(
+    return NothingFitsError(
         f"nothing fits into {machine.gpus} x {machine.memory / 2**30:.1f} GiB",
         expected=f"at least {needed / 2**30:.1f} GiB each in the most frugal case that was considered",
         fix=", ".join(frugal),

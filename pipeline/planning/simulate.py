@@ -143,7 +143,11 @@ class MirrorModel:
             self.now = max(self.now, self._copies[name][1])
         else:
             if self._used + size > self.limit:
-                while self._copies and self._used + size > self.limit * KEPT:
+                while self._copies:
+                    oldest = next(iter(self._copies.values()))[0]
+                    large = oldest > self.limit * (1 - KEPT)
+                    if self._used + size <= (self.limit if large else self.limit * KEPT):
+                        break
                     self._used -= self._copies.popitem(last=False)[1][0]
             self.now += self.store.fetch_s(size, self.streams)
             self._copies[name] = size, self.now

@@ -301,7 +301,7 @@ def _two_memories(tracker: Tracker) -> contextlib.AbstractContextManager[Any]:
         def __init__(self, device: torch.device):
             self.device = device
 
-        def _empty(self, like: Tensor, device: torch.device | None) -> Tensor:
+        def empty(self, like: Tensor, device: torch.device | None) -> Tensor:
             target = torch.empty_like(like)
             if device is None:
                 tracker.mark(kinds.HOST, [target])

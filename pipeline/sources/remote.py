@@ -318,10 +318,11 @@ def read_file(location: str, patience_s: float) -> bytes:
         UserError: the URL holds credentials, or its server as a whole cannot be used.
     """
     if not is_url(location) or location.startswith("file://"):
-        return Path(location.removeprefix("file://")).read_bytes()
+        return Path(location.removeprefix("file://")).expanduser().read_bytes()
     refuse_credentials(location)
     folder, _, name = location.rpartition("/")
-    return RemoteFilesystem(folder, patience_s).read(name)
+    files = RemoteFilesystem(folder, patience_s)
+    return files.read(unquote(name) if files.connection.is_web else name)
 
 
 def last_part(url: str) -> str:

@@ -356,6 +356,7 @@ class _Runs:
     def __init__(self, scratch: Scratch):
         self._writer, self._lock = scratch.table_writer(_PICKLED), Lock()
         self._table: pa.Table | None = None
+        self._error: Exception | None = None
 
     @property
     def is_open(self) -> bool:
@@ -368,8 +369,14 @@ class _Runs:
 
     def _read(self, row: int) -> list[Item | Reject]:
         with self._lock:
+            if self._error is not None:
+                raise self._error
             if self._table is None:
-                self._table = self._writer.finish()
+                try:
+                    self._table = self._writer.finish()
+                except Exception as error:  # a full disk: the same for every reader
+                    self._error = error
+                    raise
         entries: list[Item | Reject] = pickle.loads(self._table.column(0)[row].as_buffer())
         return entries
 

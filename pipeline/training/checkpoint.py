@@ -80,7 +80,7 @@ class Document:
     """Contents of `checkpoint.json`. files: name -> [bytes, xxh3-128].
 
     began_from: the state in the checkpoint that the run began from, and in `total` the steps of all runs before; None
-        if the run began from start weights.
+        if the run began from start weights. processes: how many wrote it.
     """
 
     state: LoaderState
@@ -88,6 +88,7 @@ class Document:
     config: dict[str, Any]
     files: dict[str, list[Any]]
     began_from: dict[str, Any] | None = None
+    processes: int | None = None
 
 
 class Resumed(NamedTuple):
@@ -387,6 +388,7 @@ def read_document(folder: Path) -> Document:
         values["config"],
         values["files"],
         values.get("began_from"),
+        values.get("processes"),
     )
 
 

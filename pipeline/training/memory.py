@@ -91,6 +91,11 @@ def _largest(name: str, values: list[float] | None) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------------- advice
 
+
+def _uncompiled(train: TrainConfig) -> dict[str, Any]:
+    return {"compile": "none"} if train.compile == "block" else {}
+
+
 OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
     (
         lambda train: {"activation_checkpointing": "selective"} if train.activation_checkpointing == "none" else {},
@@ -114,8 +119,11 @@ OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
     (lambda train: {"parallel.dp_replicate": 1, "parallel.dp_shard": -1}, "shards instead of replicas; more traffic"),
     (lambda train: {"parallel.reshard_after_forward": True}, "more gathers of each block"),
     (lambda train: {"precision": "bf16"}, "half the activations; rounds"),
-    (lambda train: {"activation_compression": "int8"}, "saved tensors in half the bytes or less; rounds the gradients"),
-    (lambda train: {"activation_offload": True}, "saved tensors in host memory; slower"),
+    (
+        lambda train: {"activation_compression": "int8", **_uncompiled(train)},
+        "saved tensors in half the bytes or less; rounds the gradients",
+    ),
+    (lambda train: {"activation_offload": True, **_uncompiled(train)}, "saved tensors in host memory; slower"),
     (lambda train: {"parallel.offload": "all"}, "parameters and optimizer in host memory; much slower"),
 )
 _SMALL_STATE = ("adamw8bit", "came")

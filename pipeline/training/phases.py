@@ -47,7 +47,7 @@ class PhaseState:
         """Options of the phase, as they are now, that are not those it was trained with."""
         assert self.last is not None
         places = ("cache: ", "mirror.", "patience_s: ", "train.output: ")
-        undecided = (f"train.{name}" for name in config.train.undecided)
+        undecided = (f"train.{name}{'.' if name == 'parallel' else ': '}" for name in config.train.undecided)
         decided = (
             "train.phase: ",
             "train.residual: ",
