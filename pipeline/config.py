@@ -676,8 +676,8 @@ class TrainConfig(_Section):
     from the last round unless this option is given; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
-    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU and with context parallelism,
-    which is not searched. A resumed run keeps its choice. `sample` takes 8 for auto."""
+    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU, and with context parallelism
+    or float8, which are not predicted. A resumed run keeps its choice. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
