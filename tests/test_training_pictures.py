@@ -318,7 +318,9 @@ def test_a_name_of_a_phase_cannot_be_that_of_the_folder() -> None:
 @pytest.mark.slow
 def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
     """Full recomputation and updates in the backward pass: nothing is left of a step but a block at a time."""
-    train = TrainConfig.model_validate({**COMPUTE, "microbatch": 1, "residual": None, "optim": {"clip": None, "in_backward": True}})
+    train = TrainConfig.model_validate(
+        {**COMPUTE, "microbatch": 1, "residual": None, "optim": {"clip": None, "in_backward": True}}
+    )
 
     class Drawing(tracing.TracedStep):
         def __call__(self, batches: Any, step: int, *, stop: bool = False) -> Any:
