@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -176,12 +177,24 @@ def _from_rank_0(config: Config, launch: Launch, function: Callable[[], T]) -> T
         return broadcast_from_rank_0(function)
 
 
+def _patience(config: Config) -> int:
+    """Seconds that processes wait for the one that chooses."""
+    return max(600, config.train.parallel.timeout_s)
+
+
 def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function: Callable[[Machine], T]) -> T:
-    """What the first process chooses for the smallest memory of all devices, on every process."""
-    parallel = ParallelConfig(timeout_s=config.train.parallel.timeout_s)
+    """What the first process chooses for the smallest memory of all devices, on every process. It chooses between two
+    process groups, since a prediction opens one that sends nothing."""
+    parallel, chosen = ParallelConfig(timeout_s=_patience(config)), Future[T]()
     with open_mesh(launch, parallel, torch.device("cpu")):
         memory = min(all_gather_objects(machine.memory))
-        return broadcast_from_rank_0(lambda: function(replace(machine, memory=memory)))
+    if launch.is_main:
+        try:
+            chosen.set_result(function(replace(machine, memory=memory)))
+        except Exception as error:
+            chosen.set_exception(error)
+    with open_mesh(launch, parallel, torch.device("cpu")):
+        return broadcast_from_rank_0(chosen.result)
 
 
 def _give_back() -> None:
@@ -239,7 +252,7 @@ def _train(
 
         machine = auto.present(device, launch)
         if launch.world > 1 and config.train.undecided != ("compile",):
-            launch = launch if launch.stores is not None else reopening(launch, config.train.parallel.timeout_s)
+            launch = launch if launch.stores is not None else reopening(launch, _patience(config))
             config, lines = _for_the_smallest(config, launch, machine, decide)
         else:
             config, lines = decide(machine)
