@@ -21,6 +21,7 @@ import stages.status
 import stages.verify
 from pipeline.cache import audit, codec, index, layout, prompts
 from pipeline.cache.contradictions import contradictions
+from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
@@ -435,3 +436,15 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     left.write_bytes(first.read_bytes().replace(unit, b'"unit":"' + b"f" * 31))
     [finding] = contradictions(tiny)
     assert finding.path == Paths.shard(recipe, "0" * 32)
+
+
+@pytest.mark.parametrize("folder", ["recipes", "scales", "sources", "plans", "units", "segments", "names"])
+def test_an_intact_document_of_another_kind_is_none_of_a_folder(tmp_path: Path, folder: str) -> None:
+    """Swapped files; this was found as a KeyError in `bucket`."""
+    data = layout.seal({"what": "sana-pipe cache; see cache_layout.md"})
+    for copy in ("", "copies/"):
+        path = tmp_path / copy / folder / "a/00000000.json"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(data)
+    with pytest.raises(IntegrityError, match="is another document"):
+        Files(tmp_path).document(f"{folder}/a/00000000.json")

@@ -241,10 +241,23 @@ def is_document(name: str) -> bool:
     return name == Paths.FORMAT or (name.partition("/")[0] in DOCUMENTS and name.endswith(".json"))
 
 
+_ALWAYS = {
+    "recipes": ("kind", "values"),
+    "scales": ("table",),
+    "sources": ("table", "latent", "text"),
+    "plans": ("table", "units"),
+    "units": ("rejects",),
+    "segments": ("table", "commits"),
+    "names": ("snapshot",),
+}
+"""Keys that each document of a folder has."""
+
+
 def misplaced(name: str, body: dict[str, Any]) -> str:
     """What in a document contradicts its name, "" if nothing. It may be another, intact document."""
     folder, _, rest = name.partition("/")
     owner, stem = rest.partition("/")[0], rest.rpartition("/")[2].removesuffix(".json")
+    lacking = [f"no {key}" for key in _ALWAYS.get(folder, ()) if key not in body]
     if folder == "snapshots":
         body = {"id": content_digest(canonical(body))}
     wanted = {
@@ -259,7 +272,7 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
     }.get(folder, {})
     actual = {key: body.get(key, value) for key, value in wanted.items()}
     actual = {key: f"{value:08d}" if isinstance(value, int) else value for key, value in actual.items()}
-    return ", ".join(f"{key} {value}" for key, value in actual.items() if value != wanted[key])
+    return ", ".join([*lacking, *(f"{key} {value}" for key, value in actual.items() if value != wanted[key])])
 
 
 def newest_version(name: str) -> int:
