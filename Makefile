@@ -59,10 +59,10 @@ demo: $(STAMP)
 	$(BIN)/sana-pipe demo --out '$(DEMO_DIR)' $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-durations: $(STAMP)
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=$(DURATIONS) --durations-min=0 $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile --durations=$(DURATIONS) --durations-min=0 $(PYTEST_ARGS)
 
 slow: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'slow and not dist and not fault and not gpu' --timeout 900 $(PYTEST_ARGS)

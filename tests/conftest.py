@@ -33,16 +33,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-LONG = ("compiled", "gpu_kit", "kernels", "nvlabs_recipe", "planned_runs", "planning", "phases", "process_end", "scale")
-"""Files with few but long tests."""
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes (which share files in this order) long files come first: the last one ends alone."""
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `fault_seed` runs once for each of `--fault-seeds` seeds."""
     if "fault_seed" in metafunc.fixturenames:
