@@ -438,7 +438,7 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     assert finding.path == Paths.shard(recipe, "0" * 32)
 
 
-@pytest.mark.parametrize("folder", ["recipes", "scales", "sources", "plans", "units", "segments", "names"])
+@pytest.mark.parametrize("folder", ["recipes", "scales", "sources", "plans", "units", "segments", "names", "prompts"])
 def test_an_intact_document_of_another_kind_is_none_of_a_folder(tmp_path: Path, folder: str) -> None:
     """Swapped files; this was found as a KeyError in `bucket`."""
     data = layout.seal({"what": "sana-pipe cache; see cache_layout.md"})

@@ -324,6 +324,14 @@ def test_copies_are_listed_only_when_some_have_to_go(tmp_path: Path, monkeypatch
         assert mirror.counted_bytes() == held(mirror) <= 100_000
 
 
+def test_of_large_copies_no_more_go_than_must(tmp_path: Path) -> None:
+    """Each is more than a twentieth of the limit."""
+    mirror = mirrors.Mirror(tmp_path, 3_000)
+    for n in range(5):
+        fetched_into(mirror, n)
+        assert held(mirror) == min(3, n + 1) * 1_000
+
+
 @pytest.mark.parametrize("moment", ["before the copy", "after the copy", "while copies are removed"])
 def test_after_a_kill_the_next_fetch_counts_the_copies_again(tmp_path: Path, moment: str) -> None:
     mirror = mirrors.Mirror(tmp_path, 10_000)

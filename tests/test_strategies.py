@@ -1,4 +1,4 @@
-"""Every strategy gives what one plain process gives: gradients, norm, and the losses of ten steps.
+"""Every strategy gives what one plain process gives: gradients, norm, and the losses of twenty steps.
 
 One launch (`tests/support/workers/strategies.py`) runs all of them; the tests below judge what it results.
 """

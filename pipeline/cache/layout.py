@@ -249,6 +249,7 @@ _ALWAYS = {
     "units": ("rejects",),
     "segments": ("table", "commits"),
     "names": ("snapshot",),
+    "prompts": ("text", "prompts"),
 }
 """Keys that each document of a folder has."""
 

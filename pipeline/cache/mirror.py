@@ -34,6 +34,12 @@ TOTAL = "total"
 """File with the bytes of all copies. Without it, or when copies have to go, all copies are listed."""
 
 
+def bound_before(size: int, limit: int) -> float:
+    """Bytes down to which copies are removed, once some have to go, when the next is of `size` bytes: `KEPT` of the
+    limit; the limit for a copy that is larger than the difference, of which the mirror holds few."""
+    return limit if size > limit * (1 - KEPT) else limit * KEPT
+
+
 class Mirror:
     """A folder of copies.
 
@@ -204,8 +210,7 @@ class Mirror:
         if not fits(total, self.limit):
             self._forget_total()
             for _, size, path in copies:
-                large = size > self.limit * (1 - KEPT)  # a few of these are listed soon enough
-                if fits(total, self.limit if large else self.limit * KEPT):
+                if fits(total, bound_before(size, self.limit)):
                     break
                 if path != spared:
                     self._unlink(path)

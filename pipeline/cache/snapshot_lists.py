@@ -8,6 +8,7 @@ Price: a list exists once, where the head exists twice; `bucket` writes it again
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -168,8 +169,9 @@ class _TableList(Sequence[T]):
     def __iter__(self) -> Iterator[T]:
         return map(self.at, range(len(self)))
 
+    @abstractmethod
     def at(self, number: int) -> T:
-        raise NotImplementedError
+        """The entry of a row."""
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:

@@ -24,7 +24,7 @@ import numpy as np
 from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.local_files import Handle
-from pipeline.cache.mirror import KEPT
+from pipeline.cache.mirror import bound_before
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
 from pipeline.cache.snapshot import Bucket, Columns, Head, NullRecord, PackedOrder, Policies, Snapshot
 from pipeline.config import BucketConfig, EncodeConfig
@@ -145,8 +145,7 @@ class MirrorModel:
             if self._used + size > self.limit:
                 while self._copies:
                     oldest = next(iter(self._copies.values()))[0]
-                    large = oldest > self.limit * (1 - KEPT)
-                    if self._used + size <= (self.limit if large else self.limit * KEPT):
+                    if self._used + size <= bound_before(oldest, self.limit):
                         break
                     self._used -= self._copies.popitem(last=False)[1][0]
             self.now += self.store.fetch_s(size, self.streams)

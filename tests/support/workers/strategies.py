@@ -28,7 +28,7 @@ from pipeline.training import loss_scale
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
-STEPS = 10
+STEPS = 20
 FSDP2, HSDP, DDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 TP = {"dp_shard": 1, "tp_size": 2}
 CP = {"dp_shard": 1, "cp_size": 2}
