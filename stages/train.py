@@ -241,24 +241,7 @@ def _train(
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
     if config.train.undecided:
-        as_begun = None if continued is None else continued.config
-
-        def shape() -> SanaConfig:
-            return architecture_of(config, task(config, inputs, launch))
-
-        def decide(machine: Machine) -> tuple[Config, list[str]]:
-            processes = None if continued is None else continued.processes
-            return auto.decide(config, shape, data, machine, as_begun, processes, log)
-
-        machine = auto.present(device, launch)
-        if launch.world > 1 and config.train.undecided != ("compile",):
-            launch = launch if launch.stores is not None else reopening(launch, _patience(config))
-            config, lines = _for_the_smallest(config, launch, machine, decide)
-        else:
-            config, lines = decide(machine)
-        config, more = auto.decide_compile(config, device, as_begun)
-        for line in (*lines, *more):
-            log(line)
+        config, launch = _decided(config, inputs, launch, device, data, continued, log)
 
     def predicted(context: Context) -> Expected | None:
         decided = with_residual(context.config, earlier)
@@ -275,6 +258,36 @@ def _train(
         expect=predicted,
         stop=stop,
     )
+
+
+def _decided(
+    config: Config,
+    inputs: Inputs,
+    launch: Launch,
+    device: torch.device,
+    data: Data,
+    continued: Document | None,
+    log: Log,
+) -> tuple[Config, Launch]:
+    """The configuration with values for what is `auto`, and the launch, which may have opened process groups."""
+    as_begun, processes = (None, None) if continued is None else (continued.config, continued.processes)
+
+    def shape() -> SanaConfig:
+        return architecture_of(config, task(config, inputs, launch))
+
+    def decide(machine: Machine) -> tuple[Config, list[str]]:
+        return auto.decide(config, shape, data, machine, as_begun, processes, log)
+
+    machine = auto.present(device, launch)
+    if launch.world > 1 and config.train.undecided != ("compile",):
+        launch = launch if launch.stores is not None else reopening(launch, _patience(config))
+        chosen, lines = _for_the_smallest(config, launch, machine, decide)
+    else:
+        chosen, lines = decide(machine)
+    chosen, more = auto.decide_compile(chosen, device, as_begun)
+    for line in (*lines, *more):
+        log(line)
+    return chosen, launch
 
 
 def _start(

@@ -283,6 +283,14 @@ def test_a_resolved_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolve_device("cpu") == torch.device("cpu")
     assert current == [1, 1, 0]
 
+    def busy(index: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore")
+
+    monkeypatch.setattr(torch.cuda, "set_device", busy)
+    with pytest.raises(UserError, match="GPU 1 cannot be used") as error:
+        resolve_device("cuda:1")
+    assert "busy" in str(error.value.found) and "more" not in str(error.value.found)
+
 
 @pytest.fixture
 def tf32() -> Iterator[Callable[[], tuple[bool, bool]]]:
