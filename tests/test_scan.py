@@ -31,11 +31,11 @@ from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
-from pipeline.errors import UserError
+from pipeline.errors import NoSpaceError, UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.source import Item, Part, Source
+from pipeline.sources.source import Item, Part, Runs, Source
 from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
@@ -651,3 +651,22 @@ def test_what_could_not_be_read_is_read_by_the_next_run(folder: Path, cache: Cac
 def refuse(count: int) -> None:
     if count == 3:
         raise Unreadable("the server is busy")
+
+
+def test_items_that_find_no_disk_space_are_the_same_error_for_every_reader(tmp_path: Path) -> None:
+    class Full:
+        def add(self, table: Any) -> tuple[int, int]:
+            return 0, table.num_rows
+
+        def finish(self) -> Any:
+            self.finish = lambda: pytest.fail("closed already")
+            raise NoSpaceError("no space")
+
+    class FullScratch(Scratch):
+        def table_writer(self, *args: Any) -> Any:
+            return Full()
+
+    load = Runs(FullScratch(tmp_path)).add([])
+    for _ in range(2):
+        with pytest.raises(NoSpaceError):
+            load()

@@ -114,7 +114,7 @@ class Source(ABC):
     scratch: Scratch = Scratch()
     """Temporary storage for items and their places."""
 
-    _runs: ref[_Runs] | None = None
+    _runs: ref[Runs] | None = None
 
     ignored: int = 0
     """Files that the last listing skipped because they are neither pictures nor captions of one."""
@@ -144,7 +144,7 @@ class Source(ABC):
     def _run(self, part: str, entries: list[Item | Reject]) -> PartRange:
         runs = self._runs() if self._runs is not None else None
         if runs is None or not runs.is_open:
-            runs = _Runs(self.scratch)
+            runs = Runs(self.scratch)
             self._runs = ref(runs)  # the file is deleted with the last run
         load = runs.add(entries)
         self.release(entry.key for entry in entries)
@@ -347,7 +347,7 @@ class FilesSource(Source):
         """`Part.stamp` of a file."""
 
 
-class _Runs:
+class Runs:
     """Runs of listed items in one temporary table, pickled: as objects they would occupy a kilobyte an item.
 
     The table is finished when a run is first read; then no more can be added.
