@@ -140,7 +140,7 @@ def scanned(
             max_bytes=max_bytes,
         )
     if publish:
-        cache.add_scan("photos", {"root": source.location, "table": cache.put_table(table)})
+        cache.add_scan("photos", {"root": source.location, "table": cache.put_table(table), "latent": "l", "text": "t"})
         fragments.finish()
     return table
 
@@ -271,7 +271,7 @@ def test_places_of_a_source_that_is_opened_again_are_beside_the_cache(
 ) -> None:
     table = scanned(CountedTars(tars), cache, publish=False)
     body = {"root": str(tars[0].parent), "source_format": "webdataset", "table": cache.put_table(table)}
-    cache.add_scan("photos", body)
+    cache.add_scan("photos", body | {"latent": "l", "text": "t"})
     lower_limits(monkeypatch)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
     source = scanning.reopen(cache, "photos", DataConfig())
