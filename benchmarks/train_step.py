@@ -121,7 +121,7 @@ def data_wait(folder: Path, steps: int) -> tuple[float, float]:
         "train.log_every=5",
     ]
     config: Config = load("tiny", [*settings, "train.save_every=100000", "train.optim.lr=1e-5"])
-    stages.train.run(config, say=lambda line: None)
+    stages.train.run(config, log=lambda line: None)
     rows = metrics.read(folder / "run/metrics.jsonl")
     wall = rows[-1]["seconds"] - rows[0]["seconds"]
     waited = sum(row["data_wait"] * 5 * 12 / row["images_per_s"] for row in rows[1:])

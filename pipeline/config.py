@@ -1231,8 +1231,8 @@ class Given:
     tree: dict[str, Any]
     overridden: tuple[str, ...] = ()
 
-    def origin(self, option: str) -> str:
-        """Where the value of an option comes from: `--set`, the file (`shipped NAME` if it came with the package), or
+    def given_by(self, option: str) -> str:
+        """What gives an option its value: `--set`, the file (`shipped NAME` if it came with the package), or
         `default`."""
         if any(_within(option, name) or _within(name, option) for name in self.overridden):
             return "--set"

@@ -34,17 +34,17 @@ class LiveLine:
             sys.stderr.flush()
             self._shown = ""
 
-    def above(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """`say`, for lines that appear above the live line."""
+    def above(self, log: Callable[[str], None]) -> Callable[[str], None]:
+        """`log`, for lines that appear above the live line."""
 
-        def say_above(line: str) -> None:
+        def log_above(line: str) -> None:
             shown = self._shown
             self.show("")
             if shown:
                 sys.stderr.write("\r")
                 sys.stderr.flush()
-            say(line)
+            log(line)
             if shown:
                 self.show(shown)
 
-        return say_above
+        return log_above

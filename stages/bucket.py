@@ -316,9 +316,9 @@ def _adopt(made: _Made, inputs: _Inputs, dry_run: bool) -> int:
     head, (cache, *others) = made.assembled.head, inputs.caches
     total = 0
     for index in (inputs.records.latents, inputs.records.texts):
-        origin = dict(zip(index.shards, index.origin, strict=True))
+        cache_of = dict(zip(index.shards, index.caches, strict=True))
         for number, other in enumerate(others, start=1):
-            shards = [shard for shard in head.shards[index.kind] if origin[shard.name] == number]
+            shards = [shard for shard in head.shards[index.kind] if cache_of[shard.name] == number]
             total += sum(shard.bytes for shard in shards)
             if not dry_run:
                 adopt(cache, other, index.recipe, {shard.name for shard in shards})

@@ -109,7 +109,7 @@ def _rows(values: dict[str, Any], given: Given) -> Iterator[dict[str, Any]]:
             "name": name,
             "value": value,
             "default": _default(field),
-            "from": given.origin(name),
+            "from": given.given_by(name),
             "values": _kind(field.annotation, tuple(field.metadata)),
             "meaning": _one_line(field.description),
         }

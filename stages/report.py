@@ -65,7 +65,7 @@ def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None,
     with tempfile.TemporaryDirectory(prefix="sana-pipe-") as work:
         folder = decoder.decode(config, latents, Path(work))
         for row in rows:
-            source, item = snapshot.origin(row)
+            source, item = snapshot.source_item(row)
             shape = snapshot.buckets[snapshot.sample(row).bucket]
             size = (shape.height, shape.width)
             photo = None if thumbnails is None else thumbnails.photos.cropped(source, item, size)

@@ -108,4 +108,4 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
 
 def _named(snapshot: Snapshot, rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, str, tuple[str, ...]]]:
     """(source, item, what changed) of samples, sorted by name."""
-    return sorted((*snapshot.origin(row), what) for row, what in rows)
+    return sorted((*snapshot.source_item(row), what) for row, what in rows)

@@ -41,7 +41,7 @@ from pipeline.training import checkpoint, phases
 from pipeline.training.build import architecture_of, with_residual
 from pipeline.training.checkpoint import Document
 from pipeline.training.expectation import Expected
-from pipeline.training.stop import StopRequest, catch_signals_of
+from pipeline.training.stop_request import StopRequest, catch_signals_of
 from pipeline.training.task import Context, DrawnPrompts, Log, Report, TrainingTask
 from pipeline.training.trainer import fit
 
@@ -53,7 +53,7 @@ def run(
     snapshot: str | None = None,
     resume: str | Path | None = None,
     quarantine: str | Path | None = None,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
     begin: str | Path | None = None,
 ) -> Report:
     """Train on a snapshot, or the phases of the configuration one after the other.
@@ -62,7 +62,7 @@ def run(
         snapshot: a name, an id or a prefix of one; None is the newest, for a resumed run the snapshot it began with.
         resume: None, `auto` or a checkpoint folder.
         quarantine: file that lists unreadable records; other samples then substitute for theirs.
-        say: prints one line (default: print, flushed); called on the first process only.
+        log: prints one line (default: print, flushed); called on the first process only.
         begin: a checkpoint or run directory that a new run begins from (`--from`); `train.phase` follows its phase
             unless the configuration gives one.
 
@@ -71,7 +71,7 @@ def run(
             use, and whatever `pipeline.training.checks` refuses.
     """
     launch = detect()
-    log = (say or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
+    log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
     if not config.phases:
         return _train(config, launch, snapshot, resume, quarantine, log, begin)
     if snapshot is not None or resume not in (None, "auto"):
@@ -247,17 +247,8 @@ def _train(
         decided = with_residual(context.config, earlier)
         return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
 
-    return fit(
-        config,
-        task(config, inputs, launch, quarantine),
-        launch,
-        resume=resume,
-        begin=begin,
-        say=log,
-        accepted=partial(inputs.keep, cache),
-        expect=predicted,
-        stop=stop,
-    )
+    given = replace(task(config, inputs, launch, quarantine), expect=predicted, accepted=partial(inputs.keep, cache))
+    return fit(config, given, launch, resume=resume, begin=begin, log=log, stop=stop)
 
 
 def _decided(

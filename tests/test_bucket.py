@@ -51,7 +51,7 @@ def made(of: Config, name: str | None = None) -> Snapshot:
 
 
 def items(snapshot: Snapshot) -> set[str]:
-    return {"/".join(snapshot.origin(row)) for row in range(len(snapshot))}
+    return {"/".join(snapshot.source_item(row)) for row in range(len(snapshot))}
 
 
 def report(of: Config, capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
     for row in range(len(opened)):
         sample = opened.sample(row)
         picture = known[sample.sample_id]
-        assert opened.origin(row) == ("one", picture.item)
+        assert opened.source_item(row) == ("one", picture.item)
         size = buckets.nearest(synthetic.TABLE, picture.height, picture.width)
         bucket = opened.buckets[sample.bucket]
         assert (bucket.height, bucket.width) == size

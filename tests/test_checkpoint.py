@@ -37,7 +37,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def train(settings: Config, *, resume: str | Path | None = None, **options: Any) -> Report:
-    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, say=lambda line: None)
+    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, log=lambda line: None)
 
 
 def files(folder: Path) -> dict[str, Any]:

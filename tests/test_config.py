@@ -332,7 +332,7 @@ def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, t
     overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
     run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
     config = load(name, [*overrides, *run])
-    report = stages.train.run(config, say=lambda line: None)
+    report = stages.train.run(config, log=lambda line: None)
     assert report.step == 1
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
     peak = peak_learning_rate(config.train.optim, load("tiny").bucket.batch)  # that of the snapshot
@@ -443,7 +443,7 @@ def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert {name: rows[name]["from"] for name in origins} == origins
     assert (rows["train.steps"]["value"], rows["train.steps"]["default"]) == (7, "10000")
     assert rows["vae.id"]["default"] is None
-    assert load_given("tiny")[1].origin("train.steps") == "shipped tiny.yaml"
+    assert load_given("tiny")[1].given_by("train.steps") == "shipped tiny.yaml"
     stages.config.run(*load_given(file, ["train.seed=3"]), "train.seed")
     assert "set by --set]\n  seed: 3\n" in capsys.readouterr().out
 

@@ -265,7 +265,7 @@ def test_of_several_indexes_the_first_counts(tmp_path: Path) -> None:
         indexes.append(cache.index(LATENT.name))
     whole = index.RecordIndex.union(indexes)
     rows = whole.find(key_columns.as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
-    assert [whole.origin[int(whole.columns["shard"][row])] for row in rows] == [0, 0, 1]
+    assert [whole.caches[int(whole.columns["shard"][row])] for row in rows] == [0, 0, 1]
 
 
 def test_a_segment_waits_for_exactly_the_units_of_its_plan(tmp_path: Path) -> None:
@@ -660,7 +660,7 @@ def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
         ],
     )
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
-    weights = {snapshot.origin(row)[1]: snapshot.caption_rows(row)[1] for row in range(len(snapshot))}
+    weights = {snapshot.source_item(row)[1]: snapshot.caption_rows(row)[1] for row in range(len(snapshot))}
     assert weights == {one.item: [1.0], two.item: [1.0, 0.5]}
 
 

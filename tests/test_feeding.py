@@ -29,7 +29,7 @@ from tests.support.workers import tiny_run
 def fitted(run: Path, touch: Any = None, resume: str | None = None, **train: Any) -> list[str]:
     printed: list[str] = []
     settings = tiny_run.config(run, **{"steps": 6, **train})
-    fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, say=printed.append)
+    fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, log=printed.append)
     return printed
 
 
@@ -89,7 +89,7 @@ def test_a_run_whose_launcher_is_gone_saves_and_ends(tmp_path: Path, monkeypatch
         parent[0] = 4711
         settings = tiny_run.config(tmp_path / kind, steps=6)
         printed: list[str] = []
-        report = fit(settings, tiny_run.task(settings, touch=killed), Launch(kind=kind), say=printed.append)  # type: ignore[arg-type]
+        report = fit(settings, tiny_run.task(settings, touch=killed), Launch(kind=kind), log=printed.append)  # type: ignore[arg-type]
         assert report.step == end
         assert checkpoint.newest(tmp_path / kind / "checkpoints") is not None
         assert any("stopped by the end of the launcher" in line for line in printed) == (kind == "torchrun")
@@ -125,7 +125,7 @@ def test_a_run_on_a_few_samples_ends(
     )
     printed: list[str] = []
     with pytest.raises(RejectRateError, match=r"\d+ of the last \d+ samples") as caught:
-        stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=printed.append)
+        stages.train.run(config, quarantine=tmp_path / "q.jsonl", log=printed.append)
     assert caught.value.exit_code == 5 and "max_quarantine_rate" in str(caught.value)
     rows = metrics.read(Path(config.train.output) / "metrics.jsonl")
     assert 1 <= len(rows) < 10
@@ -139,7 +139,7 @@ def test_a_run_on_a_few_samples_ends(
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"max_quarantine_rate": 1.0, "output": str(tmp_path / "b")})}
     )
-    assert stages.train.run(config, quarantine=tmp_path / "q.jsonl", say=printed.append).step == 10
+    assert stages.train.run(config, quarantine=tmp_path / "q.jsonl", log=printed.append).step == 10
 
 
 def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int | None]:

@@ -158,7 +158,7 @@ def test_an_earlier_versions_checkpoint_goes_on_as_it_did(golden: Path, figures:
         arch={"num_attention_heads": 2, "num_cross_attention_heads": 1},
         ema={"decay": 0.9},
     )
-    fit(settings, tiny_run.task(settings), Launch(), resume="auto", say=lambda line: None)
+    fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
     rows = [json.loads(line) for line in (golden / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert [losses[step] for step in (5, 6, 7, 8)] == pytest.approx(figures["losses"], rel=1e-5)

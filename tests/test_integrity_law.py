@@ -374,7 +374,7 @@ def test_bits_of_a_snapshot(copy: Path, of: str, count: int | None) -> None:
     def reading() -> object:
         snapshot = Snapshot(Files(copy), opened.id)
         if of == "names":
-            return [snapshot.origin(row) for row in range(len(snapshot))], str(NAMES)
+            return [snapshot.source_item(row) for row in range(len(snapshot))], str(NAMES)
         return snapshot.head, [snapshot.sample(row) for row in range(len(snapshot))]
 
     tally, bits = Tally(reading()), 0

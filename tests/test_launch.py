@@ -305,7 +305,7 @@ def test_training_in_fp32_is_fp32_unless_tf32_is_allowed(tmp_path: Path, tf32: C
     for allowed in (True, False):
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = not allowed, not allowed
         settings = tiny_run.config(tmp_path / str(allowed), steps=1, tf32=allowed)
-        fit(settings, tiny_run.task(settings), Launch(), say=lambda line: None)
+        fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
         assert tf32() == (allowed, allowed)
         (start, *_) = (tmp_path / str(allowed) / "metrics.jsonl").read_text().splitlines()
         assert json.loads(start)["tf32"] is allowed

@@ -647,7 +647,7 @@ def test_chunks_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     opened.sample(0)
     before = os.listdir("/dev/fd")
     assert len({opened.sample_id(row) for row in range(len(opened))}) == len(opened)
-    assert [opened.origin(row)[0] for row in range(len(opened))] == ["item"] * len(opened)
+    assert [opened.source_item(row)[0] for row in range(len(opened))] == ["item"] * len(opened)
     assert len(opened.head.chunks) > 10
     assert len(os.listdir("/dev/fd")) == len(before)
 

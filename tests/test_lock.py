@@ -31,7 +31,7 @@ NEVER = 1e9
 
 def train(run: Path, *, steps: int = 1, resume: str | None = None, touch: Any = None, **options: Any) -> Report:
     settings = tiny_run.config(run, steps=steps, **options)
-    return fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, say=lambda line: None)
+    return fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, log=lambda line: None)
 
 
 @pytest.fixture

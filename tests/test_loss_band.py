@@ -79,13 +79,13 @@ def test_a_run_says_when_its_loss_leaves_the_band_also_after_a_restart(tmp_path:
 
     losses = noisy(60, 0.3, 0.01)
     for attempt in (range(1, 31), range(31, 61)):
-        journal = Metrics(tmp_path / "metrics.jsonl", say=printed.append)
+        journal = Metrics(tmp_path / "metrics.jsonl", log=printed.append)
         journal.start(step=attempt[0] - 1)
         for step in attempt:
             journal.row(100, row(step, losses[step - 1]))
         journal.close()
     assert not [line for line in printed if line.startswith("warning")]
-    journal = Metrics(tmp_path / "metrics.jsonl", say=printed.append)
+    journal = Metrics(tmp_path / "metrics.jsonl", log=printed.append)
     journal.start(step=60)
     journal.row(100, row(61, 0.9))
     journal.close()
@@ -96,7 +96,7 @@ def test_a_run_says_when_its_loss_leaves_the_band_also_after_a_restart(tmp_path:
 def test_a_damaged_journal_ends_no_run(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 0.3}\n{"step": 2}\n\xff\xfe{"step": 3\n{"step": 4, "loss": null}\n')
-    journal = Metrics(path, say=lambda line: None)
+    journal = Metrics(path, log=lambda line: None)
     journal.start(step=4)
     journal.close()
     assert journal._band.rows == 1

@@ -369,7 +369,7 @@ class Chain(RuleBasedStateMachine):
         def names() -> list[str]:
             snapshot = Cache.of(self.config).open_snapshot(snapshot_id)
             count = sum(bucket.samples for bucket in snapshot.buckets)
-            return [snapshot.origin(row)[1].removesuffix(".png") for row in range(count)]
+            return [snapshot.source_item(row)[1].removesuffix(".png") for row in range(count)]
 
         code, value = forked(names)
         assert code == 0, value

@@ -37,8 +37,8 @@ CPU = torch.device("cpu")
 SHAPES = [(16, 8), (12, 8, 1, 1), (10, 1, 3, 3), (6, 16), (5, 3, 2, 2), (7,), ()]
 
 
-def _fit(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:
-    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, say=say or (lambda line: None))
+def _fit(settings: Config, *, resume: str | Path | None = None, log: Any = None, **options: Any) -> Report:
+    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, log=log or (lambda line: None))
 
 
 # ----------------------------------------------------------------------------------------------------------- CAME
@@ -549,7 +549,7 @@ def test_overflows_are_counted_in_the_metrics_and_the_checkpoint(
     """At a scale of 2^24 the first steps overflow; a resumed run goes on with the scale that was found."""
     monkeypatch.setattr(loss_scale, "INITIAL", 2.0**24)
     printed: list[str] = []
-    _fit(tiny_run.config(tmp_path / "run", steps=16, log_every=1, precision="fp16"), say=printed.append)
+    _fit(tiny_run.config(tmp_path / "run", steps=16, log_every=1, precision="fp16"), log=printed.append)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     skipped = rows[-1]["skipped_steps"]
     assert 0 < skipped < 16
@@ -599,7 +599,7 @@ def test_an_average_begins_with_the_weights_where_the_checkpoint_has_none(tmp_pa
         checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)
     _, weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
     printed: list[str] = []
-    _fit(tiny_run.config(tmp_path / "run", steps=3, ema={"decay": 0.9}), resume="auto", say=printed.append)
+    _fit(tiny_run.config(tmp_path / "run", steps=3, ema={"decay": 0.9}), resume="auto", log=printed.append)
     assert any("no running average: it starts from the weights of step 2" in line for line in printed)
     _, last = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003")
     _, averages = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003", ema=True)

@@ -82,7 +82,7 @@ def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
             latent.tobytes(),
             texts,
             said,
-            snapshot.origin(row),
+            snapshot.source_item(row),
         )
     return result
 

@@ -40,8 +40,8 @@ def train(settings: Config, *, printed: list[str] | None = None, snapshot: str =
         return (touch(step) if touch else None) or tiny_run.global_batch(step + after)
 
     task = tiny_run.task(settings, touch=batch, snapshot=snapshot)
-    say = (lambda line: None) if printed is None else printed.append
-    return fit(settings, task, Launch(), say=say, **options)
+    log = (lambda line: None) if printed is None else printed.append
+    return fit(settings, task, Launch(), log=log, **options)
 
 
 def tensors(folder: Path) -> dict[str, Any]:
@@ -203,22 +203,22 @@ def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_co
         return found.snapshot, found.phase, found.step
 
     printed: list[str] = []
-    stages.train.run(settings("one", "train.steps=2"), say=printed.append)
+    stages.train.run(settings("one", "train.steps=2"), log=printed.append)
     stages.bucket.run(settings("one", "bucket.batch=6"))
     old, new = state("one")[0], Cache(settings("one").cache).open_snapshot(None).id
     assert old != new
-    stages.train.run(settings("two", "train.steps=2"), begin=tmp_path / "one", say=printed.append)
+    stages.train.run(settings("two", "train.steps=2"), begin=tmp_path / "one", log=printed.append)
     assert state("two") == (new, 1, 2)
-    stages.train.run(settings("two", "train.steps=3"), resume="auto", say=printed.append)
+    stages.train.run(settings("two", "train.steps=3"), resume="auto", log=printed.append)
     assert state("two") == (new, 1, 3)
     assert not any("the newest is" in line for line in printed)
-    stages.train.run(settings("one", "train.steps=3"), resume="auto", say=printed.append)
+    stages.train.run(settings("one", "train.steps=3"), resume="auto", log=printed.append)
     assert state("one") == (old, 0, 3)
     (line,) = [line for line in printed if "the newest is" in line]
     assert new[:12] in line and f"--from {tmp_path / 'one'} --set train.output=DIR" in line
     with pytest.raises(checkpoint.CheckpointError, match=r"--from .*step-00000003 --set train.output=DIR"):
-        stages.train.run(settings("one", "train.steps=4"), snapshot="latest", resume="auto", say=printed.append)
-    stages.train.run(settings("three", "train.steps=1", "train.phase=7"), begin=tmp_path / "two", say=printed.append)
+        stages.train.run(settings("one", "train.steps=4"), snapshot="latest", resume="auto", log=printed.append)
+    stages.train.run(settings("three", "train.steps=1", "train.phase=7"), begin=tmp_path / "two", log=printed.append)
     assert state("three") == (new, 7, 1)
 
 
@@ -234,12 +234,12 @@ def test_epochs_are_counted_in_steps_of_the_snapshot(small_cache_copy: Path, mak
         return make_config(tmp_path, "train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=0", *more)
 
     printed: list[str] = []
-    assert stages.train.run(settings("train.epochs=3"), say=printed.append).step == 3
+    assert stages.train.run(settings("train.epochs=3"), log=printed.append).step == 3
     assert "3 steps: train.epochs of this snapshot" in printed
     assert "steps: 3\n" in (tmp_path / "run/config.yaml").read_text()
-    assert stages.train.run(settings("train.epochs=6"), resume="auto", say=printed.append).step == 6
+    assert stages.train.run(settings("train.epochs=6"), resume="auto", log=printed.append).step == 6
     with pytest.raises(ConfigError, match=r"train\.epochs = 1"):
-        stages.train.run(settings("train.epochs=1", f"train.output={tmp_path / 'other'}"), say=printed.append)
+        stages.train.run(settings("train.epochs=1", f"train.output={tmp_path / 'other'}"), log=printed.append)
     with pytest.raises(ConfigError, match=r"train\.epochs"):
         train(settings("train.epochs=3"))
 
@@ -288,7 +288,7 @@ def run_phases(settings: Config, **options: Any) -> tuple[Report, list[str]]:
     import stages.train
 
     printed: list[str] = []
-    return stages.train.run(settings, say=printed.append, **options), printed
+    return stages.train.run(settings, log=printed.append, **options), printed
 
 
 def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_pat
     for number, name in enumerate("abc"):
         part = rounds(A, B, C, output="hand").of_phase(name)
         snapshot = "one" if name == "a" else "two"
-        hand = stages.train.run(part, snapshot=snapshot, begin=before, say=lambda line: None)
+        hand = stages.train.run(part, snapshot=snapshot, begin=before, log=lambda line: None)
         before = hand.checkpoint
         assert before is not None
         assert tensors(step(tmp_path / f"run/{name}", hand.step)) == tensors(before)

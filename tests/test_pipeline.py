@@ -46,7 +46,7 @@ class InTheLoop:
         latents, rows = [], torch.zeros_like(cached.captions)
         mask = torch.zeros_like(cached.mask)
         for i, sample_id in enumerate(cached.sample_ids):
-            source, item = self.snapshot.origin(self.rows[sample_id])
+            source, item = self.snapshot.source_item(self.rows[sample_id])
             path = self.sources[source] / item
             picture = decoding.load(path.read_bytes(), cached.bucket, decoder=decoding.choose("auto"))
             latents.append(bf16(self.vae.encode(picture[None])[0]))
@@ -135,9 +135,9 @@ def test_real_photographs_go_all_the_way(tiny_repo: Path, make_config: MakeConfi
     snapshot = Cache(config.cache).open_snapshot()
     assert len(snapshot) == photos["images"] + turned["images"]
     shapes = {
-        snapshot.origin(row)[1].split("_")[0]: snapshot.buckets[snapshot.sample(row).bucket]
+        snapshot.source_item(row)[1].split("_")[0]: snapshot.buckets[snapshot.sample(row).bucket]
         for row in range(len(snapshot))
-        if snapshot.origin(row)[0] == "exif"
+        if snapshot.source_item(row)[0] == "exif"
     }
     assert shapes["Landscape"].width > shapes["Landscape"].height
     assert shapes["Portrait"].height > shapes["Portrait"].width

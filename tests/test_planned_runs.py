@@ -61,7 +61,7 @@ def settings(words: list[str], *more: str) -> Config:
 
 def train(config: Config, **options: Any) -> list[str]:
     printed: list[str] = []
-    stages.train.run(config, say=printed.append, **options)
+    stages.train.run(config, log=printed.append, **options)
     return printed
 
 

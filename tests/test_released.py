@@ -629,7 +629,7 @@ def run(photos: Path, repositories: Callable[[str], Path], tmp_path_factory: pyt
         patch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
         encode.run(config, str(photos))
         bucket.run(config)
-        train.run(config, say=lines.append)
+        train.run(config, log=lines.append)
         yield SimpleNamespace(root=root, config=config, lines=lines)
 
 
@@ -719,7 +719,7 @@ def test_an_nvlabs_export_starts_a_run(run: SimpleNamespace, tmp_path: Path) -> 
             f"train.output={tmp_path / 'run'}",
         ],
     )
-    train.run(again, say=lines.append)
+    train.run(again, log=lines.append)
     assert any(line.startswith("start weights: sana_step_1.pth (F32)") for line in lines)
 
 

@@ -602,7 +602,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
     assert alts.count("decoded latent") == alts.count("source") == 3
     snapshot = Cache.of(made.config).open_snapshot()
     for row in (1, 4, 6):
-        assert f"photos: {snapshot.origin(row)[1]}" in page.shown and f"{snapshot.sample_id(row)}" in page.shown
+        assert f"photos: {snapshot.source_item(row)[1]}" in page.shown and f"{snapshot.sample_id(row)}" in page.shown
 
 
 @pytest.mark.slow
@@ -742,7 +742,7 @@ def test_an_ambiguous_name_lists_the_samples(made: Made, capsys: pytest.CaptureF
         assert f"{second['sample_id']} (photos: double.png)" in str(caught.value)
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 130})
     snapshot = cache.open_snapshot()
-    assert snapshot.origin(sample_view.find(cache, snapshot, "12")) == ("item", "12")
+    assert snapshot.source_item(sample_view.find(cache, snapshot, "12")) == ("item", "12")
 
 
 def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

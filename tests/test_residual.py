@@ -119,7 +119,7 @@ def _fit(folder: Path, steps: int, resume: str | None = None, **train: Any) -> l
         tiny_run.config(folder, steps=steps, precision="bf16", layers=1, async_save=False, **train),
         list[str](),
     )
-    fit(settings, tiny_run.task(settings), Launch(), resume=resume, say=printed.append)
+    fit(settings, tiny_run.task(settings), Launch(), resume=resume, log=printed.append)
     return printed
 
 

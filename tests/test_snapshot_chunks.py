@@ -72,7 +72,7 @@ def mapped(snapshot: Snapshot) -> int:
 
 READS: dict[str, Callable[[Snapshot, int], object]] = {
     "samples": lambda snapshot, row: snapshot.sample(row),
-    "names": lambda snapshot, row: snapshot.origin(row),
+    "names": lambda snapshot, row: snapshot.source_item(row),
 }
 
 

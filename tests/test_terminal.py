@@ -53,13 +53,13 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_text_takes_the_place_of_the_last_one(capsys: pytest.CaptureFixture[str], width: Callable[..., None]) -> None:
     width(30)
     line = LiveLine(True)
-    say = line.above(lambda text: print(text, file=sys.stderr))
+    log = line.above(lambda text: print(text, file=sys.stderr))
     for text in ("a long text", "short", "x" * 100, "a text"):
         line.show(text)
-    say("printed")
+    log("printed")
     line.show("last")
     line.end()
-    say("after")
+    log("after")
     assert screen(capsys.readouterr().err) == ["printed", "last", "after", ""]
     line.show("y" * 100)
     assert screen(capsys.readouterr().err) == ["y" * 29], "a line that wraps cannot be overwritten"
@@ -181,7 +181,7 @@ def test_train_shows_its_progress(
     monkeypatch.setattr(trainer, "LiveLine", lambda there: LiveLine(live))
     validation = {"every": 4, "levels": 2}
     config = tiny_run.config(tmp_path / "run", layers=1, steps=5, validation=validation)
-    trainer.fit(config, tiny_run.task(config), Launch(), say=lambda text: print(text, file=sys.stderr))
+    trainer.fit(config, tiny_run.task(config), Launch(), log=lambda text: print(text, file=sys.stderr))
     printed = capsys.readouterr().err
     rows, (*_, value) = (read(tmp_path / "run/metrics.jsonl") for read in (metrics.read, metrics.validations))
     if not live:

@@ -38,7 +38,7 @@ from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
-from pipeline.training import build, checkpoint, metrics, optimizers, stop
+from pipeline.training import build, checkpoint, metrics, optimizers, stop_request
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.training.trainer import closing_on_exit, fit
@@ -122,7 +122,7 @@ def test_a_rate_that_will_not_do_is_reported(options: dict[str, Any], steps: int
 def test_the_start_of_a_run_says_once_what_its_rate_will_not_do(tmp_path: Path) -> None:
     printed: list[str] = []
     settings = tiny_run.config(tmp_path, steps=3, layers=1, optim={"lr": 1e-5, "warmup_steps": 2})
-    fit(settings, tiny_run.task(settings), Launch(), say=printed.append)
+    fit(settings, tiny_run.task(settings), Launch(), log=printed.append)
     notes = [line for line in printed if line.startswith("note: ") and "train.optim" in line]
     assert len(notes) == 2
     assert "--set train.optim.warmup_steps=0" in notes[0]
@@ -228,14 +228,14 @@ def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
     names = stages.train.task(settings, stages.train.Inputs(snapshot), Launch()).names
     row = len(snapshot) - 1
     assert names([snapshot.sample_id(row), snapshot.sample_id(3), 5]) == {
-        snapshot.sample_id(at): "item: " + snapshot.origin(at)[1] for at in (row, 3)
+        snapshot.sample_id(at): "item: " + snapshot.source_item(at)[1] for at in (row, 3)
     }
     batch = replace(tiny_run.global_batch(0), sample_ids=tuple(snapshot.sample_id(row - at) for at in range(8)))
     batch = replace(batch, noise=torch.where(torch.arange(8)[:, None, None, None] == 2, torch.nan, batch.noise))
     model = tiny_run.model(settings)
     optimizer = optimizers.build(model, settings.train.optim, CPU)
     step = tiny_run.train_step(model, settings.train, optimizer, names=names)
-    with pytest.raises(NonFiniteError, match=f"such a loss: item: {snapshot.origin(row - 2)[1]}\n"):
+    with pytest.raises(NonFiniteError, match=f"such a loss: item: {snapshot.source_item(row - 2)[1]}\n"):
         step([batch], 1)
 
 
@@ -371,7 +371,7 @@ def test_some_steps_are_traced(tmp_path: Path, start: int, steps: int, traced: i
     options: dict[str, Any] = {"steps": 5, "microbatch": 8}
     plain = tiny_run.config(tmp_path / "plain", **options)
     settings = tiny_run.config(tmp_path / "traced", profile={"start": start, "steps": steps}, **options)
-    reports = [fit(one, tiny_run.task(one), Launch(), say=lambda line: None) for one in (plain, settings)]
+    reports = [fit(one, tiny_run.task(one), Launch(), log=lambda line: None) for one in (plain, settings)]
     assert reports[0].loss == reports[1].loss
     assert not (tmp_path / "plain/profile").exists()
     files = list((tmp_path / "traced/profile").glob("*"))
@@ -628,7 +628,7 @@ def test_a_used_run_directory_is_not_overwritten(run: Path) -> None:
 def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
     printed: list[str] = []
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    report = fit_tiny(tiny_run.config(run, steps=5, save_every=2), resume="auto", say=printed.append)
+    report = fit_tiny(tiny_run.config(run, steps=5, save_every=2), resume="auto", log=printed.append)
     assert report.step == 6
     assert printed == ["nothing to do: 6 steps are done, train.steps is 5"]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
@@ -636,7 +636,7 @@ def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
 
 def test_resume_auto_without_checkpoints_begins(tmp_path: Path) -> None:
     printed: list[str] = []
-    assert fit_tiny(tiny_run.config(tmp_path / "run", steps=1), resume="auto", say=printed.append).step == 1
+    assert fit_tiny(tiny_run.config(tmp_path / "run", steps=1), resume="auto", log=printed.append).step == 1
     assert any("from the beginning" in line for line in printed)
 
 
@@ -652,7 +652,7 @@ def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
     printed: list[str] = []
-    fit_tiny(tiny_run.config(run, steps=6), resume=run, say=printed.append)
+    fit_tiny(tiny_run.config(run, steps=6), resume=run, log=printed.append)
     assert any("nothing to do: 6 steps" in line for line in printed)
     assert checkpoint.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
@@ -671,7 +671,7 @@ def test_nothing_that_a_run_writes_holds_the_password_of_a_url(tmp_path: Path) -
         return made.model_copy(update={"cache": "s3://user:sesame@bucket/cache", "mirror": mirror})
 
     fit_tiny(settings(1))
-    fit_tiny(settings(2), resume="auto", say=printed.append)
+    fit_tiny(settings(2), resume="auto", log=printed.append)
     files = [path for path in run.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if b"sesame" in path.read_bytes()] == []
@@ -688,7 +688,7 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     printed: list[str] = []
     new = tiny_run.config(run, steps=7, save_every=2, optim={"lr": 1e-5, "weight_decay": 0.5})
     new = new.model_copy(update={"bucket": BucketConfig(batch=24)})
-    fit_tiny(new, resume="auto", say=printed.append)
+    fit_tiny(new, resume="auto", log=printed.append)
     assert "changed since the checkpoint: train.optim.weight_decay: 0.01 -> 0.5" in printed
     assert not [line for line in printed if "bucket.batch" in line], "training does not read it"
     older = written(new)
@@ -726,7 +726,7 @@ def test_a_checkpoint_of_another_run_is_refused(run: Path, train: dict[str, Any]
 def test_what_an_interrupted_save_left_is_named_and_passed_over(run: Path) -> None:
     shutil.copytree(run / "checkpoints/step-00000006", run / "checkpoints/step-00000008.tmp")
     printed: list[str] = []
-    report = fit_tiny(tiny_run.config(run, steps=8, save_every=8), resume="auto", say=printed.append)
+    report = fit_tiny(tiny_run.config(run, steps=8, save_every=8), resume="auto", log=printed.append)
     assert any("step-00000008.tmp" in line and "ignored" in line for line in printed)
     assert any("resumed from" in line and "step-00000006" in line for line in printed)
     assert report.step == 8
@@ -768,7 +768,7 @@ def test_a_damaged_checkpoint_is_an_error_not_passed_over(run: Path, how: str) -
         checkpoint.load_model_state(folder)
     shutil.rmtree(folder)
     printed: list[str] = []
-    fit_tiny(tiny_run.config(run, steps=5), resume="auto", say=printed.append)
+    fit_tiny(tiny_run.config(run, steps=5), resume="auto", log=printed.append)
     assert any("step-00000004" in line for line in printed)
 
 
@@ -806,7 +806,7 @@ def test_a_signal_saves_and_ends_the_run(
     before = signal.getsignal(number)
     printed: list[str] = []
     settings = tiny_run.config(tmp_path / "run", steps=6)
-    report = fit_tiny(settings, touch=touch, say=printed.append)
+    report = fit_tiny(settings, touch=touch, log=printed.append)
     assert report.step == 3
     assert report.stopped_by == number.name
     assert report.checkpoint == tmp_path / "run/checkpoints/step-00000003"
@@ -817,7 +817,7 @@ def test_a_signal_saves_and_ends_the_run(
 
 
 def test_a_signal_before_the_loop_promises_no_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
-    with stop.catch_signals(True) as request:
+    with stop_request.catch_signals(True) as request:
         os.kill(os.getpid(), signal.SIGTERM)
     assert request.name == "SIGTERM"
     printed = capfd.readouterr().err
@@ -829,7 +829,7 @@ def _interrupted_twice(between_s: float) -> int:
     child = os.fork()
     if child == 0:
         try:
-            with stop.catch_signals(False) as request:
+            with stop_request.catch_signals(False) as request:
                 request.looping = True
                 for _ in range(2):
                     os.kill(os.getpid(), signal.SIGINT)
@@ -842,16 +842,16 @@ def _interrupted_twice(between_s: float) -> int:
 def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is the same Ctrl-C, passed on by a launcher."""
     assert _interrupted_twice(0.01) == 0
-    monkeypatch.setattr(stop, "AGAIN_S", 0.05)
+    monkeypatch.setattr(stop_request, "AGAIN_S", 0.05)
     assert _interrupted_twice(0.2) == -signal.SIGINT
 
 
 def test_an_interrupt_before_the_first_step_has_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), stop.catch_signals(False):
+    with pytest.raises(KeyboardInterrupt), stop_request.catch_signals(False):
         os.kill(os.getpid(), signal.SIGINT)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with stop.catch_signals(False) as request:  # a job in the background of a script: the terminal's is not for it
+        with stop_request.catch_signals(False) as request:  # a job in the background: Ctrl-C is not meant for it
             os.kill(os.getpid(), signal.SIGINT)
         assert request.name is None
     finally:
@@ -874,7 +874,7 @@ def test_a_model_and_a_snapshot_that_do_not_fit(tmp_path: Path) -> None:
     settings = tiny_run.config(tmp_path / "run")
     odd = replace(tiny_run.task(settings), text_width=25)
     with pytest.raises(ConfigError, match=r"caption_channels.*24.* 25"):
-        fit(settings, odd, Launch(), say=lambda line: None)
+        fit(settings, odd, Launch(), log=lambda line: None)
     assert not (tmp_path / "run").exists()
 
 
@@ -927,7 +927,7 @@ def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path
     few = ["train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=0"]
     printed: list[str] = []
     first = make_config(tmp_path, *few, "train.steps=2")
-    report = stages.train.run(first, say=printed.append)
+    report = stages.train.run(first, log=printed.append)
     assert report.step == 2
     assert "12 samples" in printed[0]
     mine = checkpoint.read_document(report.checkpoint).state.snapshot  # type: ignore[arg-type]
@@ -936,8 +936,8 @@ def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path
     newest = Cache(longer.cache).open_snapshot(None).id
     assert newest != mine
     with pytest.raises(checkpoint.CheckpointError, match=f"(?s)snapshot.*{mine}.*{newest}"):
-        stages.train.run(longer, snapshot=newest, resume="auto", say=printed.append)
-    report = stages.train.run(longer, resume="auto", say=printed.append)
+        stages.train.run(longer, snapshot=newest, resume="auto", log=printed.append)
+    report = stages.train.run(longer, resume="auto", log=printed.append)
     assert report.step == 3
     assert checkpoint.read_document(report.checkpoint).state.snapshot == mine  # type: ignore[arg-type]
 
@@ -959,7 +959,7 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     def losses(name: str, *more: str, **options: Any) -> list[dict[str, Any]]:
         output = tmp_path / name
-        stages.train.run(make_config(tmp_path, *few, f"train.output={output}", *more), say=lambda line: None, **options)
+        stages.train.run(make_config(tmp_path, *few, f"train.output={output}", *more), log=lambda line: None, **options)
         return metrics.read(output / "metrics.jsonl")
 
     padded = losses("padded")

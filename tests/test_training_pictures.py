@@ -52,9 +52,9 @@ def settings(
     return config.model_copy(update={"sample": SampleConfig(**{"steps": 2, **(sample or {})})})
 
 
-def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, say: Any = None) -> Report:
+def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, log: Any = None) -> Report:
     given = task or tiny_run.task(config)
-    return trainer.fit(config, given, Launch(), resume=resume, say=say or (lambda line: None))
+    return trainer.fit(config, given, Launch(), resume=resume, log=log or (lambda line: None))
 
 
 def files(config: Config) -> dict[int, bytes]:
@@ -379,7 +379,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert not output.exists()
 
     printed: list[str] = []
-    stages.train.run(config, say=printed.append)
+    stages.train.run(config, log=printed.append)
     assert any(line == f"pictures: 3 prompts of set {published.id[:12]} every 1 steps" for line in printed)
     latents, description = drawn(output, 1)
     opened = cache.open_snapshot(snapshot)
@@ -399,7 +399,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert newer is not None
     for more, expected_set in (((), published), (("train.pictures={every: 1, prompts: prompts}",), newer)):
         steps = len(files(config))
-        stages.train.run(small(f"train.steps={steps}", *more), resume="auto", say=printed.append)
+        stages.train.run(small(f"train.steps={steps}", *more), resume="auto", log=printed.append)
         assert drawn(output, steps)[1]["prompt_set"] == expected_set.id
     assert len([line for line in printed if line.startswith("changed since") and "prompts" in line]) == 1
 
@@ -415,10 +415,10 @@ def test_a_finished_phase_that_drew_has_not_changed(small: Callable[..., Config]
     config = small('phases=[{"name": "a", "snapshot": "latest", "steps": 1}]')
     stages.bucket.run(config)
     publish(Cache(config.cache))
-    stages.train.run(config, say=lambda line: None)
+    stages.train.run(config, log=lambda line: None)
     assert drawn(Path(config.train.output) / "a", 1)[1]["prompts"] == ["one", "two", "three"]
     printed: list[str] = []
-    stages.train.run(config, resume="auto", say=printed.append)
+    stages.train.run(config, resume="auto", log=printed.append)
     assert any("phase a (1 of 1): finished after step 1" in line for line in printed)
     assert not any(line.startswith("note: phase") for line in printed)
 

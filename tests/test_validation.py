@@ -48,9 +48,9 @@ def settings(output: Path, steps: int = 3, *, every: int = 1, **train: Any) -> C
     return tiny_run.config(output, layers=1, steps=steps, **{"validation": validation, **train})
 
 
-def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, say: Any = None) -> Report:
+def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, log: Any = None) -> Report:
     given = task or tiny_run.task(config)
-    return trainer.fit(config, given, Launch(), resume=resume, say=say or (lambda line: None))
+    return trainer.fit(config, given, Launch(), resume=resume, log=log or (lambda line: None))
 
 
 def rows(config: Config) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
     of_ages = config.train.validation.model_copy(update={"old": "earlier"})  # type: ignore[union-attr]
     printed: list[str] = []
     run(
-        config.model_copy(update={"train": config.train.model_copy(update={"validation": of_ages})}), say=printed.append
+        config.model_copy(update={"train": config.train.model_copy(update={"validation": of_ages})}), log=printed.append
     )
     first, _, last = rows(config)
     line = [line for line in printed if line.startswith("validation ")][-1]
@@ -279,7 +279,7 @@ def test_a_run_that_was_taken_over_writes_no_row(tmp_path: Path, monkeypatch: py
 def test_the_journal_says_value_and_change(tmp_path: Path) -> None:
     printed: list[str] = []
     config = settings(tmp_path / "run", 2, ema={"decay": 0.5}, trackers=[])
-    run(config, say=printed.append)
+    run(config, log=printed.append)
     lines = [line for line in printed if line.startswith("validation ")]
     row = rows(config)
     assert f"loss {row[1]['loss']:.4f} ({row[1]['loss'] - row[0]['loss']:+.4f})" in lines[1]
@@ -391,17 +391,17 @@ def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config],
     part = cache.snapshot_of("latest.heldout")
     assert heldout.find(cache, cache.open_snapshot()) == part
     printed: list[str] = []
-    stages.train.run(config, say=printed.append)
+    stages.train.run(config, log=printed.append)
     assert {row["snapshot"] for row in rows(config)} == {part}
     assert cache.names_of(part or "") == sorted(["latest.heldout", f"trained-{part[:16]}"] if part else [])
     # A newer part does not take its place in a run that is resumed.
     stages.bucket.run(small("bucket.heldout=0.5"))
     assert heldout.find(cache, cache.open_snapshot(trained)) is None
-    stages.train.run(small("train.steps=3"), resume="auto", say=printed.append)
+    stages.train.run(small("train.steps=3"), resume="auto", log=printed.append)
     assert {row["snapshot"] for row in rows(config)} == {part}
     assert not [line for line in printed if line.startswith("changed since") and "snapshot" in line]
     # Without the option a line says that there is one.
-    stages.train.run(small("train.validation=null", f"train.output={tmp_path / 'other'}"), say=printed.append)
+    stages.train.run(small("train.validation=null", f"train.output={tmp_path / 'other'}"), log=printed.append)
     assert any("train.validation={}" in line for line in printed)
 
 

@@ -165,7 +165,7 @@ def trainer(sizes: Sizes, *, steps: int, save_every: int, batch: int) -> dict[st
             build(place / "cache", 8 * batch, buckets=BUCKETS[:2], batch=batch)
             config = load("sana_1600m_1024", ["model.weights=null", "model.arch={}", *options])
         with timed("save"), timed("_write"):
-            stages.train.run(config, say=lambda line: None)
+            stages.train.run(config, log=lambda line: None)
         rows = metrics.read(place / "run/metrics.jsonl")
         files = sum(path.stat().st_size for path in (place / "run/profile").iterdir())
         size = sum(path.stat().st_size for path in (place / "run/checkpoints").rglob("*") if path.is_file())

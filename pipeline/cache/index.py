@@ -245,7 +245,7 @@ class RecordIndex:
         bytes: size of each shard in bytes.
         columns: numpy columns of the record table, sorted by key, and `shard` (uint32).
         rejects: every reject of every unit.
-        origin: for each shard, the position of its cache (see `union`); otherwise 0.
+        caches: for each shard, the position of its cache (see `union`); otherwise 0.
         lost: for each shard, whether it is missing or has another size than its commit says (one listing at first use).
     """
 
@@ -259,7 +259,7 @@ class RecordIndex:
             self.rejects += plan.rejects
             self.shards += plan.shards
             self.bytes += plan.bytes
-        self.origin = [0] * len(self.shards)
+        self.caches = [0] * len(self.shards)
         number = {name: i for i, name in enumerate(self.shards)}
         names = [*RECORDS[self.kind].names, "shard"]
         tables = (table.select(names) for plan in every for table in self._tables(plan))
@@ -318,26 +318,26 @@ class RecordIndex:
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
         """One index over the indexes of several caches for the same recipe.
 
-        For a key in several caches the first cache wins, unless its shard is lost. `origin` has the position of each
+        For a key in several caches the first cache wins, unless its shard is lost. `caches` has the position of each
         shard's index.
         """
         if len(indexes) == 1:
             return indexes[0]
         union, local = cls.__new__(cls), indexes[0]
         union.recipe, union.kind, union._files = local.recipe, local.kind, local._files
-        union.shards, union.bytes, union.origin = [], [], []
+        union.shards, union.bytes, union.caches = [], [], []
         others = [
-            (origin, other, np.ones(len(other.shards), bool)) for origin, other in enumerate(indexes[1:], start=1)
+            (number, other, np.ones(len(other.shards), bool)) for number, other in enumerate(indexes[1:], start=1)
         ]
         by_precedence = [(0, local, ~local.lost), *others, (0, local, local.lost)]
         position: dict[str, int] = {}
-        for origin, part, usable in by_precedence:
+        for number, part, usable in by_precedence:
             for i in np.flatnonzero(usable).tolist():
                 if part.shards[i] not in position:
                     position[part.shards[i]] = len(union.shards)
                     union.shards.append(part.shards[i])
                     union.bytes.append(part.bytes[i])
-                    union.origin.append(origin)
+                    union.caches.append(number)
         union.rejects = [reject for part in indexes for reject in part.rejects]
 
         def batches() -> Iterator[pa.Table]:

@@ -595,7 +595,7 @@ class Snapshot:
         chunk, at = self._locate(row)
         return int(chunk.sample_id[at])
 
-    def origin(self, row: int) -> tuple[str, str]:
+    def source_item(self, row: int) -> tuple[str, str]:
         """(source, item) of a sample."""
         table, at = self._named(row)
         return table.column("source")[at].as_py(), table.column("item")[at].as_py()
@@ -607,7 +607,7 @@ class Snapshot:
         for chunk_ids in self.sample_ids():
             for at in np.flatnonzero(np.isin(chunk_ids, np.array(sample_ids, np.uint64))):
                 with suppress(CacheError):
-                    names[int(chunk_ids[at])] = ": ".join(self.origin(first + int(at)))
+                    names[int(chunk_ids[at])] = ": ".join(self.source_item(first + int(at)))
             first += len(chunk_ids)
         return names
 

@@ -97,7 +97,7 @@ def draw_for(
     del model
     _free(device)
     return [
-        DrawnLatent(row, sample.sample_id, caption, *snapshot.origin(row), shape, latent, drawn[row])
+        DrawnLatent(row, sample.sample_id, caption, *snapshot.source_item(row), shape, latent, drawn[row])
         for row, sample, caption, shape, latent, *_ in pieces
     ]
 

@@ -63,7 +63,7 @@ def find(cache: Cache, snapshot: Snapshot, text: str) -> int:
 
 
 def _label(snapshot: Snapshot, row: int) -> str:
-    return f"{snapshot.sample_id(row)} ({': '.join(snapshot.origin(row))})"
+    return f"{snapshot.sample_id(row)} ({': '.join(snapshot.source_item(row))})"
 
 
 def _chunks(snapshot: Snapshot) -> Iterator[tuple[int, pa.Table, pa.Table]]:
@@ -188,7 +188,7 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
     """
     sample, files = snapshot.sample(row), snapshot.files
     bucket = snapshot.buckets[sample.bucket]
-    source, item = snapshot.origin(row)
+    source, item = snapshot.source_item(row)
     bits = np.empty(snapshot.latent_shape(sample.bucket), np.uint16)
     snapshot.reader("latent").read(sample.shard, sample.offset, sample.key, sample.checksum, bits, sample.length)
     latent = (bits.astype(np.uint32) << 16).view(np.float32)

@@ -207,7 +207,7 @@ class Packer:
             records = dict(pool.map(lambda read: (read[3], read[2]()), reads))
         for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
             captions = [records[i, j] for j in range(len(sample.captions))]
-            writer.add(sample.sample_id, records[i, -1], captions, *self.snapshot.origin(row))
+            writer.add(sample.sample_id, records[i, -1], captions, *self.snapshot.source_item(row))
 
 
 def _record(reader: ShardReader, place: Sample | Caption | NullRecord, shape: tuple[int, ...]) -> Payload:

@@ -406,13 +406,13 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
             )
 
 
-def check_belongs(folder: Path, document: Document, origin: LoaderState, architecture: SanaConfig) -> None:
+def check_belongs(folder: Path, document: Document, first_state: LoaderState, architecture: SanaConfig) -> None:
     """Refuse to continue a run with another order of the data or another model.
 
     Raises:
         CheckpointError: naming every field that differs.
     """
-    here, stored = origin.as_dict(), document.state.as_dict()
+    here, stored = first_state.as_dict(), document.state.as_dict()
     differences = [
         f"{'snapshot' if name == 'snapshot' else 'train.' + name}: the checkpoint has {stored.get(name, 0)}, "
         f"this run {here.get(name, 0)}"

@@ -18,7 +18,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import context_parallel, float8, pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import all_gather_objects, run_on_all
 from pipeline.parallel.mesh import Layout, check_sizes
-from pipeline.training import checkpoint, optimizers, pictures, trackers
+from pipeline.training import checkpoint, drawings, optimizers, trackers
 from pipeline.training.build import architecture_of
 from pipeline.training.checkpoint import Resumed
 from pipeline.training.optimizers import in_backward
@@ -58,7 +58,7 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
     if layout.model_parallel_size > 1:
         _check_model_parallel(config, task, layout)
     if task.pictures is not None:
-        pictures.check(config, task, architecture_of(config, task))
+        drawings.check(config, task, architecture_of(config, task))
     in_backward.check(train, task.batch, layout.data_world)
     return Context(config, task, launch, layout, device, log)
 

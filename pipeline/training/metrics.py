@@ -53,7 +53,7 @@ class Metrics:
     def __init__(
         self,
         path: Path,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         trackers: Trackers | None = None,
         expected: Expected | None = None,
         line: LiveLine | None = None,
@@ -65,7 +65,7 @@ class Metrics:
             expected: compared once with what was measured.
             line: shows progress in place of a printed line per row, if it is live.
         """
-        self.path, self._say, self._trackers, self._expected = path, say, trackers, expected
+        self.path, self._log, self._trackers, self._expected = path, log, trackers, expected
         self._line = line or LiveLine(False)
         self._losses: deque[float] = deque(maxlen=_TREND_ROWS)
         self._rows, self._band = 0, LossBand()
@@ -100,11 +100,11 @@ class Metrics:
         if self._line.live:
             self._line.show("  ".join([*self._progress(values, steps), *left]))
         else:
-            self._say("  ".join([_line(values, steps), *left]))
+            self._log("  ".join([_line(values, steps), *left]))
         if self._trackers is not None:
             self._trackers.log(values["step"], values)
         if (band := self._band.add(values["loss"])) is not None:
-            self._say(
+            self._log(
                 f"warning: the loss {values['loss']:.4f} left its band, {band[0]:.4f} to {band[1]:.4f}: look at lr and "
                 f"grad_norm in {self.path.name}, and at what the last steps showed"
             )
@@ -117,7 +117,7 @@ class Metrics:
         """Write the row of a validation and print it with the change since the last validation on the same samples."""
         earlier = [row for row in self._validations if row["snapshot"] == values["snapshot"]]
         self._write({"event": "validation", **values, "time": _now()})
-        self._say(_validation_line(values, earlier[-1] if earlier else {}, steps))
+        self._log(_validation_line(values, earlier[-1] if earlier else {}, steps))
         self._validations.append(values)
         if self._trackers is not None:
             by_sigma = {f"sigma_{sigma}": loss for sigma, loss in values["by_sigma"].items()}
@@ -132,7 +132,7 @@ class Metrics:
         self._write({"event": "pictures", **values, "time": _now()})
         self._drawn.add(values["step"])
         place, count = self.path.parent / values["file"], values["count"]
-        self._say(f"pictures after step {values['step']}/{steps}  {count} prompts  {values['seconds']:.1f} s  {place}")
+        self._log(f"pictures after step {values['step']}/{steps}  {count} prompts  {values['seconds']:.1f} s  {place}")
 
     def has_pictures(self, step: int) -> bool:
         """Whether pictures were drawn after this step."""
@@ -143,12 +143,12 @@ class Metrics:
         try:
             compared = expected.compare(values)
             for line in expected.lines(compared, values["step"]):
-                self._say(line)
+                self._log(line)
             self._write({"event": "prediction", "until_step": values["step"], **compared, "time": values["time"]})
             document = {**expected.document, "until_step": values["step"], "measured": compared}
             (self.path.parent / "prediction.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except Exception as error:
-            self._say(f"note: the prediction is not compared: {error}")
+            self._log(f"note: the prediction is not compared: {error}")
 
     def _progress(self, row: dict[str, Any], steps: int) -> list[str]:
         """Parts of the line that a terminal overwrites. Behind the loss: the mean of the newer half of the last rows

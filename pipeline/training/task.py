@@ -15,6 +15,7 @@ from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderState
 from pipeline.parallel.mesh import Layout
+from pipeline.training.expectation import Expected
 
 Log = Callable[[str], None]
 
@@ -58,6 +59,8 @@ class TrainingTask:
         old_samples: ids of held-out samples whose loss is shown apart, uint64 (n,); None: none.
         pictures: what is drawn at `train.pictures`; None: nothing.
         check: refuses what the data do not allow under a layout; called before anything is started.
+        expect: predicts memory and speed; called on the first process, before there is a process group.
+        accepted: called on the first process once it is certain that this run may start or resume.
     """
 
     first_state: LoaderState
@@ -72,6 +75,8 @@ class TrainingTask:
     old_samples: np.ndarray | None = None
     pictures: DrawnPrompts | None = None
     check: Callable[[Layout], None] = lambda layout: None
+    expect: Callable[[Context], Expected | None] = lambda context: None
+    accepted: Callable[[], None] = lambda: None
     heights: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -45,14 +45,14 @@ class Trackers:
         run: the run directory.
         done: steps that are done already.
         config: the whole configuration.
-        say: prints one line.
+        log: prints one line.
 
     Raises:
         UserError: a tracker cannot be opened.
     """
 
-    def __init__(self, names: Sequence[str], run: Path, done: int, config: dict[str, Any], say: Callable[[str], None]):
-        self._say = say
+    def __init__(self, names: Sequence[str], run: Path, done: int, config: dict[str, Any], log: Callable[[str], None]):
+        self._log = log
         self._open: dict[str, Any] = {}
         if not names:
             return
@@ -78,14 +78,14 @@ class Trackers:
                 tracker.log(values, step=step)
             except Exception as error:
                 del self._open[name]
-                self._say(f"warning: the tracker {name} failed and is left out: {type(error).__name__}: {error}")
+                self._log(f"warning: the tracker {name} failed and is left out: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         for name, tracker in self._open.items():
             try:
                 tracker.finish()
             except Exception as error:
-                self._say(f"warning: the tracker {name} could not be closed: {type(error).__name__}: {error}")
+                self._log(f"warning: the tracker {name} could not be closed: {type(error).__name__}: {error}")
         self._open = {}
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,16 +37,16 @@ from pipeline.terminal import LiveLine
 from pipeline.training import checkpoint, optimizers, trackers
 from pipeline.training.build import TrainingRun, architecture_of, build, with_residual
 from pipeline.training.checks import check_inputs, check_start
+from pipeline.training.drawings import Drawings
 from pipeline.training.expectation import Expected
 from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
 from pipeline.training.metrics import Metrics
-from pipeline.training.pictures import Pictures
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
-from pipeline.training.stop import StopRequest, catch_signals_of
-from pipeline.training.task import Context, Log, Report, TrainingTask
+from pipeline.training.stop_request import StopRequest, catch_signals_of
+from pipeline.training.task import Log, Report, TrainingTask
 from pipeline.training.throughput import Throughput
 from pipeline.training.validation import Validation
 
@@ -60,9 +60,7 @@ def fit(
     *,
     resume: str | Path | None = None,
     begin: str | Path | None = None,
-    say: Log = print,
-    accepted: Callable[[], None] = lambda: None,
-    expect: Callable[[Context], Expected | None] = lambda context: None,
+    log: Log = print,
     stop: StopRequest | None = None,
 ) -> Report:
     """Train until `config.train.steps`. Called by every process of the launch.
@@ -72,22 +70,20 @@ def fit(
             checkpoint there or starts anew, a path continues from that checkpoint.
         begin: a checkpoint whose weights, moments and averages a new run begins with; `config.train.phase` should be
             another than its phase. With `resume="auto"` it counts until the run has a checkpoint.
-        say: prints one line; called on the first process only.
-        accepted: called on the first process once it is certain that this run may start or resume.
-        expect: predicts memory and speed; called on the first process, before there is a process group.
+        log: prints one line; called on the first process only.
         stop: of a caller that catches the signals; None: they are caught here.
 
     Raises:
         UserError: the same message on every process.
     """
     progress = LiveLine(launch.is_main and sys.stdout.isatty() and sys.stderr.isatty())
-    say = progress.above(say)
-    context = check_inputs(config, task, launch, say if launch.is_main else lambda line: None)
+    log = progress.above(log)
+    context = check_inputs(config, task, launch, log if launch.is_main else lambda line: None)
     train, log = context.train, context.log
     set_tf32(train.tf32)
     for line in launch.advice:
         log(f"note: {line}")
-    expected = expect(context) if launch.is_main else None
+    expected = task.expect(context) if launch.is_main else None
     with (
         open_mesh(launch, train.parallel, context.device, context.layout) as mesh,
         memory_errors(train),
@@ -104,7 +100,7 @@ def fit(
             log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
             return Report(done, resumed.folder, None, None)
         context = replace(context, config=with_residual(config, resumed and resumed.document.config))
-        broadcast_from_rank_0(accepted)
+        broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, architecture, resumed)
         for line in optimizers.advice(train.optim, task.batch, train.steps):
             log(f"note: {line}")
@@ -196,7 +192,7 @@ class Loop:
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
-        self.validation, self.pictures = (kind(run, journal, stop, lock) for kind in (Validation, Pictures))
+        self.validation, self.drawings = (kind(run, journal, stop, lock) for kind in (Validation, Drawings))
         self.interrupted = False
 
     def execute(self) -> Report:
@@ -286,7 +282,7 @@ class Loop:
         """Validate and draw if it is due. The steps before an error are saved."""
         try:
             with self.throughput.paused():
-                self.interrupted = not (self.validation(self.done) and self.pictures(self.done))
+                self.interrupted = not (self.validation(self.done) and self.drawings(self.done))
         except UserError:
             if state is not None:
                 self._save(state)

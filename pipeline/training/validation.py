@@ -35,7 +35,7 @@ from pipeline.training.build import TrainingRun
 from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock
 from pipeline.training.metrics import Metrics
-from pipeline.training.stop import StopRequest
+from pipeline.training.stop_request import StopRequest
 
 Totals = dict[tuple[int, int], Tensor]
 """By bucket: (groups, levels + 1) float64, the sums of the losses at each level and the numbers of samples. The groups

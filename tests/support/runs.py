@@ -18,8 +18,8 @@ from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 
-def fit_tiny(settings: Config, *, resume: str | Path | None = None, say: Any = None, **options: Any) -> Report:
-    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, say=say or (lambda line: None))
+def fit_tiny(settings: Config, *, resume: str | Path | None = None, log: Any = None, **options: Any) -> Report:
+    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, log=log or (lambda line: None))
 
 
 def same_checkpoints(one: Path, other: Path) -> bool:

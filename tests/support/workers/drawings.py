@@ -23,7 +23,7 @@ from pipeline.models.sampler import pad_rows, prompt_noise, sample
 from pipeline.parallel import mesh
 from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, pictures
-from pipeline.training.stop import StopRequest
+from pipeline.training.stop_request import StopRequest
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
 from tests.support.workers import strategies, tiny_run
@@ -73,7 +73,7 @@ def run(
     task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world)
     if texts is not None and task.pictures is not None:
         task = replace(task, pictures=replace(task.pictures, texts=task.pictures.texts[:texts]))
-    return fit(settings, task, launch, resume=resume, say=lambda line: None, stop=stop)
+    return fit(settings, task, launch, resume=resume, log=lambda line: None, stop=stop)
 
 
 def drawn(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -221,7 +221,7 @@ def resumed(launch: Launch, name: str, link: int) -> None:
         if world == 1
         else Launch(launch.rank, world, launch.rank, world, rendezvous=f"{launch.rendezvous}-{name}-{link}")
     )
-    fit(settings, task, here, resume="auto", say=lambda line: None)
+    fit(settings, task, here, resume="auto", log=lambda line: None)
 
 
 def uninterrupted(name: str) -> None:
@@ -235,7 +235,7 @@ def uninterrupted(name: str) -> None:
         layers=2,
         precision=precision,
     )
-    fit(settings, tiny_run.task(settings), Launch(), say=lambda line: None)
+    fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
 
 
 def alone() -> None:

@@ -172,7 +172,7 @@ def other_weights(launch: Launch) -> dict[str, Any]:
     settings = tiny_run.config(FOLDER / "mixed", seed=0)
     own = tiny_run.config(FOLDER / "mixed", seed=launch.rank)
     task = tiny_run.task(settings, launch.rank, launch.world)
-    text = refusal(lambda: fit(own, task, meeting(launch), say=quiet))
+    text = refusal(lambda: fit(own, task, meeting(launch), log=quiet))
     return {"said": everywhere(text, launch, settings)}
 
 
@@ -232,7 +232,7 @@ def run(
             task = tiny_run.task(
                 settings, here.rank, here.world, touch=lambda step: tiny_run.global_batch(step + shift)
             )
-        report = fit(settings, task, here, resume=resume, say=quiet)
+        report = fit(settings, task, here, resume=resume, log=quiet)
     if alone:
         with group(launch, settings):
             dist.barrier()

@@ -50,7 +50,7 @@ def settings_of(case: dict[str, Any], output: Path, validation: dict[str, Any] |
 def run(settings: Config, launch: Launch, resume: Path | None = None) -> None:
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world)
-    fit(settings, task, launch, resume=resume, say=lambda line: None)
+    fit(settings, task, launch, resume=resume, log=lambda line: None)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

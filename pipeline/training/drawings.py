@@ -1,6 +1,6 @@
 """Pictures while a run goes on: latents of a prompt set, drawn with the weights of a step.
 
-What: `Pictures` draws a latent for each of `Task.pictures.texts` at the steps of `train.pictures`, with the moving
+What: `Drawings` draws a latent for each of `Task.pictures.texts` at the steps of `train.pictures`, with the moving
 averages if the run has them, and publishes them as `pictures/step-XXXXXXXX.safetensors` in the run directory: float32
 (C, h, w) tensors `0000`, `0001`, ..., multiplied by the scaling factor, and a description (metadata `drawing`).
 Why latents: the training process imports no encoder. `sana-pipe sample --watch` decodes them elsewhere.
@@ -36,7 +36,7 @@ from pipeline.training.build import TrainingRun
 from pipeline.training.feeding import Interrupted
 from pipeline.training.lock import Lock
 from pipeline.training.metrics import Metrics
-from pipeline.training.stop import StopRequest
+from pipeline.training.stop_request import StopRequest
 from pipeline.training.task import DrawnPrompts, TrainingTask
 from pipeline.training.validation import evaluating, is_due
 
@@ -47,7 +47,7 @@ _MOST = 3
 1094 MiB beside the optimizer's states, drawing with 4 samples 788."""
 
 
-class Pictures:
+class Drawings:
     """Call it after every step, and before the first. Build it on every process.
 
     Args:
