@@ -493,7 +493,7 @@ def plan(
     config = _load(config_path, overrides)
     from stages import plan as stage
 
-    return stage.run(config, **options)
+    return stage.run(config, stage.Options(**options))
 
 
 @cli.command(examples=["sana-pipe check", "sana-pipe check --config sana15_1600m_1024 --json"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -841,40 +841,31 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_compile(self) -> TrainConfig:
-        if self.compile != "block":
-            return self
-        allowed: dict[str, tuple[object, tuple[object, ...]]] = {
-            "activation_compression": (self.activation_compression, ("none",)),
-            "activation_offload": (self.activation_offload, (False,)),
-        }
-        if self.parallel.pp_size > 1:  # the other schedules split a block's backward pass, which compiled is one piece
-            allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
-        for name, (value, working) in allowed.items():
-            if value not in working:
-                raise ValueError(
-                    f"compile: {self.compile} does not go with {name}: {value}; set {name} to "
-                    f"{' or '.join(map(str, working))}, or compile: none"
-                )
+        if self.compile == "block":
+            offload = {"activation_offload": (self.activation_offload, (False,))}
+            self._check_whole_blocks("compile", offload)
         return self
 
     @model_validator(mode="after")
     def _check_float8(self) -> TrainConfig:
-        if self.float8 == "none":
-            return self
-        allowed: dict[str, tuple[object, tuple[object, ...]]] = {
-            "precision": (self.precision, ("bf16", "bf16_pure")),
-            "activation_compression": (self.activation_compression, ("none",)),
-            "parallel.tp_size": (self.parallel.tp_size, (1,)),
-        }
-        if self.parallel.pp_size > 1:  # the other schedules split a product's backward pass, which is one piece
+        if self.float8 != "none":
+            precision = {"precision": (self.precision, ("bf16", "bf16_pure"))}
+            tp_size = {"parallel.tp_size": (self.parallel.tp_size, (1,))}
+            self._check_whole_blocks("float8", precision | tp_size)
+        return self
+
+    def _check_whole_blocks(self, option: str, allowed: Mapping[str, tuple[object, tuple[object, ...]]]) -> None:
+        """Refuse what does not go with an option under which a block's (`compile`) or a product's (`float8`) backward
+        pass is one piece. allowed: name -> (value, values that work)."""
+        allowed = {"activation_compression": (self.activation_compression, ("none",)), **allowed}
+        if self.parallel.pp_size > 1:  # the other schedules split the backward pass
             allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
         for name, (value, working) in allowed.items():
             if value not in working:
                 raise ValueError(
-                    f"float8: {self.float8} does not go with {name}: {value}; set {name} to "
-                    f"{' or '.join(map(str, working))}, or float8: none"
+                    f"{option}: {getattr(self, option)} does not go with {name}: {value}; set {name} to "
+                    f"{' or '.join(map(str, working))}, or {option}: none"
                 )
-        return self
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> TrainConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from pipeline.config import Config, ParallelConfig, written
 from pipeline.encoding import survey as surveying
 from pipeline.errors import UserError
 from pipeline.launch import detect, resolve_device
+from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import open_mesh
 from pipeline.planning import auto, calibration
 from pipeline.planning import predict as predicting
@@ -36,27 +37,33 @@ from pipeline.training.build import architecture_of_weights
 GIB = 2**30
 
 
-def run(
-    config: Config,
-    *,
-    gpus: int = 1,
-    gpu: str | None = None,
-    gpu_memory: str | None = None,
-    nodes: int = 1,
-    price: float | None = None,
-    snapshot: str | None = None,
-    phase: str | None = None,
-    search: bool = False,
-    write: str | None = None,
-    calibrate: bool = False,
-    as_json: bool = False,
-) -> int:
-    """Predict one configuration, search for the fastest that fits, or measure this device.
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for.
 
-    Args:
+    Attributes:
+        gpus: of all nodes together; `gpu`, `gpu_memory`: the card, and memory that is not the card's.
+        price: of a GPU hour.
         phase: of the configuration; its options and, unless `snapshot` is given, its snapshot count.
         write: file for the configuration that was searched for.
         calibrate: run real steps on `train.device`, and store the constants that follow.
+    """
+
+    gpus: int = 1
+    gpu: str | None = None
+    gpu_memory: str | None = None
+    nodes: int = 1
+    price: float | None = None
+    snapshot: str | None = None
+    phase: str | None = None
+    search: bool = False
+    write: str | None = None
+    calibrate: bool = False
+    as_json: bool = False
+
+
+def run(config: Config, options: Options) -> int:
+    """Predict one configuration, search for the fastest that fits, or measure this device.
 
     Returns:
         0; 1 if it does not fit, or if `train` would refuse it because nothing leaves a tenth of the memory free.
@@ -64,20 +71,26 @@ def run(
     Raises:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
     """
-    if phase is not None:
-        config, snapshot = config.of_phase(phase), snapshot or config.phase(phase).snapshot
+    snapshot = options.snapshot
+    if options.phase is not None:
+        config, snapshot = config.of_phase(options.phase), snapshot or config.phase(options.phase).snapshot
     elif config.phases:
         raise UserError(
             f"the configuration has {len(config.phases)} phases: which one?",
             fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
         )
-    machine = None if calibrate else machine_of(gpus, gpu, gpu_memory, nodes)
+    machine = None if options.calibrate else machine_of(options)
     data = data_of(config, snapshot)
     shape = predicting.architecture(config, data, architecture_of_weights)
     if machine is None:
-        return _calibrate(config, shape, data, gpu, as_json)
-    if search:
-        return _search(config, shape, data, machine, write, as_json)
+        return _calibrate(config, shape, data, options.gpu, options.as_json)
+    if options.search:
+        return _search(config, shape, data, machine, options.write, options.as_json)
+    return _predict(config, shape, data, machine, options)
+
+
+def _predict(config: Config, shape: SanaConfig, data: Data, machine: Machine, options: Options) -> int:
+    """Print memory, time and cost of the configuration, with values for what is `auto`."""
     constants = calibration.load(machine.card, config.train)
     undecided = tuple(name for name in config.train.undecided if name != "compile")
     refused = False
@@ -92,14 +105,15 @@ def run(
     prediction = predicting.predict(config.train, shape, data, machine)
     largest = predicting.largest_microbatch(prediction, data)
     time = Time.of(prediction, data, constants)
-    if as_json:
-        report = {"prediction": prediction.as_dict(), "largest_microbatch": largest, "time": time.as_dict(price)}
+    if options.as_json:
+        report = {"prediction": prediction.as_dict(), "largest_microbatch": largest}
+        report["time"] = time.as_dict(options.price)
         report |= (
             {"decided": {name: config.train.model_dump(mode="json")[name] for name in undecided}} if undecided else {}
         )
-        click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": gpus, "nodes": nodes}))
+        click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": machine.gpus, "nodes": machine.nodes}))
     else:
-        for line in (*decided, *memory_lines(prediction, largest), *time_lines(time, prediction, price)):
+        for line in (*decided, *memory_lines(prediction, largest), *time_lines(time, prediction, options.price)):
             click.echo(line)
     return 0 if prediction.fits and not refused else 1
 
@@ -167,7 +181,7 @@ def _hours_lines(hours: dict[str, Any], gpus: int, price: float | None) -> list[
     return lines
 
 
-def _calibrate(config: Config, shape: Any, data: Data, gpu: str | None, as_json: bool) -> int:
+def _calibrate(config: Config, shape: SanaConfig, data: Data, gpu: str | None, as_json: bool) -> int:
     """Measure steps of the configuration on this device, print the estimates before and after, store the constants."""
     launch = detect()
     if launch.world > 1:
@@ -208,7 +222,7 @@ def _calibrate(config: Config, shape: Any, data: Data, gpu: str | None, as_json:
     return 0
 
 
-def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
+def _search(config: Config, shape: SanaConfig, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
     if write is not None and Path(write).exists():  # before minutes of search
         raise UserError(f"{write} exists already", fix="--write another name, or remove the file")
     weights = config.model.weights
@@ -222,22 +236,7 @@ def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str
     )
     best = candidates[0]
     if write is not None:
-        fitted = written(config)
-        for option, value in best.changes.items():
-            *sections, name = option.split(".")
-            node = fitted
-            for section in sections:
-                node = node[section]
-            node[name] = value
-        fitted["train"]["parallel"]["sizes"] = "given"
-        if best.train.optim.name != config.train.optim.name:
-            fitted["train"]["optim"] |= {"betas": None, "eps": None}
-        Config.model_validate(fitted)
-        try:
-            with open(write, "x", encoding="utf-8") as file:
-                yaml.safe_dump(fitted, file, sort_keys=False)
-        except OSError as error:
-            raise UserError(f"{write} cannot be written: {error.strerror}", fix="--write another name") from None
+        _write(config, best, write)
     if as_json:
         rows = [
             {"images_per_s": c.images_per_s, "total": round(c.total), "traced": c.prediction is not None, **c.changes}
@@ -262,6 +261,26 @@ def _search(config: Config, shape: Any, data: Data, machine: Machine, write: str
     return 0
 
 
+def _write(config: Config, best: searching.Candidate, path: str) -> None:
+    """Write the configuration with the changes of a candidate to a new file."""
+    fitted = written(config)
+    for option, value in best.changes.items():
+        *sections, name = option.split(".")
+        node = fitted
+        for section in sections:
+            node = node[section]
+        node[name] = value
+    fitted["train"]["parallel"]["sizes"] = "given"
+    if best.train.optim.name != config.train.optim.name:
+        fitted["train"]["optim"] |= {"betas": None, "eps": None}
+    Config.model_validate(fitted)
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            yaml.safe_dump(fitted, file, sort_keys=False)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}", fix="--write another name") from None
+
+
 def _described(candidate: searching.Candidate) -> str:
     train = candidate.train
     parts = [
@@ -278,13 +297,14 @@ def _described(candidate: searching.Candidate) -> str:
     return ", ".join(parts)
 
 
-def machine_of(gpus: int, gpu: str | None, gpu_memory: str | None, nodes: int) -> Machine:
+def machine_of(options: Options) -> Machine:
     """The GPUs of the options.
 
     Raises:
         UserError: neither a card nor a memory size, an unknown card, nodes that do not divide the GPUs.
     """
-    if gpu is None and gpu_memory is None:
+    gpus, gpu, nodes = options.gpus, options.gpu, options.nodes
+    if gpu is None and options.gpu_memory is None:
         raise UserError("which GPU?", expected="--gpu " + "|".join(CARDS) + ", or --gpu-memory 24GiB")
     if gpus % nodes:
         raise UserError(
@@ -292,7 +312,7 @@ def machine_of(gpus: int, gpu: str | None, gpu_memory: str | None, nodes: int) -
             expected="one of " + ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0) + " nodes",
         )
     chosen = card(gpu or UNNAMED)
-    memory = auto.usable(chosen, max(1, gpus // nodes)) if gpu_memory is None else memory_of(gpu_memory)
+    memory = auto.usable(chosen, max(1, gpus // nodes)) if options.gpu_memory is None else memory_of(options.gpu_memory)
     return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
 
 

@@ -78,14 +78,14 @@ def run(
     _check_channels(architecture, *recipes, folder, f"snapshot {opened.id[:12]}")
     wanted = min(count or config.sample.count, len(opened))
     if wanted < (count or config.sample.count):
-        _say(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
-    _say(f"drawing {wanted} pictures from {folder} for captions of snapshot {opened.id[:12]}")
+        _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
+    _log(f"drawing {wanted} pictures from {folder} for captions of snapshot {opened.id[:12]}")
     drawn = drawing.draw_for(
         config, architecture, weights, opened, drawing.spread(len(opened), wanted), resolve_device(config.train.device)
     )
     del weights
     hits = drawing.nearest(drawn)
-    _say(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
+    _log(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
 
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def run(
             sheet = _publish(config, cache, drawn, hits, Path(work), out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
-    _say(f"contact sheet: {sheet}")
+    _log(f"contact sheet: {sheet}")
     return Result(sheet, len(drawn), sum(hits))
 
 
@@ -140,7 +140,7 @@ def run_prompts(
                     fix="--config FILE, that of the training",
                 )
             _check_channels(document.architecture, channels, encoded.recipe.width, folder, "the configured encoders")
-            _say(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} from {folder}")
+            _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} from {folder}")
             architecture, weights = checkpoints.load_model_state(folder, ema=ema)
             shape = channels, size[0] // compression, size[1] // compression
             device = resolve_device(config.train.device)
@@ -151,14 +151,14 @@ def run_prompts(
             sheet = _publish_prompts(encoded.texts, size, made, Path(work), out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
-    _say(f"contact sheet: {sheet}")
+    _log(f"contact sheet: {sheet}")
     return sheet
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
     """Decode the latents that a training draws; see `pictures.Watcher.watch`."""
     set_tf32(False)
-    pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _say).watch(once=once)
+    pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _log).watch(once=once)
     return 0
 
 
@@ -210,7 +210,7 @@ def _recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, Tex
             return head.latent, head.text
     except CacheError:
         pass
-    _say(
+    _log(
         f"snapshot {snapshot[:12]} of the training is not in {config.cache}: its encoders are taken for the configured"
     )
     return None, None
@@ -280,5 +280,5 @@ def _write_table(lines: list[dict[str, Any]], work: Path, out: Path) -> None:
     os.replace(table, out / TABLE)
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)

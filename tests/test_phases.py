@@ -551,14 +551,15 @@ def test_a_plan_wants_one_phase() -> None:
     import stages.plan
 
     with pytest.raises(UserError, match="--phase a"):
-        stages.plan.run(load("tiny", [phases(A, B)]), gpu="a40")
+        stages.plan.run(load("tiny", [phases(A, B)]), stages.plan.Options(gpu="a40"))
     with pytest.raises(ConfigError, match="'x'"):
-        stages.plan.run(load("tiny", [phases(A, B)]), gpu="a40", phase="x")
+        stages.plan.run(load("tiny", [phases(A, B)]), stages.plan.Options(gpu="a40", phase="x"))
 
 
 @pytest.mark.slow
 def test_a_phase_is_planned_by_its_name(rounds: Callable[..., Config], capsys: pytest.CaptureFixture[str]) -> None:
     import stages.plan
 
-    assert stages.plan.run(rounds(A, {**B, "set": {"train.microbatch": 2}}), gpu="a40", phase="b") == 0
+    options = stages.plan.Options(gpu="a40", phase="b")
+    assert stages.plan.run(rounds(A, {**B, "set": {"train.microbatch": 2}}), options) == 0
     assert "4 samples a GPU and step, 2 x 2" in capsys.readouterr().out, "batches of its snapshot"

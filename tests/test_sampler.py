@@ -90,7 +90,7 @@ def test_batches_and_lengths_change_nothing(
     rows, mask, null, null_mask = captions
     noise = draw_noise(3, (4, 8, 8), seed=1)
     seen: list[tuple[int, int]] = []
-    whole = sample(model, rows, mask, null, null_mask, noise=noise, shape=(8, 8), steps=STEPS)
+    whole = sample(model, rows, mask, null, null_mask, noise=noise, steps=STEPS)
     parts = sample(
         model,
         rows,
@@ -200,7 +200,6 @@ def test_a_callable_draws_what_its_module_draws(
     ("change", "message"),
     [
         ({"steps": 0}, "steps must be at least 1"),
-        ({"shape": (9, 9)}, "does not end in"),
         ({"null_captions": None}, "needs the empty caption"),
         ({"mask": torch.ones(2, 3).bool()}, "do not go together"),
         ({"noise": torch.zeros(1, 4, 8, 8)}, "do not go together"),

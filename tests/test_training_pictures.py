@@ -33,7 +33,8 @@ from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
 from pipeline.reporting import drawing
-from pipeline.training import checkpoint, lock, metrics, pictures, throughput, trainer
+from pipeline.training import checkpoint, lock, metrics, throughput, trainer
+from pipeline.training import drawings as in_training
 from pipeline.training.task import Report, TrainingTask
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
@@ -70,7 +71,7 @@ def rows(config: Config) -> list[dict[str, Any]]:
 @contextmanager
 def at_model_call(number: int, action: Callable[[], None]) -> Iterator[None]:
     """`action` is called after call `number` (from 0) of the model by the sampler."""
-    calls, original = itertools.count(), pictures.sample
+    calls, original = itertools.count(), in_training.sample
 
     def sample(model: Any, *inputs: Any, **options: Any) -> Tensor:
         def called(*tensors: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def at_model_call(number: int, action: Callable[[], None]) -> Iterator[None]:
 
         return original(called, *inputs, **options)
 
-    with mock.patch.object(pictures, "sample", sample):
+    with mock.patch.object(in_training, "sample", sample):
         yield
 
 
@@ -260,7 +261,7 @@ def test_a_run_that_was_taken_over_writes_no_file(moment: str, tmp_path: Path, m
         if next(writes) == 1 and moment == "writing":
             take_over()
 
-    monkeypatch.setattr(pictures, "os", SimpleNamespace(fsync=written))
+    monkeypatch.setattr(in_training, "os", SimpleNamespace(fsync=written))
     with at_model_call(7 if moment == "drawing" else -1, take_over), pytest.raises(lock.RunTaken):
         run(config)
     assert sorted(files(config)) == [0]
@@ -278,7 +279,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pictures, "os", SimpleNamespace(fsync=full))
+        patched.setattr(in_training, "os", SimpleNamespace(fsync=full))
         with pytest.raises(UserError, match=r"step-00000000.safetensors: could not be written.*No space"):
             run(config)
     assert [len(names) for names in present] == [1]
@@ -303,10 +304,10 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="12288 pixels"):
         run(config, task=of(104, 128))
     assert not (tmp_path / "run").exists()
-    sizes = {size: pictures.drawn_at_once(config, of(*size)) for size in ((64, 64), (32, 32), (48, 32), (96, 128))}
+    sizes = {size: in_training.drawn_at_once(config, of(*size)) for size in ((64, 64), (32, 32), (48, 32), (96, 128))}
     assert sizes == {(64, 64): 1, (32, 32): 4, (48, 32): 2, (96, 128): 1}
     single = config.model_copy(update={"sample": SampleConfig(guidance=1.0)})
-    assert pictures.drawn_at_once(single, of(64, 64)) == 2
+    assert in_training.drawn_at_once(single, of(64, 64)) == 2
 
 
 def test_a_name_of_a_phase_cannot_be_that_of_the_folder() -> None:
@@ -334,7 +335,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
 
     step = peak(1, nullcontext())
     drawing = peak(
-        pictures._MOST, mock.patch.multiple(tracing, TracedStep=Drawing, watch_updates=lambda *_: nullcontext())
+        in_training._MOST, mock.patch.multiple(tracing, TracedStep=Drawing, watch_updates=lambda *_: nullcontext())
     )
     assert 0 < drawing <= step
 

@@ -83,7 +83,6 @@ def sample(
     null_mask: Tensor | None = None,
     *,
     noise: Tensor,
-    shape: tuple[int, ...] | None = None,
     steps: int = 20,
     guidance: float = 4.5,
     flow_shift: float = 3.0,
@@ -100,7 +99,6 @@ def sample(
         null_captions, null_mask: the empty caption, (M, D) and (M,), or the same with a leading 1 or N. M may differ
             from L: the shorter of the two is padded with masked zeros. Not needed at guidance 1.
         noise: (N, C, h, w) standard normal, the solver's start.
-        shape: if given, checked against the last dimensions of `noise`.
         steps: solver steps, one call of the model each (two samples per picture unless guidance is 1).
         guidance: w in v_null + w (v_caption - v_null); 1 uses the caption alone, 0 the empty caption alone.
         flow_shift: that of training.
@@ -116,7 +114,7 @@ def sample(
         ValueError: shapes that do not go together, steps < 1, no empty caption where guidance needs it, no device or
             dtype.
     """
-    _check(captions, mask, noise, shape, steps)
+    _check(captions, mask, noise, steps)
     if isinstance(model, nn.Module):
         parameter = next(model.parameters())
         device, dtype = device or parameter.device, dtype or parameter.dtype
@@ -132,10 +130,8 @@ def sample(
     elif null_captions is None or null_mask is None:
         raise ValueError(f"guidance {guidance} needs the empty caption")
     else:
-        null_captions, null_mask = _expand(null_captions.to(device, dtype), null_mask.to(device), count)
-        length = max(captions.shape[1], null_captions.shape[1])
-        given, null = _pad(captions, mask, length), _pad(null_captions, null_mask, length)
-        texts = ((torch.cat([null[0][p], given[0][p]]), torch.cat([null[1][p], given[1][p]])) for p in parts)
+        null = _expand(null_captions.to(device, dtype), null_mask.to(device), count)
+        texts = _guided_texts((captions, mask), null, parts)
 
     def flow_of(rows: Tensor, row_mask: Tensor, latents: Tensor, timestep: Tensor) -> Tensor:
         inputs = latents if guidance == 1 else torch.cat([latents, latents])
@@ -155,6 +151,15 @@ def sample(
     return torch.cat(drawn) if drawn else noise.to(device, torch.float32)
 
 
+def _guided_texts(
+    given: tuple[Tensor, Tensor], null: tuple[Tensor, Tensor], parts: Sequence[slice]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and mask of each part: first the empty captions, then the captions, padded to one length."""
+    length = max(given[0].shape[1], null[0].shape[1])
+    given, null = _pad(*given, length), _pad(*null, length)
+    return ((torch.cat([null[0][p], given[0][p]]), torch.cat([null[1][p], given[1][p]])) for p in parts)
+
+
 def _solve(latents: Tensor, flow_of: Callable[[Tensor, Tensor], Tensor], steps: int, flow_shift: float) -> Tensor:
     """Solve from noise to latents. flow_of: (latents, timestep) -> flow."""
     solver = scheduler(flow_shift)
@@ -164,15 +169,13 @@ def _solve(latents: Tensor, flow_of: Callable[[Tensor, Tensor], Tensor], steps: 
     return latents
 
 
-def _check(captions: Tensor, mask: Tensor, noise: Tensor, shape: tuple[int, ...] | None, steps: int) -> None:
+def _check(captions: Tensor, mask: Tensor, noise: Tensor, steps: int) -> None:
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     if captions.ndim != 3 or mask.shape != captions.shape[:2]:
         raise ValueError(f"captions {tuple(captions.shape)} and mask {tuple(mask.shape)} do not go together")
     if noise.ndim != 4 or noise.shape[0] != captions.shape[0]:
         raise ValueError(f"{captions.shape[0]} captions and noise of shape {tuple(noise.shape)} do not go together")
-    if shape is not None and tuple(noise.shape[-len(shape) :]) != tuple(shape):
-        raise ValueError(f"noise of shape {tuple(noise.shape)} does not end in {tuple(shape)}")
 
 
 @contextmanager

@@ -173,22 +173,27 @@ def make_vae(
         inputs = [_signal(group[:, 0]) for group in exact if len(group)]
         if not inputs:
             inputs = [torch.rand(8, 3, *size) * 2 - 1 for size in sizes]
-        model.eval()
-        with torch.inference_mode():
-            latents = [model.encode(x).latent for x in inputs]
-            square = sum(float(z.square().sum()) for z in latents) / sum(z.numel() for z in latents)
-            model.register_to_config(scaling_factor=1.0 / math.sqrt(square))
-            errors = [
-                (model.decode(z).sample.clamp(-1, 1) - x).square().mean(dim=(1, 2, 3))
-                for x, z in zip(inputs, latents, strict=True)
-            ]
+        psnr = _set_scaling_factor(model, inputs)
     model.save_pretrained(folder)
-    psnr = float((10 * torch.log10(4 / torch.cat(errors))).mean()) if images else math.nan
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "scaling_factor": float(model.config.scaling_factor),
-        "psnr": psnr,
+        "psnr": psnr if images else math.nan,
     }
+
+
+def _set_scaling_factor(model: Any, inputs: list[Tensor]) -> float:
+    """Measure it on inputs (N, 3, H, W) in -1..1; gives the mean PSNR of their reconstructions, in dB."""
+    model.eval()
+    with torch.inference_mode():
+        latents = [model.encode(x).latent for x in inputs]
+        square = sum(float(z.square().sum()) for z in latents) / sum(z.numel() for z in latents)
+        model.register_to_config(scaling_factor=1.0 / math.sqrt(square))
+        errors = [
+            (model.decode(z).sample.clamp(-1, 1) - x).square().mean(dim=(1, 2, 3))
+            for x, z in zip(inputs, latents, strict=True)
+        ]
+    return float((10 * torch.log10(4 / torch.cat(errors))).mean())
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from pipeline.config import Config, ParallelConfig
+from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.sana_config import SanaConfig
@@ -71,40 +71,11 @@ def decide(
             config, searched = decide(config.with_train(**fixed), shape, data, machine, log=log)
             said = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
             return config, [f"auto: {said} ({unpredicted or 'on a CPU'})", *searched]
-    if values is not None:
-        reason = "as in the checkpoint"
-    else:
-        architecture, roomy = shape(), replace(machine, memory=round(machine.memory * (1 - MARGIN)))
+    reason = "as in the checkpoint"
+    if values is None:
         log(f"auto: predicting memory and speed, to choose {', '.join(f'train.{name}' for name in undecided)}")
-        # What the compiler saves is not predicted; it is about as much.
-        plain, constants = train.model_copy(update={"compile": "none"}), constants_or_default(machine)
-        try:
-            best = search(plain, architecture, data, roomy, axes=undecided, constants=constants, verified=1)[0]
-        except NothingFitsError as error:
-            names = " and ".join(f"train.{name}" for name in undecided)
-            fix = f"{error.fix}; or give {names} values, which are tried without a prediction"
-            raise NothingFitsError(error.what, expected=error.expected, fix=fix) from None
-        sizes = dict(zip(_SIZES, _by_name(best.layout.sizes), strict=True))
-        values = {
-            "parallel": {**sizes, "offload": best.train.parallel.offload},
-            "microbatch": best.train.microbatch,
-            "activation_checkpointing": best.train.activation_checkpointing,
-        }
-        reason = (
-            f"{best.total / cards.GIB:.1f} of {machine.memory / cards.GIB:.1f} GiB are predicted, "
-            f"{MARGIN:.0%} and more stay free"
-        )
-    tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
-    if "parallel" in undecided:
-        tree["parallel"] = {**train.parallel.model_dump(), **values["parallel"], "sizes": "given"}
-    try:
-        decided = type(train).model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(
-            f"what the run began with does not go with this configuration: {error.errors()[0]['msg']}",
-            found=", ".join(f"train.{name}: {values[name]}" for name in undecided),
-            fix="give these options values instead of auto",
-        ) from None
+        values, reason = _fastest(train, shape(), data, machine, undecided)
+    decided = _with_values(train, undecided, values)
     named = {
         "parallel": str(check_sizes(decided.parallel, machine.gpus)),
         "microbatch": str(decided.microbatch),
@@ -114,6 +85,45 @@ def decide(
         named["parallel"] += ", offload: all"
     chosen = ", ".join(f"train.{name}: {named[name]}" for name in undecided)
     return config.model_copy(update={"train": decided}), [f"auto: {chosen} ({reason})"]
+
+
+def _fastest(
+    train: TrainConfig, architecture: SanaConfig, data: Data, machine: Machine, undecided: tuple[str, ...]
+) -> tuple[dict[str, Any], str]:
+    """The values of the fastest configuration that leaves `MARGIN` of the memory free, and why they were chosen."""
+    roomy = replace(machine, memory=round(machine.memory * (1 - MARGIN)))
+    # What the compiler saves is not predicted; it is about as much.
+    plain, constants = train.model_copy(update={"compile": "none"}), constants_or_default(machine)
+    try:
+        best = search(plain, architecture, data, roomy, axes=undecided, constants=constants, verified=1)[0]
+    except NothingFitsError as error:
+        names = " and ".join(f"train.{name}" for name in undecided)
+        fix = f"{error.fix}; or give {names} values, which are tried without a prediction"
+        raise NothingFitsError(error.what, expected=error.expected, fix=fix) from None
+    sizes = dict(zip(_SIZES, _by_name(best.layout.sizes), strict=True))
+    values = {
+        "parallel": {**sizes, "offload": best.train.parallel.offload},
+        "microbatch": best.train.microbatch,
+        "activation_checkpointing": best.train.activation_checkpointing,
+    }
+    return values, (
+        f"{best.total / cards.GIB:.1f} of {machine.memory / cards.GIB:.1f} GiB are predicted, "
+        f"{MARGIN:.0%} and more stay free"
+    )
+
+
+def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[str, Any]) -> TrainConfig:
+    tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
+    if "parallel" in undecided:
+        tree["parallel"] = {**train.parallel.model_dump(), **values["parallel"], "sizes": "given"}
+    try:
+        return type(train).model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(
+            f"what the run began with does not go with this configuration: {error.errors()[0]['msg']}",
+            found=", ".join(f"train.{name}: {values[name]}" for name in undecided),
+            fix="give these options values instead of auto",
+        ) from None
 
 
 def _by_name(sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

@@ -112,10 +112,6 @@ class Tracker(TorchDispatchMode):
                 if not (only_new and known.kind):
                     known.kind = kind
 
-    def kind_of(self, tensor: Tensor) -> str | None:
-        """What a tensor is for, as far as it is known."""
-        return self._storages[self._note(tensor.untyped_storage())].kind
-
     def peak(self, host: Iterable[str] = (), host_phases: Iterable[str] = ()) -> tuple[Peak, int]:
         """Peak device memory of a later step, and peak host memory in bytes.
 

@@ -22,7 +22,8 @@ from pipeline.launch import Launch
 from pipeline.models.sampler import pad_rows, prompt_noise, sample
 from pipeline.parallel import mesh
 from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint, pictures
+from pipeline.training import checkpoint
+from pipeline.training import drawings as in_training
 from pipeline.training.stop_request import StopRequest
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
@@ -128,7 +129,7 @@ def stopped(launch: Launch, folder: Path) -> dict[str, Any]:
         return sample(*inputs, **options)
 
     settings = settings_of({"parallel": strategies.FSDP2}, folder)
-    with mock.patch.object(pictures, "sample", draw):
+    with mock.patch.object(in_training, "sample", draw):
         report = run(settings, replace(launch, rendezvous=f"{launch.rendezvous}-stopped"), stop=stop)
     steps = sorted(int(path.stem.removeprefix("step-")) for path in (folder / "pictures").iterdir())
     return {"steps": steps, "step": report.step, "stopped_by": report.stopped_by}
