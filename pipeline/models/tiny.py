@@ -182,7 +182,7 @@ def make_vae(
     }
 
 
-def _set_scaling_factor(model: Any, inputs: list[Tensor]) -> float:
+def _set_scaling_factor(model: AutoencoderDC, inputs: list[torch.Tensor]) -> float:
     """Measure it on inputs (N, 3, H, W) in -1..1; gives the mean PSNR of their reconstructions, in dB."""
     model.eval()
     with torch.inference_mode():
