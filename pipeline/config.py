@@ -497,11 +497,11 @@ class OptimConfig(_Section):
     def _fill_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        came = data.get("name") == "came"
+        is_came = data.get("name") == "came"
         betas, eps = data.get("betas"), data.get("eps")
         if betas is None:
-            betas = (0.9, 0.999, 0.9999) if came else (0.9, 0.999)
-        if eps is None and not came:
+            betas = (0.9, 0.999, 0.9999) if is_came else (0.9, 0.999)
+        if eps is None and not is_came:
             eps = 1e-8
         return {**data, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps}
 
@@ -699,10 +699,10 @@ class TrainConfig(_Section):
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
     docs/nvlabs.md; default is better where they differ, and has the constants of diffusers' pipeline."""
     activation_checkpointing: Recompute = "auto"
-    """What a block computes again in the backward pass. none: nothing. full: all but its inputs. selective: all but its
-    inputs and the results of matrix products that are no wider than their inputs. every-K (every-2): each K-th block in
-    full. auto: on a GPU the fastest of none, selective and full that fits, chosen as with `microbatch: auto`; else
-    full."""
+    """What a block computes again in the backward pass. none: nothing. full: everything; only its inputs are saved.
+    selective: as full, but the results of matrix products that are no wider than their inputs are saved, too. every-K
+    (every-2): full for each K-th block. auto: on a GPU the fastest of none, selective and full that fits, chosen as
+    with `microbatch: auto`; otherwise full."""
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
@@ -1049,8 +1049,8 @@ class Config(_Section):
             if option in _all_paths() and not reads("train", option):
                 raise ConfigError(f"{where}: set: sana-pipe train does not read {option}", fix="leave it out")
         options = {**fields, **options}
-        for one, other in (("steps", "epochs"), ("epochs", "steps")):
-            if f"train.{one}" in options and f"train.{other}" not in options:
+        for name_given, other in (("steps", "epochs"), ("epochs", "steps")):
+            if f"train.{name_given}" in options and f"train.{other}" not in options:
                 train.pop(other, None)
         for option, value in options.items():
             _assign(tree, option.split("."), value, f"{option}={value}")

@@ -35,7 +35,7 @@ MODELS = "tiny"
 VAE_STEPS, QUICK_VAE_STEPS = 400, 20
 PROMPTS = "prompts.txt"
 PROMPTED = ("astronaut", "galaxies", "tissue", "retina")
-"""Photographs whose captions are drawn while the training goes on: the square ones."""
+"""The square photographs; their captions are drawn during training."""
 ROUND_STEPS, QUICK_STEPS = {"round1": 500, "round2": 350}, 10
 VALIDATIONS, DRAWINGS = 4, 2
 """Of a round, beside those before its first step."""

@@ -45,7 +45,7 @@ TITLES = ("photo", "reconstruction", "drawn")
 
 @dataclass(frozen=True)
 class Result:
-    """nearest: number of drawn latents, out of `count`, whose nearest cached latent is that of the same sample."""
+    """nearest: of `count` drawn latents, how many are nearest to the cached latent of their sample."""
 
     sheet: Path
     count: int

@@ -229,7 +229,7 @@ def _publish_prompts_again(cache: Cache, replaced: Replaced, report: _Report) ->
 
 
 def _check_snapshots(cache: Cache, findings: list[Finding], replaced: Replaced, report: _Report) -> list[Finding]:
-    """What is wrong now with named snapshots, and with those of the findings."""
+    """Check the named snapshots again, and the snapshots in the findings."""
     named = named_snapshots(cache)
     damaged = {finding.path for finding in findings if finding.path.startswith("snapshots/")}
     left = []

@@ -259,8 +259,8 @@ class _Shard:
 
     Args:
         open_index: of its recipe; called only if there is damage.
-        snapshots: those that names point to. A record that one of them refers to must be right in this shard, even if
-            another shard holds it, too, because the snapshot reads this shard.
+        snapshots: the named ones. If one refers to a record in this shard, the record must be right here: the snapshot
+            reads this shard even if another shard holds the record, too.
     """
 
     cache: Cache

@@ -58,7 +58,7 @@ class Files:
         patience_s: how long to wait for a network file system or object store that does not answer.
         damage: lost or damaged document -> what is wrong. Its copy was read instead.
         repairs: whether such a document is written again immediately.
-        reopen_s: a shard that was reopened because of a wrong record is not reopened for this long.
+        reopen_s: seconds for which a shard that was reopened because of a wrong record is not reopened again.
         readers: all readers; they close their files when descriptors or disk space run out.
     """
 

@@ -35,8 +35,8 @@ TOTAL = "total"
 
 
 def bound_before(size: int, limit: int) -> float:
-    """Bytes down to which copies are removed, once some have to go, when the next is of `size` bytes: `KEPT` of the
-    limit; the limit for a copy that is larger than the difference, of which the mirror holds few."""
+    """Copies are removed until at most this many bytes are left, to make space for a copy of `size` bytes: `KEPT` of
+    the limit, or the whole limit before a copy larger than the rest of it; the mirror holds few of those."""
     return limit if size > limit * (1 - KEPT) else limit * KEPT
 
 

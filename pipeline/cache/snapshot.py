@@ -174,8 +174,8 @@ class Policies(HeadObject):
 
 @dataclass(frozen=True)
 class NullRecord(HeadObject):
-    """The place of a text record of which attention may see the first `valid` rows: that of the empty caption, which
-    has all rows, or of a prompt.
+    """Where the text record of the empty caption or of a prompt is. Attention sees its first `valid` rows; the empty
+    caption has all rows.
 
     length: bytes of the payload, where it is not plain bf16.
     """

@@ -8,8 +8,9 @@ new one from other files:
 - channel scales from records,
 - a scan, a name or a prompt set that is no longer the last, from its successor.
 Why: the head of a shard names its unit, and its record table lists its records. So no lost document costs an encoding.
-Price: what only the document said is gone: the reasons of rejects (those records are tried again), the batches of units
-(a damaged record of such a unit is made again in a batch of one), the location of a source, the snapshot of a name.
+Price: what only the document stated is lost: the reasons of rejects (these records are tried again), the batches of
+units (a damaged record of such a unit is made again in a batch of one), the location of a source, the snapshot of a
+name.
 """
 
 from __future__ import annotations

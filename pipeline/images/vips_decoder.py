@@ -5,9 +5,9 @@ and Pillow decodes them. The header alone decides.
 Why: Pillow spends more time on the resize than on the decoding; libvips' kernels are vectorised. Large JPEGs are shrunk
 during decoding (by 2, 4 or 8), but only so far that a factor of three remains for the filter: with two, the usual
 choice, the shrinking is visible in fine detail (43 dB from the exact result; with three 48, with four 51, without
-shrinking 55). JPEG is read by simplejpeg (libjpeg-turbo) and not by libvips, which does not look at the warnings after
-the last line: of 100 baseline files with damaged bytes in the middle its strictest setting noticed 8, simplejpeg 48
-(the others decode without any sign), Pillow 7.
+shrinking 55). JPEG is read by simplejpeg (libjpeg-turbo), because libvips ignores warnings after the last line. Of 100
+baseline files with damaged bytes in the middle, simplejpeg noticed 48 (the others decode without any sign), libvips'
+strictest setting 8, Pillow 7.
 Traps that are closed here: `fail_on` is set (by default libvips fills truncated pictures with gray or black), the whole
 picture is decoded before it is cropped (so that damage below the crop is noticed), and sizes are checked in the header.
 libvips' reduce does not support fractional crops; `window` finds integer borders at which its sampling grid is exact.

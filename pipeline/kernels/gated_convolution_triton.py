@@ -82,7 +82,7 @@ def _convolve(left, middle, right, taps, bias, ROW: tl.constexpr):
 def _gate_forward(u, weight, bias, out, height, width, channels, rows, above, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    inside, kept = channel < channels, result < channels // 2
+    inside, is_result = channel < channels, result < channels // 2
     first = tl.program_id(1) * ROWS
     top = first + above
     image = tl.program_id(2).to(tl.int64) * width
@@ -97,7 +97,7 @@ def _gate_forward(u, weight, bias, out, height, width, channels, rows, above, RO
         for r in tl.static_range(ROWS):
             value, gate = tl.split(tl.reshape(_convolve(left, middle, right, taps, start, r), (BLOCK // 2, 2)))
             place = ((first + r).to(tl.int64) * width + column) * (channels // 2) + result
-            tl.store(out + place, (value * _silu(gate)).to(out.dtype.element_ty), mask=kept & (first + r < rows))
+            tl.store(out + place, (value * _silu(gate)).to(out.dtype.element_ty), mask=is_result & (first + r < rows))
         left = middle
         middle = right
 
@@ -108,7 +108,7 @@ def _gate_backward(gradient, u, weight, bias, inner, parts, height, width, chann
     """Compute the gradients of `inner` (the convolution's result), weight and bias from the output gradient."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    inside, kept = channel < channels, result < channels // 2
+    inside, is_result = channel < channels, result < channels // 2
     first = tl.program_id(1) * ROWS
     top = first + above
     image = tl.program_id(2).to(tl.int64) * width
@@ -128,7 +128,7 @@ def _gate_backward(gradient, u, weight, bias, inner, parts, height, width, chann
             value, gate = tl.split(tl.reshape(_convolve(left, middle, right, taps, start, r), (BLOCK // 2, 2)))
             place = (first + r).to(tl.int64) * width + column
             below = first + r < rows
-            of_result = tl.load(gradient + place * (channels // 2) + result, mask=kept & below, other=0.0)
+            of_result = tl.load(gradient + place * (channels // 2) + result, mask=is_result & below, other=0.0)
             of_result = of_result.to(tl.float32)
             sigmoid = 1.0 / (1.0 + tl.exp(-gate))
             of_value = of_result * gate * sigmoid

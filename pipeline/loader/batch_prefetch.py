@@ -1,8 +1,8 @@
 """Batch prefetch: threads work on coming steps, the consumer gets the results in order.
 
 `BatchPrefetch.get` returns what `work(step, on_read)` returned for the next step, or raises what it raised there.
-Not a pool of futures, for two reasons: how far to read ahead is a number of bytes, which is known only after a step is
-read; and a pool waits for its threads when the process ends, so a read of a dead file system would keep it alive.
+Why not a pool of futures: the limit of reading ahead is a number of bytes, and a step's bytes are known only after it
+is read; and a pool waits for its threads when the process ends, so a read from a dead file system would keep it alive.
 Price: a thread that hangs in the kernel cannot be stopped. It is abandoned and ends with the process.
 """
 

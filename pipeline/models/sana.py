@@ -92,8 +92,8 @@ class SanaTransformer(SanaEnds):
                 rows as if none were masked, and yields no NaN. For captions without padding the True of each sample
                 come first, and there is at least one.
             timesteps: (B,) float32 in [0, 1000).
-            band: where the latents are some rows of a picture (`crop`): its first row of tokens, and how many rows the
-                picture has.
+            band: for latents that are some rows of a picture (`crop`): (the first row of tokens, rows of tokens of the
+                picture).
 
         Returns:
             (B, C, H, W) in the model's dtype.

@@ -21,8 +21,8 @@ reference without padding differs from itself by more, the tolerance is three ti
 Mistakes are larger: one wrong token in the instruction gives 0.15, a mask that forgets it 1.
 
 `mode: auto` does this, `mode: exact` is the reference's computation for every caption. The mode is not part of the
-recipe: under `auto` a cache receives only values that passed the comparison, so they differ from those of `exact` by no
-more than another batch size or GPU does, and those are not part of the recipe, either. The mode is in a unit's
+recipe. Under `auto` a cache receives only values that passed the comparison: they differ from those of `exact` by no
+more than a change of batch size or GPU, and these are not part of the recipe, either. The mode is in a unit's
 provenance. On the CPUs tried bf16 rows were equal bit for bit; that is not promised.
 
 Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in

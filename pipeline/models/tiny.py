@@ -81,8 +81,8 @@ ROUNDS = {
     "more": tuple(photo for photo in _PHOTOS if photo.name in _LATER),
     "heldout": tuple(_narrower(photo) for photo in _PHOTOS if photo.name in _LATER),
 }
-"""The demonstration's folders: pictures of the first round, those that the second adds, and other crops of the latter,
-which are not trained on."""
+"""The demonstration's folders: the pictures of the first round, the pictures that the second round adds, and other
+crops of these added pictures, for validation only."""
 
 
 def demo_photos(out: Path, photos: Sequence[_Photo] = _PHOTOS) -> list[tuple[Path, str]]:
@@ -397,7 +397,7 @@ def make_text(
     <bos> comes first; so the trailing space of Sana's instruction merges with the caption's first word when that word
     is known. The model has Gemma-2's parts in small: softcapped logits, a sliding window (shorter than the instruction)
     in every other layer, grouped queries. The embedding's deviation is raised so that token identity survives the
-    unit-size outputs of the random layers, which is what lets a small Sana tell a dozen captions apart.
+    unit-size outputs of the random layers: a small Sana can then distinguish a dozen captions.
 
     Args:
         captions: training texts of the tokenizer, normalised and raw.

@@ -103,9 +103,9 @@ def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
 
 
 def reopening(launch: Launch, timeout_s: int) -> Launch:
-    """The launch for a process that opens several groups, one after the other. They share one store, each with a prefix
-    of its own: closed and opened again, a store would still have the addresses of the group before (torchrun's), or its
-    port would not be free yet."""
+    """The launch for a process that opens several groups, one after the other. The groups share one store, each under
+    another prefix. A store that is closed and opened again would still have the addresses of the group before
+    (torchrun's), or its port would not be free yet."""
 
     def stores() -> Iterator[dist.Store]:
         limit = timedelta(seconds=timeout_s)

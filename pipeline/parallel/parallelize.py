@@ -200,7 +200,7 @@ class ContextParallelModel(ParallelModel):
 
 
 class PipelineParallelModel(ParallelModel):
-    """A model of which every process holds some layers, under the names that they have in the whole model."""
+    """Every process has some of the model's layers, under the names that they have in the whole model."""
 
     def __init__(self, pipeline: pipeline_parallel.Pipeline, data_world: int):
         super().__init__(pipeline_parallel.join_stages(pipeline.stages), data_world)

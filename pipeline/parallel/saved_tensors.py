@@ -2,15 +2,15 @@
 
 What: `Offloader.hooks` is a context for a module's forward pass. In it every tensor that autograd saves is replaced by
 a `_StoredTensor` (in host memory, in 8 bits, or both) and rebuilt when the backward pass asks for it.
-Left as they are: the module's parameters and buffers and every view of them (recognised by their storage while the
-forward pass runs: under FSDP2 they are then gathered, and a copy would keep the whole model alive), tensors of fewer
-than 1,024 values, and for compression everything that is not floating point.
+Left as they are: the module's parameters and buffers with all their views, tensors of fewer than 1,024 values, and for
+compression everything that is not floating point. Parameters are recognised by their storage during the forward pass.
+FSDP2 has gathered them then, so a copy of each would keep the whole model in memory.
 Equal tensors are stored once (queries, keys and values share their input, all blocks share the captions). A tensor
 comes back with its size, strides and dtype: torch's own `save_on_cpu` rebuilds it contiguous, after which a recomputed
 block saves other tensors than before and the backward pass fails.
 On a GPU the copies run beside the computation: on a separate stream, to pinned memory, and back before the backward
-pass asks for them (`OnDevice`). Why not torchtune's `OffloadActivations`, which does the same: it copies neither
-DTensors nor strided tensors as they were, and does not recognise equal ones.
+pass asks for them (`OnDevice`). Why not torchtune's `OffloadActivations`: it changes DTensors and strided
+tensors, and stores equal tensors several times.
 Price: a copy to the host and back per tensor over PCIe, and up to `AHEAD` tensors that stay on the device meanwhile; or
 the two passes of `compression`.
 """
@@ -99,9 +99,9 @@ class _StoredTensor:
 class Transfers:
     """Copies between a device and pinned host memory, on a separate stream.
 
-    A copy begins when everything that the computing stream has been given so far is done. Whoever uses a result, or
-    frees a tensor of a copy, lets the computing stream wait for its event before: memory of that stream is then reused
-    after the copy. (Host memory needs no care: torch's allocator knows the copies of pinned memory.)
+    A copy begins when the work given to the computing stream so far is done. Before the caller uses the result of a
+    copy, or frees one of its tensors, it makes the computing stream wait for the copy's event; so that stream reuses
+    memory only after the copy. (Host memory needs no care: torch's allocator knows the copies of pinned memory.)
     """
 
     def __init__(self, device: torch.device):

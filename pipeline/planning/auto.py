@@ -1,13 +1,13 @@
 """Decide `train.parallel`, `microbatch`, `activation_checkpointing` and `compile` where they are `auto`.
 
 What: `decide` searches the options that are `auto` by the code of `plan --search` and returns the configuration with
-values, and lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values: whoever
-reads these options calls both before (`TrainConfig.undecided`). A resumed run on as many processes keeps the values of
-its checkpoint.
-Where nothing is to be gained (on a CPU, whose memory is no limit) or predicted (context parallelism, float8),
-microbatch and checkpointing are `FIXED`, without a search.
-The memory: that of the GPU less `MARGIN`; for `parallel` on a CPU half of the main memory (or of the control group's
-limit), divided by the node's processes.
+values, and lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values; code
+that reads these options must call both first (`TrainConfig.undecided`). A resumed run on as many processes keeps the
+values of its checkpoint.
+Without a search, microbatch and checkpointing are `FIXED`: on a CPU, whose memory is no limit, and with context
+parallelism or float8, which are not predicted.
+The memory that may be used: on a GPU all but `MARGIN`; for `parallel` on a CPU half of the main memory (or of the
+control group's limit), divided by the node's processes.
 In a launch the first process decides, for the smallest memory of all (`stages.train`).
 Price: up to a minute of CPU time for Sana 1.6B at the first start, by the number of options.
 """
@@ -69,8 +69,8 @@ def decide(
         fixed = {name: value for name, value in FIXED.items() if name in undecided}
         if fixed:
             config, searched = decide(config.with_train(**fixed), shape, data, machine, log=log)
-            said = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
-            return config, [f"auto: {said} ({unpredicted or 'on a CPU'})", *searched]
+            values_text = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
+            return config, [f"auto: {values_text} ({unpredicted or 'on a CPU'})", *searched]
     reason = "as in the checkpoint"
     if values is None:
         log(f"auto: predicting memory and speed, to choose {', '.join(f'train.{name}' for name in undecided)}")

@@ -166,7 +166,7 @@ class Prediction:
 
 
 def architecture(config: Config, data: Data, resolve: Any = None) -> SanaConfig:
-    """The model's shape: `model.arch`, that of a released model by its name (without network), or that of the weights.
+    """The model's shape: from `model.arch`, from the name of a released model (without network), or from the weights.
 
     Args:
         resolve: (config) -> shape, for weights that are not released ones.
@@ -311,11 +311,11 @@ class ParameterCounts:
 
 @cache
 def parameter_counts(shape: SanaConfig) -> ParameterCounts:
-    """Of a model, from two small ones on the meta device."""
-    one, two = (
+    """Derived from models of one and of two layers on the meta device."""
+    single, double = (
         sum(p.numel() for p in SanaTransformer.on_meta(replace(shape, num_layers=n)).parameters()) for n in (1, 2)
     )
-    return ParameterCounts(two - one, 2 * one - two, shape.num_layers)
+    return ParameterCounts(double - single, 2 * single - double, shape.num_layers)
 
 
 # ------------------------------------------------------------------------------------------------ larger microbatches
@@ -331,10 +331,9 @@ def largest_microbatch(prediction: Prediction, data: Data) -> int:
     A line through two traces gives a guess, which a third trace corrects: the peak is piecewise linear and convex in
     the microbatch, so that a guess beyond the last piece is too large, never too small.
     """
-    one = bytes_at(prediction, 1) if prediction.shape.microbatch != 1 else prediction.total
-    if one > prediction.machine.memory:
+    low, at_low = 1, bytes_at(prediction, 1) if prediction.shape.microbatch != 1 else prediction.total
+    if at_low > prediction.machine.memory:
         return 0
-    low, at_low = 1, one
     high, at_high = prediction.shape.microbatch, prediction.total
     if high == 1:
         high, at_high = 8, bytes_at(prediction, 8)

@@ -3,10 +3,10 @@
 What: `search` takes a configuration and varies what a user would otherwise try: the layout {FSDP2, HSDP, DDP, tensor
 and pipeline parallelism and products}, checkpointing, optimizer, precision, compression, offload and the update in the
 backward pass (if `train.optim.clip` is null); and the largest microbatch of each that fits. `AXES` names them.
-Why not a trace for each: there are thousands. Memory is a sum: what lasts follows from counts of parameters
-(`closed_form`), and what a block and the ends need is traced once for each way of treating activations, at two
-microbatches, and is linear in the microbatch. The best candidates are then traced whole, and dropped if they do not fit
-after all.
+Why not a trace for each: there are thousands. Memory is a sum. Lasting memory follows from counts of parameters
+(`closed_form`). The activations of a block and of the ends are traced once for each way of treating them, at two
+microbatches; they are linear in the microbatch. The best candidates are then traced whole, and dropped if they do not
+fit after all.
 What is not varied: the batch. Another optimizer, precision or compression changes the training beyond the order of
 sums: every candidate names it, `axes` leaves it out, and each such change must make up for 5 % of the speed (`PRICE`).
 fp32 and fp16 are considered only if they are configured.

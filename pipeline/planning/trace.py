@@ -220,7 +220,7 @@ _OFFLOADED = (kinds.PARAMETERS, kinds.GRADIENTS, kinds.OPTIMIZER, kinds.EMA), ("
 
 
 class TracedStep(TrainStep):
-    """A step whose verdict nobody reads: fake tensors have no values."""
+    """A step without a verdict: fake tensors have no values."""
 
     def await_verdict(self) -> bool:
         self._pending = None

@@ -24,8 +24,8 @@ TRAIN = "sana-pipe train --resume auto"
 def collect(
     config: Config, *, run: Path | None = None, snapshot: str | None = None, compare: Path | None = None
 ) -> tuple[dict[str, Any], Cache | None, Snapshot | None]:
-    """The numbers as JSON values (`cache`, `snapshot`, `run`, `compare`, `missing`), and the cache and snapshot that
-    they are of, as far as they exist.
+    """The numbers as JSON values (`cache`, `snapshot`, `run`, `compare`, `missing`), and their cache and snapshot if
+    they exist.
 
     Args:
         run: a run directory; None: `train.output`, if something was trained there.

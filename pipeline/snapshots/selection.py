@@ -28,7 +28,7 @@ from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import EncodedRecords, Frame, Joined, Resolution, Shape, pieces
 
 _META = "meta."
-"""Prefix for a metadata field whose name is that of a built-in column."""
+"""Prefix for a metadata field that has the name of a built-in column."""
 
 
 def filtered(
@@ -207,8 +207,8 @@ def stays_selected(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray
 
 
 def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Earlier) -> Frame:
-    """Keep one picture of each digest: that of an earlier snapshot, else that of the source that comes first in
-    `order`, else of the first (source, item)."""
+    """Keep one picture of each digest. A picture in an earlier snapshot precedes; then sources precede as in `order`,
+    then items by (source, item)."""
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
     stays = stays_selected(joined, frame, earlier)
     keep = joined.scratch.array(len(frame), bool)

@@ -35,7 +35,7 @@ SIDECAR_BATCH = 256
 
 
 _TEXT, _OBJECT, _PREFIXED = range(3)
-"""Kinds of caption files, in the order in which they count: .txt, .json, and .json whose name goes on."""
+"""Kinds of caption files, by precedence: X.txt, X.json, and .json with a longer name than the picture's."""
 
 _PICTURES = pa.schema([("item", pa.string())])
 _REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
@@ -155,10 +155,10 @@ class Listing:
         """Assign .json files without a picture of their name. stems, rows: of the pictures, by key."""
         for start in range(0, len(others), SIDECAR_BATCH):
             for name in others.column("item").slice(start, SIDECAR_BATCH).to_pylist():
-                own = stem(name)
-                prefixes = [own[:n] for n in range(len(own) - 1, own.rfind("/") + 1, -1)]
-                found = stems.find(item_keys(prefixes))
-                at = int(found[found >= 0][0]) if (found >= 0).any() else len(rows)
+                longer = stem(name)
+                prefixes = [longer[:n] for n in range(len(longer) - 1, longer.rfind("/") + 1, -1)]
+                matches = stems.find(item_keys(prefixes))
+                at = int(matches[matches >= 0][0]) if (matches >= 0).any() else len(rows)
                 self.orphans[_OBJECT] -= at < len(rows)
                 high, low = stems.high[at : at + 1], stems.low[at : at + 1]
                 while at < len(rows) and stems.high[at] == high and stems.low[at] == low:

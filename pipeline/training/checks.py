@@ -52,8 +52,8 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
     _check_packed_attention(train, device)
     if train.float8 != "none":
         float8.check(train.float8, device)
-        one = SanaTransformer.on_meta(replace(architecture_of(config, task), num_layers=1))
-        float8.check_sizes(one.blocks[0], train.float8)
+        one_block = SanaTransformer.on_meta(replace(architecture_of(config, task), num_layers=1))
+        float8.check_sizes(one_block.blocks[0], train.float8)
     task.check(layout)
     if layout.model_parallel_size > 1:
         _check_model_parallel(config, task, layout)

@@ -1,8 +1,8 @@
 """Feed a run with microbatches; all processes decide alike whether the next step takes place.
 
-What: `Feed` yields each step's microbatches once every process has its part. If one process cannot read its part, or
-too many samples are substitutes for unreadable ones, iteration ends on all of them before that step is begun, so that
-the step before it can be saved; `raise_failure` then raises the reason, with the same message everywhere.
+What: `Feed` yields each step's microbatches once every process has its part. If a process cannot read its part, or too
+many samples are substitutes, iteration ends on all processes before that step begins, so that the last step can be
+saved; `raise_failure` then raises the reason, with the same message everywhere.
 Why before the step: a process without a batch cannot take part in the collectives of a step, and the others would wait
 in them until the timeout; a begun update cannot be undone.
 Price: one gloo reduction of three numbers per step, in which each process waits for the slowest reader, as it would in

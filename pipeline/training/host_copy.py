@@ -45,10 +45,10 @@ class HostCopy:
     def of(self, tree: Any) -> Any:
         """The tree of dictionaries with every tensor copied. The next call overwrites the copies.
 
-        DTensors and other wrapper subclasses keep their class around the copied parts: neither DTensor's own
-        constructor (it moves the part back to the mesh's device) nor torch's `DefaultStager` (it allocates, which the
-        states of 8-bit optimizers do not implement) does that. Every copy has a storage of exactly its size: DCP clones
-        others, and keeps all of the clones until the file is written.
+        DTensors and other wrapper subclasses keep their class around the copied parts. (DTensor's constructor would
+        move a part back to the mesh's device. torch's `DefaultStager` allocates, which the states of 8-bit optimizers
+        do not implement.) Every copy has a storage of exactly its size: DCP clones larger storages, and keeps the
+        clones until the file is written.
         """
         parts = [part for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) for part in _plain_parts(leaf)]
         on_gpu = any(part.is_cuda for part in parts)

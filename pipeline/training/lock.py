@@ -4,12 +4,12 @@ What: `run_lock` puts `lock.json` into the run directory: a token of this attemp
 A thread touches the file every `BEAT_S` seconds. `Lock.check` raises `RunTaken` when the file no longer has this token;
 it is called before every publication and removal.
 Refused: a training that sees the lock being touched while it looks, which takes `BEAT_S` seconds.
-Not refused: the successor of a process of this host that has ended; a requeued SLURM job, if the scheduler says that it
-is the next attempt of the same job; and, `STALE_S` seconds after the last touch, the successor of a host that died. An
+Not refused: a training after a process of this host that has ended; a requeued SLURM job, if the scheduler says that
+it is the next attempt of the same job; and any training `STALE_S` seconds after the last touch (the host died). An
 earlier owner that wakes up finds another token and stops without having published or removed anything.
 Times are those of the file system with the run directory; the clocks of two machines are never compared.
-Price: of two trainings that start in the same instant both may believe for a moment that they hold the lock. It belongs
-to the last writer; the other stops at its first check.
+Price: two trainings that start in the same instant may both believe for a moment that they have the lock. The last
+writer has it; the other stops at its first check.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What: mean and standard deviation of the rows of metrics, weighted by exp(-age / `ROWS`). A loss more than `WIDTH`
 standard deviations away is outside. It counts from then on, so that a lasting change becomes the new band.
-Why of rows: a row is a mean over steps, so the noise of single batches and times is averaged already.
+Why rows and not steps: a row is a mean over steps, so the noise of single batches is already averaged out.
 """
 
 from __future__ import annotations

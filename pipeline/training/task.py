@@ -26,7 +26,7 @@ class DrawnPrompts:
 
     Attributes:
         texts: as written.
-        rows: number of a prompt -> (n, D) text rows. Each process reads those of its part when the run begins.
+        rows: number of a prompt -> (n, D) text rows. Each process reads the rows of its part when the run begins.
         null: -> the null record (M, D) and its mask (M,) bool.
         height, width: of the pictures in pixels, and compression: pixels for a latent's side of 1.
         names: `prompt_set` (its id) and what else the files say of prompts and latents.

@@ -4,8 +4,9 @@ What: `CAME` stores the momentum of every parameter in full, but the mean square
 from the momentum only as means over rows and over columns. A convolution is treated as the matrix (outputs, all other
 dimensions). NVlabs' CAME differs in two points, which `factor_kernels` and `joint` reproduce: it does not factor 3x3
 kernels, and its model has one matrix where ours has two or three.
-Why not a package: those factor the last two dimensions, which gives a 1x1 convolution (out, in, 1, 1) four factors of
-its full size; these are 47 % of Sana, and CAME then needs more memory than AdamW. They also fail on DTensors.
+Why not a package: packages factor the last two dimensions. A 1x1 convolution (out, in, 1, 1) then has four factors of
+its full size. Such convolutions are 47 % of Sana, so CAME would need more memory than AdamW. They also fail on
+DTensors.
 Sharding: the row means of a shard of rows are local, its column means are summed over the processes with the other
 rows, and the reverse for shards of columns; any mesh of both works, also with empty shards. Parameters are processed in
 groups of a bounded size, with three all-reduces per group and mesh dimension. Parameters of one shape are stacked, so
@@ -170,8 +171,8 @@ class CAME(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, torch.float32)
 
     def _grouped(self) -> Iterator[list[_Member]]:
-        """Parameters in groups of about `GROUP` elements, by sizes that all processes agree on, not those of shards;
-        those of one shape follow each other."""
+        """Parameters in groups of about `GROUP` elements; equal shapes follow each other. Sizes are of whole
+        parameters, so that all processes form the same groups."""
         matrices: dict[Tensor, list[tuple[int, Tensor, dict[str, Any]]]] = {}  # by the first of joint parameters
         every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
         for index, (parameter, group) in enumerate(every):
@@ -266,13 +267,13 @@ def _confide(stacks: list[_Stack]) -> None:
 
 def _move_values(stack: _Stack) -> None:
     """value <- value * (1 - rate * weight decay) - rate * update, stored."""
-    rate, kept = stack.group["lr"], 1 - stack.group["lr"] * stack.group["weight_decay"]
+    rate, decay = stack.group["lr"], 1 - stack.group["lr"] * stack.group["weight_decay"]
     if stack.values[0].dtype == torch.float32:
-        if kept != 1:
-            torch._foreach_mul_(stack.values, kept)
+        if decay != 1:
+            torch._foreach_mul_(stack.values, decay)
         torch._foreach_add_(stack.values, list(stack.update.unbind()), alpha=-rate)
         return
-    moved = torch.stack(stack.values).float().mul_(kept).add_(stack.update, alpha=-rate)
+    moved = torch.stack(stack.values).float().mul_(decay).add_(stack.update, alpha=-rate)
     torch._foreach_copy_(stack.values, list(stack.rounded(moved, 1).unbind()))
 
 

@@ -4,9 +4,8 @@ What: `to_bf16` rounds up or down at random such that the mean is exact; `Noise`
 torch's AdamW in fp32 and rounds parameters and moments to bf16 stochastically.
 Why: bf16 has 8 bits. An update of 1e-4 of a weight is below half of its last bit, so rounding to nearest would drop
 nearly every update, and a moment with beta 0.999 would hardly ever change. Rounded stochastically, both are right on
-average. The bits depend only on (seed, step, parameter, shard), where parameters that are updated together count as
-one: replicas of a shard stay equal, a resumed run draws the bits of the uninterrupted one, and no random state goes
-into the checkpoint.
+average. The bits depend only on (seed, step, parameter, shard); parameters that are updated together count as a single
+one. So replicas of a shard stay equal, a resumed run draws the same bits, and no random state goes into the checkpoint.
 Price: weights carry noise of half a bit (0.2 %), and another number of shards draws other noise. One pass of random
 numbers per stored tensor, and fp32 copies of the parameters that are updated together (`_GROUP`).
 
