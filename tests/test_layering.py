@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +169,49 @@ def test_a_planted_use_is_counted(tmp_path: Path, line: str) -> None:
     assert private_uses([tmp_path / "test.py"], {"_x", "x"}) == [f"{tmp_path / 'test.py'}:4: _x"]
 
 
-def test_every_permission_is_used() -> None:
-    used = {
-        (_room(here), target)
-        for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("stages/**/*.py")]
-        for here in [module_name(path, ROOT)]
-        for _, target in imports(path, ROOT)
+@cache
+def _imported(root: Path) -> set[tuple[str, str]]:
+    """(module, what it imports); every module is there with "", too."""
+    return {
+        (module_name(path, root), target)
+        for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/**/*.py")]
+        for _, target in [(0, ""), *imports(path, root)]
     }
-    granted = {(room, allowed) for room, names in ALLOWED.items() for allowed in names}
-    assert [pair for pair in sorted(granted) if not any(r == pair[0] and _within(t, pair[1]) for r, t in used)] == []
+
+
+def unused(root: Path) -> list[str]:
+    """Rows of the tables without a module, and permissions that no module under `root` uses."""
+    used = _imported(root)
+    rooms = {_room(here) for here, _ in used}
+    result = [f"{room}: no module" for room in ALLOWED if room not in rooms]
+    for room, names in ALLOWED.items():
+        taken = {target for here, target in used if _room(here) == room}
+        result += [f"{room}: {name}" for name in sorted(names) if not any(_within(target, name) for target in taken)]
+    libraries = {(library, home) for library, homes in FORBIDDEN_LIBRARIES.items() for home in homes}
+    libraries |= {(library, "pipeline.cache") for library in CACHE_LIBRARIES}
+    for library, home in sorted(libraries):
+        if not any(_within(here, home) and _within(target, library) for here, target in used):
+            result.append(f"{home}: {library}")
+    return result
+
+
+def test_every_row_and_permission_is_used() -> None:
+    assert unused(ROOT) == []
+    assert list(_environment(ROOT / "pipeline/launch.py")), ENVIRONMENT_HOME
+
+
+@pytest.mark.parametrize(
+    ("table", "planted", "line"),
+    [
+        ("ALLOWED", {"pipeline.gone": set()}, "pipeline.gone: no module"),
+        ("ALLOWED", {"pipeline.kernels": {"pipeline.config"}}, "pipeline.kernels: pipeline.config"),
+        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"pipeline.models", "pipeline.cli"}}, "pipeline.cli: tokenizers"),
+        ("CACHE_LIBRARIES", {"torch"}, "pipeline.cache: torch"),
+    ],
+)
+def test_a_planted_permission_is_named(monkeypatch: pytest.MonkeyPatch, table: str, planted: Any, line: str) -> None:
+    monkeypatch.setitem(globals(), table, globals()[table] | planted)
+    assert unused(ROOT) == [line]
 
 
 @pytest.mark.parametrize(
