@@ -42,6 +42,7 @@ from tests.support import synthetic
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
+from tests.support.messages import naming
 from tests.support.synthetic import Picture, add, config, pictures, with_another
 
 
@@ -490,7 +491,7 @@ def test_encode_takes_the_list_and_encodes_it_alone(
         listed.write_text(text)
         with pytest.raises(UserError, match=named):
             stages.encode.run(of, data=str(photos), reassign=str(listed))
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=naming(listed.with_suffix(".absent"))):
         stages.encode.run(of, data=str(photos), reassign=str(listed.with_suffix(".absent")))
     assert stages.encode.run(of, data=str(photos))["images"] == 0
 
@@ -517,9 +518,9 @@ def test_weights_decide_how_often_a_source_is_seen(root: Path) -> None:
 def test_sources_that_are_not_there_are_named(root: Path) -> None:
     of = config(root, "bucket.sources={onw: {weight: 2}}")
     add(of, "one", pictures(4))
-    with pytest.raises(CacheError, match=r"onw.*\n  expected: one"):
+    with pytest.raises(CacheError, match=naming("onw", "expected: one")):
         stages.bucket.run(of)
-    with pytest.raises(ConfigError, match="three decimals"):
+    with pytest.raises(ConfigError, match=naming("bucket.sources.one", "weight")):
         config(root, "bucket.sources={one: {weight: 0.1234}}")
 
 
@@ -632,7 +633,7 @@ def test_resolutions_that_cannot_be_together_are_refused(root: Path) -> None:
     add(config(root), "one", pictures(4))
     with pytest.raises(ConfigError, match=r"data\.buckets is a list"):
         stages.bucket.run(config(root, "bucket.resolutions=[128, 256]"))
-    with pytest.raises(ConfigError, match="both have the bucket"):
+    with pytest.raises(ConfigError, match=naming("bucket.resolutions", "128 and 128")):
         stages.bucket.run(resolutions(root, "bucket.resolutions=[128, 256, 128]"))
 
 
@@ -786,12 +787,11 @@ def test_damage_in_another_cache_is_not_taken_over(tmp_path: Path) -> None:
     [path] = there.glob("shards/latent-*/*/*.tar")
     flip(path, 700)
     of = config(here, f"bucket.caches=[{there}]")
-    with pytest.raises(IntegrityError, match="do not match its name") as caught:
+    with pytest.raises(IntegrityError, match=naming(path, f"expected: {path.stem}")):
         stages.bucket.run(of)
-    assert str(path) in str(caught.value)
     assert Cache(here).snapshot_of("latest") is None
     path.unlink()
-    with pytest.raises(IntegrityError, match="is missing"):
+    with pytest.raises(IntegrityError, match=naming(path)):
         stages.bucket.run(of)
 
 
@@ -845,15 +845,15 @@ def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     add(config(here), "one", pictures(4))
     add(config(there), "one", pictures(5))
-    with pytest.raises(CacheError, match="both have a source 'one', with different items"):
+    with pytest.raises(CacheError, match=naming(here, there, "'one'", "--source-name")):
         stages.bucket.run(config(here, f"bucket.caches=[{there}]"))
-    with pytest.raises(UserError, match="names a cache twice"):
+    with pytest.raises(UserError, match=naming("bucket.caches", here)):
         stages.bucket.run(config(here, f"bucket.caches=[{here}]"))
-    with pytest.raises(CacheError, match="there is no cache here"):
+    with pytest.raises(CacheError, match=naming(tmp_path / "absent", "sana-pipe encode")):
         stages.bucket.run(config(here, f"bucket.caches=[{tmp_path / 'absent'}]"))
     other = config(tmp_path / "third", "text.max_length=200")
     add(other, "three", pictures(4, "x"))
-    with pytest.raises(CacheError, match="different text recipes"):
+    with pytest.raises(CacheError, match=naming("'one'", "'three'", "max_length")):
         stages.bucket.run(config(here, f"bucket.caches=[{other.cache}]"))
 
 
@@ -863,7 +863,7 @@ def test_int8_records_with_other_scales_are_not_mixed(tmp_path: Path) -> None:
         digest = cache.files.put_content(bytes([scale]), "tables", "npy")
         body = {"recipe": "latent-x", "table": digest, "records": 1}
         cache.files.put(Paths.scale("latent-x"), layout.seal(body))
-    with pytest.raises(CacheError, match="different channel scales"):
+    with pytest.raises(CacheError, match=naming(one.location, two.location, "bf16-zstd")):
         adopt.check_same_scales(one, two, "latent-x")
     fresh = Cache(tmp_path / "fresh", create=True)
     adopt.check_same_scales(fresh, one, "latent-x")
@@ -1041,13 +1041,13 @@ def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
     other = layout.LatentRecipe(weights="other")
     cache.add_recipe(other)
     cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": other.name})
-    with pytest.raises(CacheError, match="different latent recipes"):
+    with pytest.raises(CacheError, match=naming("'old'", "'one'", "weights")):
         stages.bucket.run(of)
     weightless = "bucket.sources={old: {weight: 0}}"
     assert items(made(config(root, weightless))) == {f"one/{i:05d}.png" for i in range(8)}
     beside = root.with_name("beside")
     add(config(beside), "old", pictures(3, "others-"))
-    with pytest.raises(CacheError, match="with different items"):
+    with pytest.raises(CacheError, match=naming(beside, "'old'", "--source-name")):
         stages.bucket.run(config(root, f"bucket.caches=[{beside}]"))
     assert items(made(config(root, weightless, f"bucket.caches=[{beside}]"))) == {f"one/{i:05d}.png" for i in range(8)}
 

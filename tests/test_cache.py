@@ -27,6 +27,7 @@ from pipeline.cache.key_columns import SortedKeys, as_keys, halves
 from pipeline.cache.root import Cache, Unit
 from pipeline.errors import CacheError, IntegrityError
 from tests.support.lowered import lower_limits
+from tests.support.messages import naming
 
 LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4)
 TEXT = layout.TextRecipe(weights="w", width=6)
@@ -304,9 +305,9 @@ def test_gaps_in_numbered_documents_are_noticed(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"x")
-    with pytest.raises(CacheError, match="not empty and not a cache"):
+    with pytest.raises(CacheError, match=naming(tmp_path, "--set cache=DIR")):
         Cache(tmp_path, create=True)
-    with pytest.raises(CacheError, match="no cache here"):
+    with pytest.raises(CacheError, match=naming(tmp_path / "absent", "sana-pipe encode")):
         Cache(tmp_path / "absent")
 
 

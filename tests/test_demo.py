@@ -17,6 +17,7 @@ from pipeline.models import tiny
 from pipeline.processes import command
 from pipeline.training import metrics
 from stages import demo
+from tests.support.messages import naming
 
 
 class Commands:
@@ -160,11 +161,11 @@ def test_a_folder_of_something_else_is_left_alone(
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(UserError, match="not a demonstration's folder"):
+    with pytest.raises(UserError, match=naming(tmp_path / "mine")):
         demo.run(tmp_path / "mine")
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     demo.run(tmp_path / "demo", quick=True)
-    with pytest.raises(UserError, match="other options"):
+    with pytest.raises(UserError, match=naming(tmp_path / "demo", "--out")):
         demo.run(tmp_path / "demo", quick=False)
     assert json.loads((tmp_path / "demo" / demo.MARK).read_text()) == {"data": None, "quick": True, "rounds": 2}
 

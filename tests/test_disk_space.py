@@ -29,6 +29,7 @@ from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
 from tests.support.empty_units import Maker, claimed, planned
+from tests.support.messages import naming
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -94,7 +95,7 @@ def test_the_reserve_counts(cache: Cache, todo: engine.Work, free: list[int]) ->
     free[:] = [2**30 + 1000]
     space.check(*todo[0])
     free[:] = [2**30 + 999]
-    with pytest.raises(NoSpaceError, match="too little space"):
+    with pytest.raises(NoSpaceError, match=naming("encode.min_free_gib")):
         space.check(*todo[0])
 
 
@@ -104,7 +105,7 @@ def test_after_the_wait_it_is_an_error_for_people(
 ) -> None:
     free[:] = [MUCH, 0]
     maker = Maker(cache)
-    with pytest.raises(NoSpaceError, match="too little space") as caught:
+    with pytest.raises(NoSpaceError, match=naming("encode.min_free_gib")) as caught:
         run(maker, todo, space_of(cache, low_disk_wait_s=wait_s))
     assert caught.value.exit_code == 6
     assert len(maker.done) == 1
@@ -138,7 +139,7 @@ def test_a_pause_looks_again_until_its_time_is_up(
     assert slept == [5.0, 5.0]
     now[0] += 1
     free[:] = [0]
-    with pytest.raises(NoSpaceError, match="too little space"):
+    with pytest.raises(NoSpaceError, match=naming("encode.min_free_gib")):
         space.wait(*unit, first)
     assert slept == [5.0, 5.0, 1.0]
     with pytest.raises(NoSpaceError) as caught:

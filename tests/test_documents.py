@@ -32,6 +32,7 @@ from pipeline.errors import IntegrityError
 from pipeline.models import encoders
 from tests.support import tiny_cache
 from tests.support.damage import flip
+from tests.support.messages import naming
 
 
 def documents(root: Path) -> list[str]:
@@ -446,5 +447,5 @@ def test_an_intact_document_of_another_kind_is_none_of_a_folder(tmp_path: Path, 
         path = tmp_path / copy / folder / "a/00000000.json"
         path.parent.mkdir(parents=True)
         path.write_bytes(data)
-    with pytest.raises(IntegrityError, match="is another document"):
+    with pytest.raises(IntegrityError, match=naming(f"{folder}/a/00000000.json")):
         Files(tmp_path).document(f"{folder}/a/00000000.json")

@@ -34,6 +34,7 @@ from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
+from tests.support.messages import naming
 
 MakeConfig = Callable[..., Config]
 
@@ -402,7 +403,7 @@ def test_a_cache_made_with_vips_is_not_silently_made_again_without_it(
     if vips_decoder.why_not() is not None:
         pytest.skip(f"vips: {vips_decoder.why_not()}")
     monkeypatch.setattr(vips_decoder, "why_not", lambda: "ModuleNotFoundError: No module named 'pyvips'")
-    with pytest.raises(UserError, match="vips cannot be used") as caught:
+    with pytest.raises(UserError, match=naming("vips", "pyvips")) as caught:
         stages.encode.run(start, data=str(source))
     assert "data.decoder=pillow" in str(caught.value.fix)
     assert stages.encode.run(make_config(tmp_path, "data.decoder=pillow"), data=str(source))["images"] == 12
@@ -824,7 +825,7 @@ def test_out_of_memory_halves_the_batch_and_says_so(
     monkeypatch.setattr(
         encoders.LatentEncoder, "encode", lambda self, images: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA"))
     )
-    with pytest.raises(UserError, match="with a single item"):
+    with pytest.raises(UserError, match=naming("data.resolution")):
         stages.encode.run(make_config(tmp_path / "none"), data=str(source))
     monkeypatch.setattr(encoders.LatentEncoder, "encode", real)
     after = make_config(tmp_path / "after")

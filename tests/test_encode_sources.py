@@ -25,6 +25,7 @@ from pipeline.models import encoders
 from pipeline.sources.tars import TarSource
 from tests.support.http_server import serve
 from tests.support.lowered import lower_limits
+from tests.support.messages import naming
 
 MakeConfig = Callable[..., Config]
 COUNT = 8
@@ -226,9 +227,9 @@ def test_a_source_is_opened_again_for_reading_without_listing(
         assert len(rows) == COUNT
         for row in rows:
             assert layout.digest(source.read(row["item"])) == row["digest"]
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=naming(tmp_path / "gone")):
         scanning.reopen(cache, "own", config.data, str(tmp_path / "gone"))
-    with pytest.raises(UserError, match="no source"):
+    with pytest.raises(UserError, match=naming("'other'")):
         scanning.reopen(cache, "other", config.data)
 
 

@@ -35,6 +35,7 @@ from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Meter, Progress
 from pipeline.work.stop import SIGNALS, Stop, Stopped
 from tests.support.empty_units import Maker, claimed, planned
+from tests.support.messages import naming
 from tests.support.trees import files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -439,7 +440,7 @@ def test_without_ray_the_message_names_the_command(
 
 
 def test_ray_has_one_driver(make_config: MakeConfig, photos: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="one process hands out"):
+    with pytest.raises(UserError, match=naming("--engine ray", "2 processes")):
         stages.encode.run(make_config(tmp_path), data=str(photos), engine="ray", task_index=0, task_count=2)
 
 

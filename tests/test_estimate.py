@@ -25,6 +25,7 @@ from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
+from tests.support.messages import naming
 
 MakeConfig = Callable[..., Config]
 
@@ -254,7 +255,7 @@ def test_a_disk_that_is_too_small_is_reported_and_ends_with_6(
 def test_a_folder_that_can_be_no_cache_is_refused(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "letters.txt").write_text("dear")
-    with pytest.raises(CacheError, match="not empty and not a cache"):
+    with pytest.raises(CacheError, match=naming(tmp_path / "cache", "--set cache=DIR")):
         stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False)
 
 

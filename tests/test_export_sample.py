@@ -33,6 +33,7 @@ from pipeline.reporting.sheet import SheetRow, contact_sheet
 from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
+from tests.support.messages import naming
 
 CAPTIONS = ("A red square", "a green square", "a blue field", "a yellow wall", "a grey road", "a white door")
 
@@ -241,9 +242,8 @@ def test_another_configuration_than_the_checkpoints_is_refused(trained: Trained,
         ("data.resolution=128", "data.resolution"),
         ("text.max_length=77", "text.max_length"),
     ):
-        with pytest.raises(ConfigError, match="another configuration") as caught:
+        with pytest.raises(ConfigError, match=naming(name)):
             export.run(changed(trained.config, tmp_path, override), "auto", tmp_path / "export")
-        assert name in str(caught.value)
     assert not (tmp_path / "export").exists()
 
 
@@ -347,7 +347,7 @@ def test_an_export_says_what_is_in_it_and_not_where_it_came_from(trained: Traine
 def test_export_never_writes_over_something_else(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(UserError, match="not an export"):
+    with pytest.raises(UserError, match=naming(tmp_path / "mine", "--out")):
         export.run(trained.config, "auto", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
 
@@ -360,7 +360,7 @@ def test_no_checkpoint_yet(trained: Trained, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match="holds no checkpoint yet"):
             run()
-    with pytest.raises(UserError, match="there is no such folder"):
+    with pytest.raises(UserError, match=naming(tmp_path / "absent")):
         export.run(config, str(tmp_path / "absent"), tmp_path / "export")
 
 
@@ -572,7 +572,7 @@ def test_a_failing_decoder_is_reported(trained: Trained, tmp_path: Path) -> None
 def test_decode_refuses_what_is_no_latents_file(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "latents").write_bytes(b"not safetensors")
     for name in ("latents", "absent"):
-        with pytest.raises(UserError, match="cannot be read as safetensors"):
+        with pytest.raises(UserError, match=naming(tmp_path / name)):
             sample.decode(trained.config, tmp_path / name, tmp_path / "out")
 
 

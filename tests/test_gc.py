@@ -35,6 +35,7 @@ from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import CacheError, IntegrityError, UserError
 from tests.support import tiny_cache
+from tests.support.messages import naming
 from tests.support.synthetic import with_another
 
 MakeConfig = Callable[..., Config]
@@ -642,11 +643,11 @@ def test_a_refused_start_names_nothing(
     cache = Cache.of(config)
     checkpoint = Path(config.train.output) / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
-    with pytest.raises(UserError, match="already holds checkpoints"):
+    with pytest.raises(UserError, match=naming(config.train.output, "--resume auto")):
         stages.train.run(config)
     assert cache.snapshot_names() == ["latest"]
     checkpoint.rmdir()
-    with monkeypatch.context() as patch, pytest.raises(CacheError, match="snapshots name"):
+    with monkeypatch.context() as patch, pytest.raises(CacheError, match=naming("sana-pipe snapshots name")):
         read_only(cache.files, patch)
         stages.train.run(config)
     with pytest.raises(UserError, match="it begins"):

@@ -26,6 +26,7 @@ from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
 from tests.support import tiny_cache
+from tests.support.messages import naming
 
 MakeConfig = Callable[..., Config]
 
@@ -145,7 +146,7 @@ def test_other_workers_finish_and_publish(
         patch.setattr(stages.encode, "make_units", lambda encoder, todo, *rest: (0, len(todo)))  # all are claimed
         done = stages.encode.run(config, None, prompts=str(file), task_index=0, task_count=2)
     assert done["left"] and done["prompts"]["id"] is None
-    with pytest.raises(CacheError, match="holds no prompt set"):
+    with pytest.raises(CacheError, match=naming(Cache.of(config).location, "--prompts")):
         prompts.open_prompts(Cache.of(config), None, recipe_of(Cache.of(config)))
     assert stages.encode.run(config, None, prompts=str(file), task_index=1, task_count=2)["prompts"]["id"]
 

@@ -30,6 +30,7 @@ from pipeline.reporting.figures import collect
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
 from tests.support import drawings, tiny_cache
+from tests.support.messages import naming
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=http://evil.example/x.png onerror=alert(1)>"
 CAPTIONS = ("A red square", HOSTILE, "a blue field " * 200, "a yellow wall", "a grey road", "a white door")
@@ -281,7 +282,7 @@ def test_what_is_missing_is_named_with_its_command(made: Made, tmp_path: Path) -
     assert "f" * 12 in other[0]["missing"]["trained-on"]["what"]
     with pytest.raises(CacheError, match="nowhere"):
         collect(made.config, snapshot="nowhere")
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError, match=naming(tmp_path / "none")):
         collect(made.config, run=tmp_path / "none")
 
 
@@ -633,7 +634,7 @@ def test_pages_about_little(made: Made, tmp_path: Path) -> None:
 
 def test_a_page_that_cannot_be_written(made: Made, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match=naming(tmp_path / "file")):
         report.run(made.config, tmp_path / "file" / "report.html", pictures=False)
 
 
@@ -726,20 +727,18 @@ def test_the_crop_is_the_part_that_the_loss_leaves(made: Made, capsys: pytest.Ca
     ],
 )
 def test_an_unknown_sample_is_an_error_with_the_nearest(made: Made, text: str, named: str) -> None:
-    with pytest.raises(UserError, match="no sample of snapshot") as caught:
+    with pytest.raises(UserError, match=naming(repr(text), named)):
         view.run(made.config, text)
-    assert named in str(caught.value)
 
 
 def test_an_ambiguous_name_lists_the_samples(made: Made, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Two files of equal content share digest and key; an item wins over names that begin with it."""
     first, second = viewed(made, capsys, "0.png"), viewed(made, capsys, "double.png")
     assert first["sample_id"] != second["sample_id"] and first["latent"]["key"] == second["latent"]["key"]
+    both = f"{first['sample_id']} (photos: 0.png)", f"{second['sample_id']} (photos: double.png)"
     for text in (first["picture"]["digest"], first["latent"]["key"][:8]):
-        with pytest.raises(UserError, match="names several samples") as caught:
+        with pytest.raises(UserError, match=naming(repr(text), *both)):
             view.run(made.config, text)
-        assert f"{first['sample_id']} (photos: 0.png)" in str(caught.value)
-        assert f"{second['sample_id']} (photos: double.png)" in str(caught.value)
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 130})
     snapshot = cache.open_snapshot()
     assert snapshot.source_item(sample_view.find(cache, snapshot, "12")) == ("item", "12")

@@ -26,6 +26,7 @@ from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.source import Item, Reject, Source, Unreadable
 from tests.support.lowered import lower_limits
+from tests.support.messages import naming
 
 PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "photos"
 
@@ -281,12 +282,12 @@ def test_missing_file_column(tmp_path: Path) -> None:
 
 
 def test_no_folder_and_no_picture(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=naming(tmp_path / "gone")):
         FolderSource(tmp_path / "gone", "text")
-    with pytest.raises(UserError, match="not a folder"):
+    with pytest.raises(UserError, match=naming(tmp_path / "file")):
         FolderSource(write(tmp_path, "file"), "text")
     write(tmp_path, "folder/notes.md")
-    with pytest.raises(UserError, match="holds no picture") as caught:
+    with pytest.raises(UserError, match=naming(tmp_path / "folder")) as caught:
         FolderSource(tmp_path / "folder", "text").items()
     assert caught.value.found == "1 .md file"
     assert issubclass(FolderSource, Source)

@@ -21,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.sources import tables
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item, Unreadable
+from tests.support.messages import naming
 from tests.support.source_files import Rows, listed, make_tar, opened
 
 
@@ -218,12 +219,12 @@ def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:
 def test_a_listed_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     make_tar(tmp_path / "wd-0.tar", [("1.jpg", b"x"), ("1.txt", "x")])
     assert len(listed(opened(tmp_path / "wd-{0..0}.tar"))[0]) == 1
-    with pytest.raises(UserError, match=r"1 of 2 listed files.*\n.*wd-1.tar: No such file"):
+    with pytest.raises(UserError, match=naming("1 of 2", "wd-1.tar")):
         listed(opened(tmp_path / "wd-{0..1}.tar"))
-    with pytest.raises(UserError, match=r"3 of 3.*(\n.*)*did you mean wd-0.tar"):
+    with pytest.raises(UserError, match=naming("3 of 3", "wd-0.tar")):
         listed(opened(tmp_path / "wdd-{0..2}.tar"))
     for name in ("gone.parquet", "gone.jsonl"):
-        with pytest.raises(UserError, match="1 of 1 listed files"):
+        with pytest.raises(UserError, match=naming("1 of 1", name)):
             listed(opened(tmp_path / f"{{{name},{name}}}"))
 
 
@@ -331,7 +332,7 @@ def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> Non
 
 def test_wids_index_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "wids-meta.json").write_text('{"shards": []}')
-    with pytest.raises(UserError, match="no index of tars"):
+    with pytest.raises(UserError, match=naming(tmp_path / "wids-meta.json", "shardlist")):
         opened(tmp_path)
 
 
@@ -473,7 +474,7 @@ def test_pictures_captions_and_columns_that_cannot_be_read(tmp_path: Path) -> No
     assert "'file_name'" in rejects["t.parquet/000000001"] and "'text'" in rejects["t.parquet/000000002"]
     twice = pa.table([pa.array([b"a"]), pa.array(["x"]), pa.array(["y"])], names=["jpg", "text", "text"])
     pq.write_table(twice, tmp_path / "t.parquet")
-    with pytest.raises(UserError, match="two columns 'text'"):
+    with pytest.raises(UserError, match=naming("t.parquet", "'text'")):
         listed(opened(tmp_path / "t.parquet"))
 
 
@@ -591,17 +592,17 @@ def test_detection_and_force(tmp_path: Path) -> None:
     assert opened(folder, "parquet").format == "parquet"
     assert opened(folder, "webdataset").format == "webdataset"
     assert opened(f"file://{folder}/x.tar").format == "webdataset"
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=naming(tmp_path / "absent")):
         opened(tmp_path / "absent")
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=naming(tmp_path / "absent")):
         opened(tmp_path / "absent" / "{0..3}.tar")
-    with pytest.raises(UserError, match="matches no file"):
+    with pytest.raises(UserError, match=naming(folder / "*.csv")):
         opened(folder / "*.csv")
-    with pytest.raises(UserError, match=r"holds no \.csv"):
+    with pytest.raises(UserError, match=naming(folder, ".csv")):
         opened(folder, "csv")
     with pytest.raises(UserError, match="--format 'zip'"):
         opened(folder, "zip")
-    with pytest.raises(UserError, match="unknown kind"):
+    with pytest.raises(UserError, match=naming(__file__, "--format")):
         opened(Path(__file__))
 
 

@@ -26,6 +26,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.reporting import pictures
 from pipeline.reporting.pictures import Drawing, Watcher
 from tests.support.drawings import draw
+from tests.support.messages import naming
 
 MakeConfig = Callable[..., Config]
 
@@ -164,7 +165,7 @@ def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
 
 
 def test_a_run_that_is_not_there_is_an_error_with_once(config: Config, run: Path) -> None:
-    with pytest.raises(UserError, match="no such run directory"):
+    with pytest.raises(UserError, match=naming(run, "--watch")):
         stages.sample.watch(config, run, once=True)
 
 
