@@ -18,12 +18,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks.report import finish, resident
 from pipeline.amounts import duration
 from pipeline.cache.codec import INT8, LOSSLESS
 from pipeline.loader import randomness
+from pipeline.loader.planner import Planner
 from pipeline.planning import scale
 from pipeline.planning.scale import Reading, Training
+from pipeline.planning.simulate import ImaginedSnapshot, MirrorModel
 from pipeline.processes import run_and_exit
 
 PAIRS = (10**6, 10**8, 10**9)
@@ -230,11 +234,29 @@ def reading_table(cases: tuple[Case, ...]) -> Table:
     )
 
 
+def all_nodes(pairs: int, gpus: int, mib: int, window: int, steps: int, skip: int) -> tuple[float, float]:
+    """Shards that each node reads for the first time, per step, of a packed snapshot, from the plans of all ranks:
+    the mean of all nodes, and the mean of the largest number of each step."""
+    snapshot = ImaginedSnapshot(scale.imagined(pairs, gpus, mib, window), MirrorModel(1))
+    count = max(1, gpus // scale.PER_NODE)
+    planner = Planner(snapshot, seed=0, phase=0)
+    known: list[set[int]] = [set() for _ in range(count)]
+    fresh = []
+    for step in range(scale.FIRST, scale.FIRST + skip + steps):
+        parts = np.array_split(planner.step(step).samples["shard"], count)
+        read = [set(part.tolist()) - before for part, before in zip(parts, known, strict=True)]
+        for before, new in zip(known, read, strict=True):
+            before |= new
+        fresh.append([len(new) for new in read])
+    counted = np.array(fresh[skip:])
+    return float(counted.mean()), float(counted.max(axis=1).mean())
+
+
 def nodes_table(cases: tuple[Case, ...]) -> Table:
     rows = []
     for case in cases:
         assert case.mib is not None
-        mean, most = scale.all_nodes(case.pairs, case.gpus, case.mib, case.window, case.steps, case.skip)
+        mean, most = all_nodes(case.pairs, case.gpus, case.mib, case.window, case.steps, case.skip)
         result = simulated(case)
         counts = (result.each("needed"), mean, most)
         rows.append((*reading_row(case)[:3], str(result.nodes), *(f"{count:.2g}" for count in counts)))

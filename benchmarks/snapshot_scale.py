@@ -64,7 +64,7 @@ def build(root: Path, count: int) -> None:
     for first in range(0, start, snapshot.CHUNK_ROWS):
         rows = np.arange(first, min(first + snapshot.CHUNK_ROWS, start))
         samples, names = _rows(rows, rows // (count // len(BUCKETS)) * RECORDS + rows % RECORDS, tables)
-        chunks += snapshot.write_chunks(cache.files, samples, names)
+        chunks.append(snapshot.write_chunk(cache.files, samples, names))
     head = snapshot.Head(
         recipes={"latent": latent.values(), "text": text.values()},
         policies=snapshot.Policies("carry", pad_text_multiple=16),

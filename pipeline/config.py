@@ -842,16 +842,14 @@ class TrainConfig(_Section):
     @model_validator(mode="after")
     def _check_compile(self) -> TrainConfig:
         if self.compile == "block":
-            offload = {"activation_offload": (self.activation_offload, (False,))}
-            self._check_whole_blocks("compile", offload)
+            self._check_whole_blocks("compile", {"activation_offload": (self.activation_offload, (False,))})
         return self
 
     @model_validator(mode="after")
     def _check_float8(self) -> TrainConfig:
         if self.float8 != "none":
-            precision = {"precision": (self.precision, ("bf16", "bf16_pure"))}
-            tp_size = {"parallel.tp_size": (self.parallel.tp_size, (1,))}
-            self._check_whole_blocks("float8", precision | tp_size)
+            precision, tp_size = (self.precision, ("bf16", "bf16_pure")), (self.parallel.tp_size, (1,))
+            self._check_whole_blocks("float8", {"precision": precision, "parallel.tp_size": tp_size})
         return self
 
     def _check_whole_blocks(self, option: str, allowed: Mapping[str, tuple[object, tuple[object, ...]]]) -> None:
@@ -1095,48 +1093,33 @@ class Config(_Section):
         return self
 
 
+def _options(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
 _CACHE = ("cache", "mirror", "patience_s")
-_SOURCE = (
-    *("data.caption", "data.caption_prefix", "data.caption_suffix"),
-    *("data.caption_field", "data.caption_weights", "data.caption_scores", "data.score_threshold", "data.score_power"),
-    *("data.image_field", "data.image_root", "data.max_pixels", "data.max_picture_mib"),
+_SOURCE = _options(
+    "data",
+    "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
+    "image_field image_root max_pixels max_picture_mib",
 )
 _ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
 _JOIN = (
     *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
-    *("data.resolution", "data.buckets", "data.background", "data.min_side", "data.max_upscale", "data.max_crop_loss"),
-    *(
-        "vae.id",
-        "vae.revision",
-        "vae.dtype",
-        "vae.tf32",
-        "vae.channels_last",
-        "vae.scaling_factor",
-        "text.id",
-        "text.revision",
-        "text.dtype",
-    ),
-    *("text.recipe", "text.instruction", "text.max_length", "encode.storage"),
+    *_options("data", "resolution buckets background min_side max_upscale max_crop_loss"),
+    *_options("vae", "id revision dtype tf32 channels_last scaling_factor"),
+    *_options("text", "id revision dtype recipe instruction max_length"),
+    "encode.storage",
 )
 _PACK = (*_CACHE, "bucket.pack_mib", "bucket.pack_window", "encode.grace_s", "encode.claim_timeout_s")
 _EXPORT = (
-    *(
-        "phases",
-        "train.output",
-        "train.flow.shift",
-        "sample.steps",
-        "sample.guidance",
-        "data.resolution",
-        "data.buckets",
-    ),
-    *("vae.id", "vae.subfolder", "vae.revision", "vae.variant", "vae.scaling_factor"),
-    *("text.id", "text.subfolder", "text.revision", "text.variant", "text.tokenizer_subfolder"),
-    *("text.recipe", "text.instruction", "text.max_length", "model.weights.runs_in"),
+    *("phases", "train.output", "train.flow.shift", "sample.steps", "sample.guidance"),
+    *_options("data", "resolution buckets"),
+    *_options("vae", "id subfolder revision variant scaling_factor"),
+    *_options("text", "id subfolder revision variant tokenizer_subfolder recipe instruction max_length"),
+    "model.weights.runs_in",
 )
-_DRAW = (
-    *(*_CACHE, "sample", "vae", "phases"),
-    *("train.output", "train.device", "train.precision", "train.tf32", "train.microbatch", "train.flow.shift"),
-)
+_DRAW = (*_CACHE, "sample", "vae", "phases", *_options("train", "output device precision tf32 microbatch flow.shift"))
 READS: dict[str, tuple[str, ...]] = {
     "encode": _ENCODE,
     "encode --engine ray": (*_ENCODE, "encode.ray"),

@@ -125,7 +125,7 @@ def test_a_block_is_open_for_two_windows_at_most(small: str) -> None:
 
 def test_buckets_take_turns_evenly() -> None:
     schedule = Schedule([6400, 1600, 10], [8, 8, 8], seed=0, phase=0, small="carry", blocks=[Blocks(64, 4)] * 3)
-    steps = schedule.steps_in(0)
+    steps = schedule.steps_upto(1)
     buckets = [schedule.step(t).bucket for t in range(steps)]
     for start in range(0, steps - 128, 64):
         share = Counter(buckets[start : start + 128])

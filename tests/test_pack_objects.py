@@ -108,7 +108,7 @@ def test_an_epoch_reads_each_packed_shard_about_once(
     size = int(0.45 * data(packed))
     here = Watched(place, tmp_path / "mirror", size, monkeypatch)
     opened = here.cache.open_snapshot()
-    steps = Schedule.of(packed.head, seed=5, phase=1).steps_in(0)
+    steps = Schedule.of(packed.head, seed=5, phase=1).steps_upto(1)
     assert steps == 70
     result = list(consume(opened, stop_step=steps, prefetch=ahead))
     assert result == list(consume(packed, stop_step=steps, prefetch=0)), "a disk gives the same"

@@ -395,8 +395,10 @@ def test_a_phase_tells_what_the_one_before_was_validated_on_from_what_is_new(
     a = {"name": "a", "snapshot": "first", "steps": 2, "set": {"train.validation": validation}}
     b = {**a, "name": "b", "snapshot": "second", "steps": 4}
     report, printed = run_phases(rounds(a, b))
-    assert not any("by_age" in row for row in metrics.validations(tmp_path / "run/a/metrics.jsonl"))
-    rows = metrics.validations(tmp_path / "run/b/metrics.jsonl")
+    assert not any(
+        "by_age" in row for row in metrics.read_events(tmp_path / "run/a/metrics.jsonl").get("validation", [])
+    )
+    rows = metrics.read_events(tmp_path / "run/b/metrics.jsonl").get("validation", [])
     last = rows[-1]
     counts = [len(Cache(tmp_path / "cache").open_snapshot(each)) for each in ids]
     share = counts[0] / counts[1]
@@ -413,7 +415,7 @@ def test_a_phase_tells_what_the_one_before_was_validated_on_from_what_is_new(
 
     shutil.rmtree(step(tmp_path / "run/b", 4))  # resumed in the middle: the same samples are old
     run_phases(rounds(a, {**b, "set": {"train.validation": validation, "train.save_every": 2}}), resume="auto")
-    again = metrics.validations(tmp_path / "run/b/metrics.jsonl")[-1]
+    again = metrics.read_events(tmp_path / "run/b/metrics.jsonl").get("validation", [])[-1]
     assert again["by_age"] == pytest.approx(ages, rel=1e-6)
     _, printed = run_phases(rounds(a, b), resume="auto")
     assert not any(line.startswith("note: phase b") and "old" in line for line in printed)

@@ -81,7 +81,7 @@ def test_exactly_once_under_drop(buckets: list[tuple[int, int]], seed: int) -> N
 
 def test_epochs_are_reshuffled_and_buckets_are_mixed() -> None:
     schedule = Schedule([64, 64], [8, 8], seed=0, phase=0, small="carry")
-    steps = schedule.steps_in(0)
+    steps = schedule.steps_upto(1)
     order = walk(schedule, 2 * steps)
     assert order[:steps] != order[steps:]
     assert [b for b, _, _ in order[:steps]] not in ([0] * 8 + [1] * 8, [1] * 8 + [0] * 8)
@@ -242,7 +242,7 @@ def test_largest_first_only_reorders_the_first_epoch(buckets: list[tuple[int, in
     plain = Schedule(counts, batches, seed=seed, phase=0, small=small)
     order = list(range(len(buckets)))[::-1]
     first = Schedule(counts, batches, seed=seed, phase=0, small=small, first=order)
-    steps = plain.steps_in(0)
+    steps = plain.steps_upto(1)
     assert sorted(walk(plain, steps)) == sorted(walk(first, steps))
     filled = {plain.step(t).bucket for t in range(steps)}
     shown = [b for b in order if b in filled]

@@ -54,7 +54,7 @@ def run(config: Config, *, resume: str | None = None, task: TrainingTask | None 
 
 
 def rows(config: Config) -> list[dict[str, Any]]:
-    return metrics.validations(Path(config.train.output) / "metrics.jsonl")
+    return metrics.read_events(Path(config.train.output) / "metrics.jsonl").get("validation", [])
 
 
 def values(config: Config) -> dict[int, tuple[Any, ...]]:

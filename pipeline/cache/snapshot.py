@@ -49,9 +49,9 @@ from pipeline.cache.snapshot_lists import (
     ShardFile,
     ShardNames,
     ShardTable,
-    one,
-    several,
-    table_or_several,
+    nested,
+    nested_list,
+    table_or_list,
 )
 from pipeline.errors import CacheError, IntegrityError
 
@@ -136,7 +136,7 @@ class Bucket(HeadObject):
     batch: int
     parts: tuple[BucketPart, ...] | None = None
     block: int | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"parts": several(BucketPart)}
+    forms: ClassVar[Mapping[str, Form]] = {"parts": nested_list(BucketPart)}
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Policies(HeadObject):
     order: str | None = None
     heldout: HeldOut | None = None
     packed: PackedOrder | None = None
-    forms: ClassVar[Mapping[str, Form]] = {"heldout": one(HeldOut), "packed": one(PackedOrder)}
+    forms: ClassVar[Mapping[str, Form]] = {"heldout": nested(HeldOut), "packed": nested(PackedOrder)}
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class NullRecord(HeadObject):
         )
 
 
-_SHARDS = table_or_several(ShardTable, ShardFile)
+_SHARDS = table_or_list(ShardTable, ShardFile)
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ class Head(HeadObject):
     folder: str | None = None
     counts: Mapping[str, int] | None = None
     forms: ClassVar[Mapping[str, Form]] = {
-        "policies": one(Policies),
-        "buckets": several(Bucket),
-        "null": one(NullRecord),
-        "chunks": table_or_several(ChunkTable, Chunk),
+        "policies": nested(Policies),
+        "buckets": nested_list(Bucket),
+        "null": nested(NullRecord),
+        "chunks": table_or_list(ChunkTable, Chunk),
         "shards": (
             lambda kinds: {kind: _SHARDS[0](shards) for kind, shards in kinds.items()},
             lambda kinds: {kind: _SHARDS[1](shards) for kind, shards in kinds.items()},
@@ -372,20 +372,8 @@ def _check_sizes(files: Files, wanted: Mapping[str, int | None], fixes: Mapping[
             )
 
 
-def write_chunks(files: Files, samples: pa.Table, names: pa.Table) -> tuple[Chunk, ...]:
-    """Write the tables of a snapshot, cut into chunks.
-
-    Args:
-        samples, names: `samples_schema` and `NAMES`, rows in the same order.
-    """
-    starts = range(0, samples.num_rows, CHUNK_ROWS)
-    return tuple(
-        write_chunk(files, samples.slice(start, CHUNK_ROWS), names.slice(start, CHUNK_ROWS)) for start in starts
-    )
-
-
 def write_chunk(files: Files, samples: pa.Table, names: pa.Table) -> Chunk:
-    """Write one chunk of at most `CHUNK_ROWS` rows."""
+    """Write one chunk: up to `CHUNK_ROWS` rows of `samples_schema` and of `NAMES`, in the same order."""
     written = [to_ipc(table) for table in (samples, names)]
     digests = [files.put_content(data, "tables", "arrow") for data in written]
     return Chunk(samples.num_rows, *digests, blocks=blocks_of(written[0], BLOCK_ROWS))

@@ -79,11 +79,11 @@ class HeadObject:
         return {**values, **self.other}
 
 
-def one(entry: type[HeadObject]) -> Form:
+def nested(entry: type[HeadObject]) -> Form:
     return entry.parse, lambda value: value.values()
 
 
-def several(entry: type[HeadObject]) -> Form:
+def nested_list(entry: type[HeadObject]) -> Form:
     return lambda items: tuple(map(entry.parse, items)), lambda items: [item.values() for item in items]
 
 
@@ -309,7 +309,7 @@ def _listed(kind: type[L], columns: list[pa.Array], **entry: Any) -> tuple[L, by
     return kind(ListTable(layout.content_digest(data), len(columns[0]), **entry)), data
 
 
-def table_or_several(kind: type[_TableList[Any]], entry: type[HeadObject]) -> Form:
+def table_or_list(kind: type[_TableList[Any]], entry: type[HeadObject]) -> Form:
     """How a list is written: as a table, or entry by entry."""
 
     def parse(value: Any) -> Any:

@@ -438,9 +438,6 @@ class Schedule:
         """Optimizer steps in the first `epochs` epochs."""
         return sum(bucket.batches_before(epochs) for bucket in self._buckets)
 
-    def steps_in(self, epoch: int) -> int:
-        return self.steps_upto(epoch + 1) - self.steps_upto(epoch)
-
     def samples_upto(self, steps: int) -> int:
         """Samples in the global batches of the first `steps` steps."""
         if len(set(self.batches)) == 1:

@@ -125,6 +125,7 @@ def sample(
     size = batch or max(count, 1)
     calls, total = itertools.count(1), steps * -(-count // size)
     parts = [slice(first, first + size) for first in range(0, count, size)]
+    texts: Iterator[tuple[Tensor, Tensor]]
     if guidance == 1:
         texts = ((captions[part], mask[part]) for part in parts)
     elif null_captions is None or null_mask is None:

@@ -13,14 +13,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from pipeline.cache import codec, layout
 from pipeline.cache.snapshot import CHUNK_ROWS
 from pipeline.config import Config, load
 from pipeline.encoding import estimate
 from pipeline.loader.loader import LoaderSettings
-from pipeline.loader.planner import Planner
 from pipeline.parallel.mesh import Layout
 from pipeline.planning.cards import card
 from pipeline.planning.cost import Constants, Time
@@ -277,23 +274,6 @@ def imagined(pairs: int, gpus: int, mib: int | None, window: int) -> Imagined:
     latent, text = layout.LatentRecipe(weights="scale"), layout.TextRecipe(weights="scale")
     content = Imagined(pairs, batches, latent, text, window=window)
     return content if mib is None else content.packed(mib)
-
-
-def all_nodes(pairs: int, gpus: int, mib: int, window: int, steps: int, skip: int) -> tuple[float, float]:
-    """Shards that each node reads for the first time, per step, of a packed snapshot, from the plans of all ranks:
-    the mean of all nodes, and the mean of the largest number of each step."""
-    snapshot, count = ImaginedSnapshot(imagined(pairs, gpus, mib, window), MirrorModel(1)), max(1, gpus // PER_NODE)
-    planner = Planner(snapshot, seed=0, phase=0)
-    known: list[set[int]] = [set() for _ in range(count)]
-    fresh = []
-    for step in range(FIRST, FIRST + skip + steps):
-        parts = np.array_split(planner.step(step).samples["shard"], count)
-        read = [set(part.tolist()) - before for part, before in zip(parts, known, strict=True)]
-        for before, new in zip(known, read, strict=True):
-            before |= new
-        fresh.append([len(new) for new in read])
-    counted = np.array(fresh[skip:])
-    return float(counted.mean()), float(counted.max(axis=1).mean())
 
 
 def reading(

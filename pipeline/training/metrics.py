@@ -19,7 +19,7 @@ began), seconds (since this attempt began) and time (UTC). In fp16 also loss_sca
 whole run that were skipped because the gradient overflowed); such steps do not count in grad_norm, which is null if
 the row has no other step. Rows of older versions have fewer keys. Once per attempt a row `event: prediction` has what
 was predicted and measured (`pipeline.training.expectation`); `prediction.json` beside the journal has the whole
-prediction. A row `event: validation` (`validations` returns them) has step, loss (mean over the samples and noise
+prediction. A row `event: validation` (`read_events` returns them) has step, loss (mean over the samples and noise
 levels of `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level
 and by bucket), by_age (of `old` and of `new` samples, where they are separate), the same with `ema_` before the name
 (with the moving averages; null without them), samples, snapshot (where the samples are from), seconds and time. A row
@@ -186,11 +186,6 @@ def read(path: Path) -> list[dict[str, Any]]:
         UserError: the file is missing.
     """
     return read_events(path).get(None, [])
-
-
-def validations(path: Path) -> list[dict[str, Any]]:
-    """The rows of validations by step, as `read` returns those of steps."""
-    return read_events(path).get("validation", [])
 
 
 def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:

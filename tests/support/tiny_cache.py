@@ -113,6 +113,10 @@ def build(
         written += [pair[1] for pair in picked]
         first += count
     null = rows_by_key[layout.null_key(text.id)]
+    tables = (
+        pa.Table.from_pylist(rows, schema=snapshot.samples_schema(latent, text)),
+        pa.Table.from_pylist(written, schema=snapshot.NAMES),
+    )
     head = Head(
         recipes={"latent": latent.values(), "text": text.values()},
         policies=Policies(small, pad_text_multiple=2),
@@ -129,10 +133,9 @@ def build(
         ),
         left_out={},
         sources={},
-        chunks=snapshot.write_chunks(
-            cache.files,
-            pa.Table.from_pylist(rows, schema=snapshot.samples_schema(latent, text)),
-            pa.Table.from_pylist(written, schema=snapshot.NAMES),
+        chunks=tuple(
+            snapshot.write_chunk(cache.files, *(table.slice(first, snapshot.CHUNK_ROWS) for table in tables))
+            for first in range(0, len(rows), snapshot.CHUNK_ROWS)
         ),
     )
     cache.add_snapshot(head, None)

@@ -54,7 +54,7 @@ def run(settings: Config, launch: Launch, resume: Path | None = None) -> None:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return metrics.validations(folder / "metrics.jsonl")
+    return metrics.read_events(folder / "metrics.jsonl").get("validation", [])
 
 
 def numbers(row: dict[str, Any]) -> list[float]:
