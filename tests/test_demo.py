@@ -140,7 +140,7 @@ def test_no_usable_picture(tmp_path: Path, commands: Commands) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.png").write_bytes(b"no picture")
     (tmp_path / "mine" / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="no usable picture"):
+    with pytest.raises(UserError, match=naming(tmp_path / "mine", "--data")):
         demo.run(tmp_path / "demo", data=tmp_path / "mine")
     assert commands.lines == []
 

@@ -347,7 +347,7 @@ def test_another_decoder_of_the_same_latents_takes_the_place_of_the_vaes(
 def test_a_decoder_of_other_latents_is_refused(folder: Path, kind: str, changes: dict[str, Any], found: str) -> None:
     decoder = {"id": str(other_decoder(folder, kind, **changes)), "dtype": "bf16"}
     config = VaeConfig.model_validate({"id": str(folder), "decoder": decoder})
-    with pytest.raises(hub.ModelError, match="other latents") as refused:
+    with pytest.raises(hub.ModelError) as refused:
         encoders.LatentDecoder.load(config, "cpu")
     assert found in str(refused.value.found)
 

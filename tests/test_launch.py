@@ -33,6 +33,7 @@ from pipeline.parallel import collectives, mesh
 from pipeline.training import metrics
 from pipeline.training.trainer import fit
 from stages import sample
+from tests.support.messages import naming
 from tests.support.workers import mortal_run, tiny_run
 
 TORCHRUN = {
@@ -264,11 +265,11 @@ def test_cpu_of_accelerate_against_a_gpu_of_the_configuration() -> None:
 def test_devices() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(UserError, match="no such device"):
+    with pytest.raises(UserError, match=naming("'gpu'", "cuda:N")):
         resolve_device("gpu")
     with pytest.raises(UserError, match="GPU 999"):
         resolve_device("cuda:999")
-    with pytest.raises(UserError, match="local rank"):
+    with pytest.raises(UserError, match=naming("'cuda:0'", "2 processes")):
         resolve_device("cuda:0", Launch(local_world=2, world=2))
 
 
@@ -370,10 +371,10 @@ def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: 
 
 def test_processes_with_different_sizes_end_before_they_wait_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "all_gather_objects", lambda layout: [layout, mesh.Layout(1, 2, 1, 1)])
-    with pytest.raises(UserError, match="different sizes") as caught:
+    with pytest.raises(UserError, match=naming("process 1")):
         with mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")):
             pass
-    assert "process 1" in str(caught.value.found) and not dist.is_initialized()
+    assert not dist.is_initialized()
 
 
 def test_one_process_needs_no_port() -> None:

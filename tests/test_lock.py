@@ -217,7 +217,7 @@ def test_a_run_that_was_taken_over_ends_at_its_next_step(tmp_path: Path, monkeyp
         if step >= 2:
             time.sleep(0.2)
 
-    with pytest.raises(lock.RunTaken, match="taken over"):
+    with pytest.raises(lock.RunTaken):
         train(run, steps=20, save_every=20, touch=touch)
     assert steps[-1] <= 4, "it did not wait for its next save"
     assert names(run) == ["step-00000009.07e4.tmp"]

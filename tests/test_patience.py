@@ -133,7 +133,7 @@ def test_a_store_that_stays_away_is_given_up_in_time(
     if not silent:
         line.cut()
     began = time.monotonic()
-    with pytest.raises(AwayError, match="no answer for") as caught:
+    with pytest.raises(AwayError) as caught:
         files.read("a")
     assert 1.5 < time.monotonic() - began < 10, "patience, and at most one attempt more"
     assert caught.value.exit_code == 75 and "patience_s" in (caught.value.fix or "")

@@ -23,6 +23,7 @@ from pipeline.parallel.mesh import Layout, open_mesh
 from pipeline.training import memory, metrics, throughput, trackers
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
+from tests.support.messages import naming
 from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 
@@ -265,7 +266,7 @@ def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monke
     from accelerate.tracking import TensorBoardTracker
 
     (tmp_path / "run").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match="tensorboard cannot"):
+    with pytest.raises(UserError, match=naming("tensorboard")):
         with open_mesh(Launch(), tiny_run.config().train.parallel, CPU):
             trackers.Trackers(["tensorboard"], tmp_path / "run", 0, {}, lambda line: None)
 

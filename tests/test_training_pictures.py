@@ -38,6 +38,7 @@ from pipeline.training import drawings as in_training
 from pipeline.training.task import Report, TrainingTask
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
+from tests.support.messages import naming
 from tests.support.narrow import COMPUTE, NARROW
 from tests.support.runs import dropout
 from tests.support.workers import drawings, tiny_run
@@ -280,7 +281,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patched:
         patched.setattr(in_training, "os", SimpleNamespace(fsync=full))
-        with pytest.raises(UserError, match=r"step-00000000.safetensors: could not be written.*No space"):
+        with pytest.raises(UserError, match=naming("step-00000000.safetensors", "No space")):
             run(config)
     assert [len(names) for names in present] == [1]
     assert present[0][0] not in ("safetensors", "safetensors.abc.tmp")
@@ -312,7 +313,7 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
 
 def test_a_name_of_a_phase_cannot_be_that_of_the_folder() -> None:
     tree = tiny_run.config().model_dump(exclude_unset=True)
-    with pytest.raises(ValueError, match="'pictures' is a folder of every run directory"):
+    with pytest.raises(ValueError, match=naming("phases", "'pictures'")):
         Config.model_validate(tree | {"phases": [{"name": "pictures", "snapshot": "latest"}]})
 
 
@@ -370,7 +371,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     snapshot = stages.bucket.run(config)
     cache = Cache(config.cache)
     output = Path(config.train.output)
-    with pytest.raises(CacheError, match=r"(?s)'prompts'.*sana-pipe encode --prompts"):
+    with pytest.raises(CacheError, match=naming("'prompts'", "sana-pipe encode --prompts")):
         stages.train.run(config)
     with pytest.raises(CacheError, match="'other'"):
         stages.train.run(small("train.pictures.prompts=other"))
@@ -436,7 +437,7 @@ def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config])
     cache.add_recipe(other)
     place = layout.Paths.numbered(layout.Paths.prompts("prompts"), 0)
     cache.files.put(place, layout.seal(replace(ours, name="prompts", recipe=other).body()))
-    with pytest.raises(CacheError, match=r"(?s)another text recipe.*instruction"):
+    with pytest.raises(CacheError, match=naming("text recipe", "instruction")):
         stages.train.run(config)
     assert not Path(config.train.output).exists()
 
