@@ -183,7 +183,8 @@ def test_train_shows_its_progress(
     config = tiny_run.config(tmp_path / "run", layers=1, steps=5, validation=validation)
     trainer.fit(config, tiny_run.task(config), Launch(), log=lambda text: print(text, file=sys.stderr))
     printed = capsys.readouterr().err
-    rows, (*_, value) = (read(tmp_path / "run/metrics.jsonl") for read in (metrics.read, metrics.validations))
+    events = metrics.read_events(tmp_path / "run/metrics.jsonl")
+    rows, (*_, value) = events[None], events["validation"]
     if not live:
         assert "\r" not in printed
         assert sum(text.startswith("step ") for text in printed.splitlines()) == 5
