@@ -551,6 +551,25 @@ def test_the_first_half_of_a_digest_decides_what_is_held_out() -> None:
     assert selection.heldout(frame, 0.5).tolist() == [True, False]
 
 
+def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
+    """Samples of one source and digest by their buckets, which may be of several tables."""
+    count, sides = len(bucket), np.array(TABLE)[bucket % len(TABLE)]
+    return Frame(
+        source=np.zeros(count, np.int32),
+        item=pa.array(items, pa.large_string()),
+        sample_id=np.arange(count, dtype=np.uint64),
+        picture_id=np.arange(count, dtype=np.uint64),
+        digest=np.full(count, b"1" * 16),
+        height=sides[:, 0],
+        width=sides[:, 1],
+        bucket=bucket,
+        latent=np.arange(count),
+        captions=np.arange(count + 1),
+        text=np.zeros(count, np.int64),
+        weight=np.ones(count, np.float32),
+    )
+
+
 @pytest.mark.parametrize(
     ("sizes", "batch", "moved"),  # samples of the table's buckets; who gives them up, to the other one
     [
@@ -566,20 +585,9 @@ def test_the_smallest_bucket_gives_up_first(
     first = len(TABLE)  # the second of three tables
     bucket = np.array([first - 1, first + len(TABLE), *(first + b for b, n in sizes.items() for _ in range(n))])
     count = len(bucket)
-    sides = np.array(TABLE)[bucket % len(TABLE)]
-    frame = Frame(
-        source=np.zeros(count, np.int32),
-        item=pa.array([str(b - first) for b in bucket], pa.large_string()),
-        sample_id=np.arange(count, dtype=np.uint64),
-        picture_id=np.arange(count, dtype=np.uint64),
+    frame = dataclasses.replace(
+        frame_of(bucket, [str(b - first) for b in bucket]),
         digest=np.array([layout.digest(str(n)) for n in range(count)], "S16"),
-        height=sides[:, 0],
-        width=sides[:, 1],
-        bucket=bucket,
-        latent=np.arange(count),
-        captions=np.arange(count + 1),
-        text=np.zeros(count, np.int64),
-        weight=np.ones(count, np.float32),
     )
     none = Cache(tmp_path, create=True).index(LATENT.name)
     records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
@@ -596,21 +604,7 @@ def test_samples_that_stay_in_their_bucket_are_not_in_memory(tmp_path: Path, mon
     count = 100_000
     bucket = np.zeros(count, np.int64)
     bucket[7] = 2
-    sides = np.array(TABLE)[bucket]
-    frame = Frame(
-        source=np.zeros(count, np.int32),
-        item=pa.array([str(n) for n in range(count)], pa.large_string()),
-        sample_id=np.arange(count, dtype=np.uint64),
-        picture_id=np.arange(count, dtype=np.uint64),
-        digest=np.full(count, b"1" * 16),
-        height=sides[:, 0],
-        width=sides[:, 1],
-        bucket=bucket,
-        latent=np.arange(count),
-        captions=np.arange(count + 1),
-        text=np.zeros(count, np.int64),
-        weight=np.ones(count, np.float32),
-    )
+    frame = frame_of(bucket, [str(n) for n in range(count)])
     none = cache.index(LATENT.name)
     records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
     joined = Joined(["s"], scratch=cache.files.scratch)

@@ -115,31 +115,25 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
     (one,) = drawing.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1], CPU)
     assert one.bucket == (64, 64)
     noise = noise_of(one.sample_id, tuple(one.latent.shape), trained.config.sample.seed)
-    latents = pipe(
-        one.caption,
-        height=64,
-        width=64,
-        num_inference_steps=trained.config.sample.steps,
-        guidance_scale=trained.config.sample.guidance,
-        use_resolution_binning=False,
-        complex_human_instruction=["Draw this: "],
-        latents=noise.clone(),
-        output_type="latent",
-    ).images[0]
+
+    def drawn(caption: str) -> torch.Tensor:
+        return pipe(
+            caption,
+            height=64,
+            width=64,
+            num_inference_steps=trained.config.sample.steps,
+            guidance_scale=trained.config.sample.guidance,
+            use_resolution_binning=False,
+            complex_human_instruction=["Draw this: "],
+            latents=noise.clone(),
+            output_type="latent",
+        ).images[0]
+
+    latents = drawn(one.caption)
     # The cached rows are rounded to bf16, the pipeline's are not.
     error = (latents - one.latent).norm() / one.latent.norm()
     assert error < 5e-3, error
-    wrong = pipe(
-        one.caption + " in the rain",
-        height=64,
-        width=64,
-        num_inference_steps=trained.config.sample.steps,
-        guidance_scale=trained.config.sample.guidance,
-        use_resolution_binning=False,
-        complex_human_instruction=["Draw this: "],
-        latents=noise.clone(),
-        output_type="latent",
-    ).images[0]
+    wrong = drawn(one.caption + " in the rain")
     assert (wrong - one.latent).norm() / one.latent.norm() > 2 * error  # the comparison sees another caption
 
 

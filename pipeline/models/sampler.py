@@ -125,25 +125,9 @@ def sample(
     size = batch or max(count, 1)
     calls, total = itertools.count(1), steps * -(-count // size)
     parts = [slice(first, first + size) for first in range(0, count, size)]
-    texts: Iterator[tuple[Tensor, Tensor]]
-    if guidance == 1:
-        texts = ((captions[part], mask[part]) for part in parts)
-    elif null_captions is None or null_mask is None:
-        raise ValueError(f"guidance {guidance} needs the empty caption")
-    else:
-        null = _expand(null_captions.to(device, dtype), null_mask.to(device), count)
-        texts = _guided_texts((captions, mask), null, parts)
+    texts = _texts(captions, mask, null_captions, null_mask, guidance, parts)
 
-    def flow_of(rows: Tensor, row_mask: Tensor, latents: Tensor, timestep: Tensor) -> Tensor:
-        inputs = latents if guidance == 1 else torch.cat([latents, latents])
-        flow = model(inputs.to(dtype), rows, row_mask, timestep.to(torch.float32).expand(inputs.shape[0])).float()
-        if on_step is not None:
-            on_step(next(calls), total)
-        if guidance == 1:
-            return flow
-        unconditional, conditional = flow.chunk(2)
-        return unconditional + guidance * (conditional - unconditional)
-
+    flow_of = partial(_flow, model, guidance, dtype, lambda: on_step and on_step(next(calls), total))
     with _evaluating(model):
         drawn = [
             _solve(noise[part].to(device, torch.float32), partial(flow_of, *text), steps, flow_shift)
@@ -152,13 +136,43 @@ def sample(
     return torch.cat(drawn) if drawn else noise.to(device, torch.float32)
 
 
-def _guided_texts(
-    given: tuple[Tensor, Tensor], null: tuple[Tensor, Tensor], parts: Sequence[slice]
+def _texts(
+    captions: Tensor,
+    mask: Tensor,
+    null_captions: Tensor | None,
+    null_mask: Tensor | None,
+    guidance: float,
+    parts: Sequence[slice],
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and mask of each part: first the empty captions, then the captions, padded to one length."""
-    length = max(given[0].shape[1], null[0].shape[1])
-    given, null = _pad(*given, length), _pad(*null, length)
+    """Rows and mask of each part; unless guidance is 1, with the empty captions first, all padded to one length."""
+    if guidance == 1:
+        return ((captions[part], mask[part]) for part in parts)
+    if null_captions is None or null_mask is None:
+        raise ValueError(f"guidance {guidance} needs the empty caption")
+    null = _expand(null_captions.to(captions), null_mask.to(mask.device), len(captions))
+    length = max(captions.shape[1], null[0].shape[1])
+    given, null = _pad(captions, mask, length), _pad(*null, length)
     return ((torch.cat([null[0][p], given[0][p]]), torch.cat([null[1][p], given[1][p]])) for p in parts)
+
+
+def _flow(
+    model: nn.Module | Predict,
+    guidance: float,
+    dtype: torch.dtype,
+    called: Callable[[], Any],
+    rows: Tensor,
+    mask: Tensor,
+    latents: Tensor,
+    timestep: Tensor,
+) -> Tensor:
+    """The guided flow at `timestep`. rows, mask: with the empty captions first unless guidance is 1."""
+    inputs = latents if guidance == 1 else torch.cat([latents, latents])
+    flow = model(inputs.to(dtype), rows, mask, timestep.to(torch.float32).expand(inputs.shape[0])).float()
+    called()
+    if guidance == 1:
+        return flow
+    unconditional, conditional = flow.chunk(2)
+    return unconditional + guidance * (conditional - unconditional)
 
 
 def _solve(latents: Tensor, flow_of: Callable[[Tensor, Tensor], Tensor], steps: int, flow_shift: float) -> Tensor:

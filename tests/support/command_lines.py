@@ -42,6 +42,7 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> tuple[int, lis
             for name in ("run", "dry_run", "encode", "diff", "name", "run_prompts", "watch"):
                 setattr(empty, name, function(f"{stage}.{name}"))
             empty.check_name = lambda name: None  # type: ignore[attr-defined]
+            empty.Options = dict  # type: ignore[attr-defined]
             patch.setitem(sys.modules, empty.__name__, empty)
             patch.setattr(stages, stage, empty, raising=False)
         with pytest.raises(SystemExit) as ended:
