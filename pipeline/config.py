@@ -262,11 +262,13 @@ class EncodeConfig(_Section):
 
     storage: StorageConfig = StorageConfig()
     """How values are stored."""
-    image_batch: Positive = 8
-    """Pictures of one VAE batch."""
+    image_batch: Microbatch = _AUTO
+    """Pictures of one VAE batch. auto: on a GPU for each size as many as are predicted to leave a tenth of the memory
+    free, at most 15 of 1024 x 1024 pixels (larger tensors are no faster); 8 on a CPU and with `--engine ray`. A batch
+    that does not fit is halved."""
     text_batch: Positive = 128
     """Limit on captions of one batch; the text encoder divides it into forward passes of similar length and at most
-    8192 tokens."""
+    8192 tokens. These fit into any GPU that holds the encoder, so there is no auto."""
     unit_mib: Positive = 64
     """Limit on a unit's records in MiB."""
     unit_images: Positive = 1024

@@ -31,7 +31,7 @@ from pipeline.cache.local_files import cache_errors
 from pipeline.cache.objects import files_at
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
-from pipeline.encoding import estimate, unit_encoder
+from pipeline.encoding import estimate, image_batch, unit_encoder
 from pipeline.encoding import plan as planning
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import scan as scanning
@@ -392,9 +392,12 @@ def _encode(
         What was made, and whether there was nothing to do; then pictures were planned only once.
     """
     cache, config = run.cache, run.config.encode
+    fitting = None  # with Ray the pictures are encoded on other machines
+    if run.engine == "local":
+        fitting = image_batch.fitting(run.config.vae, lambda: unit_encoder.device(run.config))
     for work in texts:
         text_plans = planning.plan_captions(cache, run.text, work, config)
-    image_plans = [] if new else planning.plan_images(cache, run.latent, images, config)
+    image_plans = [] if new else planning.plan_images(cache, run.latent, images, config, fitting)
     idle = not new and not missing_units(cache, [*text_plans, *image_plans])
     if idle:
         click.echo("; ".join([*summary, "nothing to do"]))
@@ -411,11 +414,12 @@ def _encode(
         claims.sweep(cache, text_plans)
         missing(text_plans)  # writes the segments of finished plans
         if not idle:
-            image_plans = planning.plan_images(cache, run.latent, images, config)
+            image_plans = planning.plan_images(cache, run.latent, images, config, fitting)
         pictures = _encode_pictures(run, image_plans, missing, make)
         moved = images.slice(0, 0) if idle else planning.retryable_from_another_item(cache, run.latent, images)
         if len(moved):
-            more = _encode_pictures(run, planning.plan_images(cache, run.latent, moved, config), missing, make)
+            plans = planning.plan_images(cache, run.latent, moved, config, fitting)
+            more = _encode_pictures(run, plans, missing, make)
             pictures = replace(pictures, records=pictures.records + more.records)
     return {"images": pictures, "captions": captions}, idle
 

@@ -7,6 +7,7 @@ import gc
 import itertools
 import weakref
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -279,6 +280,56 @@ def test_a_copy_waits_for_the_computation_and_the_computation_for_its_event(monk
     assert torch.equal(there, torch.arange(3))
     through.wait(event)
     assert log == ["copies wait for the computation", "begin", "end", "the computation wait for the event after 3"]
+
+
+def pinned_by_torch(size: int) -> int:
+    """Bytes that torch's allocator of pinned memory takes for a block."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_pinned_memory_loses_at_most_an_eighth(itemsize: int) -> None:
+    """By torch's rounding, for what Sana saves at many microbatches and sizes of pictures, and for odd counts."""
+    saved = [
+        batch * tokens * width
+        for batch in (1, 3, 8, 22)
+        for tokens in (256, 960, 1024, 4000)
+        for width in (1, 32, 2240, 5600)
+    ]
+    for count in (*saved, 1024, 1025, 2**20 + 1, 2**22 - 1, *range(1, 200)):
+        sizes = saved_tensors.piece_sizes(count, itemsize)
+        needed = count * itemsize
+        taken = sum(pinned_by_torch(size * itemsize) for size in sizes)
+        assert sum(sizes) == count and min(sizes) > 0
+        assert needed <= taken <= needed + max(512, needed // 8)
+        assert len(sizes) <= needed // saved_tensors.PIECE + 4
+        assert pinned_by_torch(max(sizes) * itemsize) <= saved_tensors.PIECE, "blocks that every tensor can use"
+    whole = [count * itemsize for count in saved]
+    assert max(pinned_by_torch(size) / size for size in whole) > 1.8, "what one block for each tensor loses"
+
+
+def test_a_tensor_in_pieces_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[int] = []
+
+    def pinned(count: int, dtype: torch.dtype) -> Tensor:
+        blocks.append(count * dtype.itemsize)
+        return torch.empty(count, dtype=dtype)
+
+    monkeypatch.setattr(saved_tensors, "_pinned", pinned)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    through = object.__new__(saved_tensors.Transfers)
+    through.device, through.stream = torch.device("cpu"), MagicMock()  # type: ignore[assignment]
+    tensors = [
+        torch.randn(5 * 2**20 + 12345).bfloat16(),
+        torch.randint(-9, 9, (3 * 2**20,), dtype=torch.int8),
+        torch.randn(7),
+    ]
+    host, _ = through.to_host(tensors)
+    assert [part.nbytes for part in host] == [tensor.nbytes for tensor in tensors]
+    assert blocks[:2] == [saved_tensors.PIECE] * 2
+    assert sum(map(pinned_by_torch, blocks)) <= 1.02 * sum(tensor.nbytes for tensor in tensors)
+    back, _ = through.to_device(host)
+    assert all(torch.equal(after, before) for after, before in zip(back, tensors, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor
 from benchmarks import text_encode
 from benchmarks.gpu.sizes import Sizes
 from pipeline.config import TextConfig, VaeConfig
+from pipeline.encoding import image_batch
 from pipeline.models import tiny
-from pipeline.models.encoders import LatentEncoder, TextEncoder, from_bits
+from pipeline.models.encoders import LatentEncoder, TextEncoder, footprint, from_bits
 from pipeline.models.hub import no_progress_bars
 
 VAE = {
@@ -109,7 +111,8 @@ def online(sizes: Sizes, samples: int) -> Callable[[], tuple[Tensor, Tensor, Ten
 
 def vae(sizes: Sizes, *, batch: int) -> dict[str, Any]:
     """DC-AE encoding by arithmetic and layout: images/s, and the relative error (root mean square) against the exact
-    latents; null where it does not fit."""
+    latents; null where it does not fit. Beside it the batch of `encode.image_batch: auto`: its images/s, its peak, and
+    the peak that chose it."""
     images = pictures(sizes, sizes.count(batch))
     figures: dict[str, Any] = {}
     exact: Tensor | None = None
@@ -129,12 +132,30 @@ def vae(sizes: Sizes, *, batch: int) -> dict[str, Any]:
             if not fits:
                 continue
             exact = latents if name == "fp32" else exact
+            figures |= _batch_by_memory(sizes, name, VaeConfig(id=folder, **fields))
             figures[f"{name}_images_per_s"] = len(images) / seconds
             figures[f"{name}_peak_gib"] = peak
             if exact is not None:
                 error = (latents - exact).square().mean().sqrt() / exact.square().mean().sqrt()
                 figures[f"{name}_error"] = float(error)
     return figures
+
+
+def _batch_by_memory(sizes: Sizes, name: str, config: VaeConfig) -> dict[str, Any]:
+    """Of one arithmetic: the batch that is chosen, and what it takes; null where it does not fit after all. In a dry
+    run it is the fixed one."""
+    side = sizes.side * sizes.compression
+    batch, each = image_batch.fitting(config, lambda: sizes.device)(side, side), footprint(config, side, side)
+    figures: dict[str, Any] = {f"{name}_auto_{figure}": None for figure in ("images_per_s", "peak_gib")}
+    sizes.reset_peak()
+    with contextlib.suppress(torch.OutOfMemoryError):
+        images, encoder = pictures(sizes, batch), LatentEncoder.load(config, sizes.device)
+        figures[f"{name}_auto_images_per_s"] = batch / sizes.after_warming(lambda: encoder.encode(images))
+        figures[f"{name}_auto_peak_gib"] = sizes.memory()["peak_gib"]
+    encoder = None  # type: ignore[assignment]
+    sizes.free()
+    predicted = (each.weights + batch * each.picture) / 2**30
+    return figures | {f"{name}_auto_batch": batch, f"{name}_auto_predicted_gib": predicted}
 
 
 def gemma(sizes: Sizes, *, captions: int, lengths: list[int]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from pipeline.cache import codec, layout
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
 from pipeline.config import Config, EncodeConfig
+from pipeline.encoding import image_batch
+from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.sources import caption_rules as captions
@@ -316,12 +318,15 @@ def probe(
     if work.pictures:
         began = time.monotonic()
         vae = encoders.LatentEncoder.load(config.vae, device)
+        fitting = image_batch.fitting(config.vae, lambda: device)
         spent = time.monotonic() - began
         load_s += spent
         often = sorted(work.pictures, key=lambda shape: -len(work.pictures[shape]))[:_PROBED_BUCKETS]
         for number, shape in enumerate(often):
             end = began + spent + budget_s * 2 / 3 * (number + 1) / len(often)
-            seconds, count = probe_images(vae, source, work.pictures[shape], shape, config, latent, end, decoded)
+            seconds, count = probe_images(
+                vae, source, work.pictures[shape], shape, config, latent, end, decoded, fitting
+            )
             if seconds is not None:
                 image_s[shape] = seconds
                 images += count
@@ -355,11 +360,13 @@ def probe_images(
     recipe: layout.LatentRecipe,
     end: float,
     decoded: list[float],
+    fitting: Fitting | None = None,
 ) -> tuple[float | None, int]:
-    """Seconds per picture, and the batch size. The seconds of reading and decoding each picture go to `decoded`."""
+    """Seconds per picture, and the batch size. The seconds of reading and decoding each picture go to `decoded`.
+    `fitting` as in `plan_images`."""
     pictures: list[np.ndarray] = []
     began = time.monotonic()
-    for item in items[: config.encode.image_batch]:
+    for item in items[: images_of_batch(config.encode, shape, fitting)]:
         start = time.monotonic()
         if pictures and start - began > (end - began) / 4:
             break

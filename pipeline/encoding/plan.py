@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -191,13 +192,30 @@ def text_work(texts: Iterable[pa.Array], recipe: layout.TextRecipe, scratch: Scr
     return scratch.table(CAPTIONS, rows())
 
 
-def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
+FIXED = 8
+"""Pictures of a batch where `encode.image_batch` is auto and the memory is no limit or not known."""
+Fitting = Callable[[int, int], int]
+"""(height, width) in pixels -> pictures of a batch."""
+Cut = tuple[np.ndarray, int]
+"""The rows of a unit in its window, and its batch."""
+
+
+def plan_images(
+    cache: Cache,
+    recipe: layout.LatentRecipe,
+    work: pa.Table,
+    config: EncodeConfig,
+    fitting: Fitting | None = None,
+) -> list[WorkPlan]:
     """Adopt the existing image plans, and append a plan for the rows that they do not cover.
 
     Units hold one target resolution each, drawn from windows of `config.window` items of the listing.
+
+    Args:
+        fitting: the batch where `image_batch` is auto; None: `FIXED`.
     """
 
-    def cut(window: pa.Table) -> Iterator[np.ndarray]:
+    def cut(window: pa.Table) -> Iterator[Cut]:
         height, width = (window.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
         target = height << 32 | width
         for size in np.unique(target):
@@ -205,12 +223,21 @@ def plan_images(cache: Cache, recipe: layout.LatentRecipe, work: pa.Table, confi
             h, w = int(size) >> 32, int(size) & 0xFFFFFFFF
             record = 2 * recipe.channels * (h // recipe.compression) * (w // recipe.compression)
             most = max(1, min(config.unit_images, (config.unit_mib << 20) // record))
-            yield from (rows[first : first + most] for first in range(0, len(rows), most))
+            batch = images_of_batch(config, (h, w), fitting)
+            yield from ((rows[first : first + most], batch) for first in range(0, len(rows), most))
 
     def windows(missing: pa.Table) -> Iterator[pa.Table]:
         yield from (missing.slice(start, config.window) for start in range(0, len(missing), config.window))
 
-    return _plan(cache, recipe, work, config.image_batch, windows, cut)
+    return _plan(cache, recipe, work, windows, cut)
+
+
+def images_of_batch(config: EncodeConfig, size: tuple[int, int], fitting: Fitting | None) -> int:
+    """Pictures of a batch by `image_batch`. fitting: as in `plan_images`."""
+    given: Any = config.image_batch
+    if given != "auto":
+        return int(given)
+    return FIXED if fitting is None else fitting(*size)
 
 
 def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
@@ -220,10 +247,10 @@ def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, confi
     similar length; the encoder cuts it into forward passes by tokens.
     """
 
-    def cut(window: pa.Table) -> Iterator[np.ndarray]:
+    def cut(window: pa.Table) -> Iterator[Cut]:
         length = pc.fill_null(pc.binary_length(window.column("caption")), -1).to_numpy()
         for first in range(0, len(window), config.unit_captions):
-            yield first + np.argsort(length[first : first + config.unit_captions], kind="stable")
+            yield first + np.argsort(length[first : first + config.unit_captions], kind="stable"), config.text_batch
 
     def windows(missing: pa.Table) -> Iterator[pa.Table]:
         rows = config.unit_captions * max(1, arrow.ROWS // config.unit_captions)
@@ -233,18 +260,17 @@ def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, confi
             missing = pa.concat_tables([missing.slice(0, null), missing.slice(null + 1)])
         yield from (missing.slice(start, rows) for start in range(0, len(missing), rows))
 
-    return _plan(cache, recipe, work, config.text_batch, windows, cut)
+    return _plan(cache, recipe, work, windows, cut)
 
 
 def _plan(
     cache: Cache,
     recipe: layout.Recipe,
     work: pa.Table,
-    batch: int,
     windows: Callable[[pa.Table], Iterator[pa.Table]],
-    cut: Callable[[pa.Table], Iterator[np.ndarray]],
+    cut: Callable[[pa.Table], Iterator[Cut]],
 ) -> list[WorkPlan]:
-    """See `plan_images`. windows: the missing rows in pieces; cut: a piece -> rows of each unit."""
+    """See `plan_images`. windows: the missing rows in pieces; cut: a piece -> its units."""
     while True:
         plans = cache.plans(recipe.name)
         mask = _missing(cache, recipe, plans, work)
@@ -252,25 +278,24 @@ def _plan(
             return plans
         scratch, number, units = cache.files.scratch, len(plans), list[Unit]()
         members = ((window, list(cut(window))) for window in windows(_chosen(work, mask, scratch)))
-        table = scratch.table(work.schema, _planned(members, units, recipe, number, batch))
+        table = scratch.table(work.schema, _planned(members, units, recipe, number))
         cache.add_plan(recipe.name, number, units, table)
 
 
 def _planned(
-    members: Iterator[tuple[pa.Table, list[np.ndarray]]],
+    members: Iterator[tuple[pa.Table, list[Cut]]],
     units: list[Unit],
     recipe: layout.Recipe,
     number: int,
-    batch: int,
 ) -> Iterator[pa.Table]:
     """The rows of a plan's table, in the order of its units, which are added to `units`."""
     start = 0
     for window, parts in members:
         keys = fixed(window.column("key"))
-        for rows in parts:
+        for rows, batch in parts:
             units.append(Unit.of(recipe.name, number, keys[rows], start, batch))
             start += len(rows)
-        yield take_rows(window, np.concatenate(parts))
+        yield take_rows(window, np.concatenate([rows for rows, _ in parts]))
 
 
 def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:

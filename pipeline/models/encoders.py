@@ -11,12 +11,16 @@ Price: describing a model reads all of its weights to digest them.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipeline.config import VaeConfig, Weights
 from pipeline.models.hub import ModelError, read_settings, resolve, weight_files
@@ -39,6 +43,7 @@ __all__ = [
     "DTYPES",
     "SELECTION",
     "TOKENIZER_FILES",
+    "Footprint",
     "LatentDecoder",
     "LatentEncoder",
     "NonFiniteOutputError",
@@ -49,6 +54,7 @@ __all__ = [
     "describe_text",
     "describe_vae",
     "exact",
+    "footprint",
     "from_bits",
     "is_exact",
     "provenance_of",
@@ -200,13 +206,8 @@ def _layout(config: VaeConfig) -> torch.memory_format:
 
 def _half_autoencoder(weights: Weights, keep: str, dtype: str, layout: torch.memory_format, device: Any) -> Any:
     """AutoencoderDC or AutoencoderTiny with only its `encoder` or its `decoder`; the other half is never allocated."""
-    import diffusers
-
     folder = resolve(weights)
-    kind = getattr(diffusers, _decoder_settings(folder)["_class_name"])
-    with torch.device("meta"):
-        model = kind.from_config(kind.load_config(folder))
-    delattr(model, "decoder" if keep == "encoder" else "encoder")
+    model = _half_on_meta(folder, keep)
     state = {}
     for path in weight_files(folder, weights.variant):
         with open_tensors(path) as handle:
@@ -222,6 +223,71 @@ def _half_autoencoder(weights: Weights, keep: str, dtype: str, layout: torch.mem
             fix="fetch the folder again",
         ) from None
     return model.to(device, memory_format=layout).eval().requires_grad_(False)
+
+
+def _half_on_meta(folder: Path, keep: str) -> Any:
+    import diffusers
+
+    kind = getattr(diffusers, _decoder_settings(folder)["_class_name"])
+    with torch.device("meta"):
+        model = kind.from_config(kind.load_config(folder))
+    delattr(model, "decoder" if keep == "encoder" else "encoder")
+    return model
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the encoder of pictures needs. weights: bytes. picture: bytes of one picture's tensors at their peak.
+    largest: values of the largest of them."""
+
+    weights: int
+    picture: int
+    largest: int
+
+
+def footprint(config: VaeConfig, height: int, width: int) -> Footprint:
+    """Of pictures of height x width pixels, from one on the meta device: no weights are read, no memory is used.
+
+    Tensors of a batch are this much for each of its pictures. Workspaces of cuDNN are not in it.
+
+    Raises:
+        ModelError: no such model, another class of model.
+    """
+    model = torch.nn.Module.to(_half_on_meta(resolve(config), "encoder"), DTYPES[config.dtype])
+    parameters = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
+    with torch.inference_mode(), _LiveTensors() as live:
+        pixels = torch.empty(1, height, width, 3, dtype=torch.uint8, device="meta")
+        x = pixels.permute(0, 3, 1, 2).to(torch.int32).to(DTYPES[config.dtype])
+        model.encode(x)
+    return Footprint(parameters, live.peak, live.largest)
+
+
+class _LiveTensors(TorchDispatchMode):
+    """Sums the storages that operations make, while they exist. peak: bytes. largest: values of the largest tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.largest = self._bytes = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        before = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            address, known = storage._cdata, self._known.get(storage._cdata)
+            if address in before or (known is not None and known() is storage):
+                continue
+            size = storage.nbytes()
+            self._known[address] = weakref.ref(storage)
+            weakref.finalize(storage, self._free, size)
+            self._bytes += size
+            self.peak, self.largest = max(self.peak, self._bytes), max(self.largest, tensor.numel())
+        return result
+
+    def _free(self, size: int) -> None:
+        self._bytes -= size
 
 
 class LatentEncoder:

@@ -32,6 +32,8 @@ from pipeline.parallel.compression import Format, quantise, restore
 
 SMALLEST = 1024
 """Tensors of fewer values stay as they are: norm statistics, tables, masks."""
+PIECE = 4 << 20
+"""Bytes of a block of pinned memory that holds part of a larger tensor; a power of two."""
 AHEAD = 4
 """Tensors whose copies to or from the host may be under way: those of one recomputed block."""
 
@@ -47,8 +49,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class _StoredTensor:
-    """One saved tensor in its stored form. `parts`: its values in memory order, or codes and scales, on the device
-    until they are offloaded."""
+    """One saved tensor in its stored form. `parts`: its values in memory order, or codes and scales; tensors on the
+    device until they are offloaded, then what `Transfers.to_host` gave."""
 
     __slots__ = (
         "__weakref__",
@@ -72,7 +74,7 @@ class _StoredTensor:
         self.size, self.stride, self.dtype, self.device = plain.size(), plain.stride(), plain.dtype, plain.device
         flat = _unexpanded(plain).permute(_order(plain)).reshape(-1)
         self.count, self.format = flat.numel(), compress
-        self.parts: tuple[Tensor, ...] = quantise(flat, compress) if compress else (flat,)
+        self.parts: tuple[Any, ...] = quantise(flat, compress) if compress else (flat,)
 
     def tensor(self, parts: Sequence[Tensor]) -> Tensor:
         """The saved tensor. parts: `parts` on the device."""
@@ -96,6 +98,53 @@ class _StoredTensor:
         return memory.as_strided(self.size, self.stride)
 
 
+def piece_sizes(count: int, itemsize: int) -> list[int]:
+    """Values of the blocks of pinned memory for a tensor of `count` values.
+
+    torch's allocator of pinned memory rounds each block up to a power of two bytes and never returns it. Whole blocks
+    of `PIECE` bytes lose nothing, and tensors of every size use them in turn; what the last blocks lose is at most an
+    eighth of the tensor, or 512 bytes.
+    """
+    whole, rest = divmod(count, PIECE // itemsize)
+    sizes = [PIECE // itemsize] * whole
+    while rest:
+        rounded = 1 << (rest - 1).bit_length()
+        part = rest if (rounded - rest) * itemsize <= max(512, count * itemsize // 8) else rounded // 2
+        sizes.append(part)
+        rest -= part
+    return sizes
+
+
+class HostPieces:
+    """Pinned memory for a tensor, in blocks. shape, dtype: the tensor's. pieces: flat parts of it, in order."""
+
+    def __init__(self, like: Tensor):
+        self.shape, self.dtype = like.shape, like.dtype
+        self.pieces = [_pinned(size, like.dtype) for size in piece_sizes(like.numel(), like.itemsize)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def parts_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Views of the contiguous tensor, one for each piece."""
+        return tensor.view(-1).split([piece.numel() for piece in self.pieces])
+
+
+def _pinned(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype, pin_memory=True)
+
+
+def _pairs(source: Any, target: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sources and targets of the copies between a tensor and its pieces, or between two tensors."""
+    if isinstance(target, HostPieces):
+        yield from zip(target.parts_of(source), target.pieces, strict=True)
+    elif isinstance(source, HostPieces):
+        yield from zip(source.pieces, source.parts_of(target), strict=True)
+    else:
+        yield source, target
+
+
 class Transfers:
     """Copies between a device and pinned host memory, on a separate stream.
 
@@ -107,13 +156,13 @@ class Transfers:
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.Stream(device)
 
-    def to_host(self, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any]:
+    def to_host(self, parts: Sequence[Tensor]) -> tuple[tuple[Any, ...], Any]:
         """The parts in host memory, and the event after which they are valid."""
         host = tuple(self.empty(part, None) for part in parts)
         return host, self._copy(parts, host)
 
-    def to_device(self, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any]:
-        """The parts on the device, and the event after which they are valid."""
+    def to_device(self, parts: Sequence[Any]) -> tuple[tuple[Tensor, ...], Any]:
+        """The parts, from `to_host`, on the device, and the event after which they are valid."""
         there = tuple(self.empty(part, self.device) for part in parts)
         return there, self._copy(parts, there)
 
@@ -121,15 +170,16 @@ class Transfers:
         """Let the computing stream wait for a copy."""
         torch.accelerator.current_stream(self.device).wait_event(event)
 
-    def empty(self, like: Tensor, device: torch.device | None) -> Tensor:
-        """device: None for pinned host memory."""
-        return torch.empty(like.shape, dtype=like.dtype, device=device or "cpu", pin_memory=device is None)
+    def empty(self, like: Any, device: torch.device | None) -> Any:
+        """device: None for pinned host memory, in pieces."""
+        return HostPieces(like) if device is None else torch.empty(like.shape, dtype=like.dtype, device=device)
 
-    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+    def _copy(self, sources: Sequence[Any], targets: Sequence[Any]) -> Any:
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
+            for whole in zip(sources, targets, strict=True):
+                for source, target in _pairs(*whole):
+                    target.copy_(source, non_blocking=True)
         return self.stream.record_event()
 
 
