@@ -35,8 +35,9 @@ class Trials:
 
     mutants: names, as mutmut gives them.
     seconds: CPU time of tests for one mutant; there is always one test.
-    report: file. A JSON list of the tests that fail without a mutant and are left out; then for each mutant a list: name,
-        "killed", "timeout", "alive" or "unreached", the test that failed or the number that passed, CPU seconds.
+    report: file of JSON lines: first a list of the tests that are left out because they fail without a mutant, then
+        for each mutant [its name; "killed", "timeout", "alive" or "unreached"; the test that failed or the number of
+        tests that passed; CPU seconds].
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
