@@ -36,11 +36,11 @@ ROOMS = {
     "images": (["pipeline/images/*"], "bucket buckets edges encode image"),
     "snapshots": (
         ["pipeline/snapshots/*"],
-        "bucket buckets caption_rules captions large_tables missing_work pack reasons snapshot_chunks snapshot_head",
+        "bucket buckets caption_rules captions golden large_tables missing_work pack reasons snapshot_chunks snapshot_head",
     ),
     "loader": (
         ["pipeline/loader/*"],
-        "captions edges integrity_law loader loader_laws reads schedule scratch snapshot_head validation",
+        "captions edges golden integrity_law loader loader_laws reads schedule scratch snapshot_head validation",
     ),
     "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),
     "encoding": (
