@@ -36,7 +36,8 @@ ROOMS = {
     "images": (["pipeline/images/*"], "bucket buckets edges encode image"),
     "snapshots": (
         ["pipeline/snapshots/*"],
-        "bucket buckets caption_rules captions golden large_tables missing_work pack reasons snapshot_chunks snapshot_head",
+        "bucket buckets caption_rules captions golden large_tables missing_work pack reasons snapshot_chunks "
+        "snapshot_head",
     ),
     "loader": (
         ["pipeline/loader/*"],
