@@ -26,8 +26,8 @@ WANTED = 0.95
 ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
-        "audit cache cache_layout documents edges gc golden integrity_law large_tables objects pack patience prompts "
-        "reads repair scratch snapshot_chunks snapshot_head storage",
+        "audit cache cache_layout documents edges fuzz gc golden integrity_law large_tables objects pack patience "
+        "prompts reads repair scratch snapshot_chunks snapshot_head storage",
     ),
     "sources": (
         ["pipeline/sources/*"],
@@ -41,7 +41,8 @@ ROOMS = {
     ),
     "loader": (
         ["pipeline/loader/*"],
-        "captions edges golden integrity_law loader loader_laws reads schedule scratch snapshot_head validation",
+        "block_order captions edges golden integrity_law loader loader_laws pack_objects reads schedule scratch "
+        "snapshot_head validation",
     ),
     "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),
     "encoding": (
