@@ -1,9 +1,8 @@
 """Mutation testing by room: `make mutants ROOM=cache`, or `python -m tests.mutants pipeline/cache/codec.py`.
 
-mutmut edits every expression of the files in turn, in a clone of the last commit, and runs the tests that reach it.
-Prints the share of mutants that some test kills, and the survivors; exit code 1 below `WANTED`. Hours for a room: for
-the night. `--sample 100` estimates the share. Messages of errors and of the log are not mutated: tests hold their types
-and exit codes, not their words.
+mutmut edits every expression of the files in turn, in a clone of the last commit; `support/mutant_trials.py` runs the
+tests that reach it. Prints the mutants that no test kills, a table, and a line of JSON; exit code 1 below `WANTED`.
+Messages of errors and of the log are not mutated: tests hold their types and exit codes, not their words.
 """
 
 from __future__ import annotations
@@ -11,100 +10,141 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = 0.95
+# A room's files, and the subjects of its tests (tests/test_*.py): those that reach it most for their time. Tests that
+# read the sources themselves cannot pass on edited copies.
 ROOMS = {
-    room: [f"pipeline/{room}/*"]
-    for room in ("cache", "sources", "images", "snapshots", "loader", "work", "encoding", "training")
+    "cache": (
+        ["pipeline/cache/*"],
+        "audit cache cache_layout documents edges fuzz gc golden integrity_law large_tables objects pack patience "
+        "prompts reads repair scratch snapshot_chunks snapshot_head storage",
+    ),
+    "sources": (
+        ["pipeline/sources/*"],
+        "caption_rules captions documents edges encode_sources fuzz reasons remote scan source sources urls",
+    ),
+    "images": (["pipeline/images/*"], "bucket buckets edges encode image"),
+    "snapshots": (
+        ["pipeline/snapshots/*"],
+        "bucket buckets caption_rules captions golden large_tables missing_work pack reasons snapshot_chunks "
+        "snapshot_head",
+    ),
+    "loader": (
+        ["pipeline/loader/*"],
+        "block_order captions edges golden integrity_law loader loader_laws pack_objects reads schedule scratch "
+        "snapshot_head validation",
+    ),
+    "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),
+    "encoding": (
+        ["pipeline/encoding/*"],
+        "documents edges encode encode_sources estimate prompts remote repair scan storage text_mode",
+    ),
+    "training": (
+        [
+            "pipeline/training/*",
+            "pipeline/training/optimizers/*",
+            "pipeline/models/objective.py",
+            "pipeline/models/sampler.py",
+        ],
+        "checkpoint feeding foreign_checkpoint lock loss_band objective optimizers phases sampler throughput training "
+        "training_pictures validation",
+    ),
 }
-ROOMS["training"] += ["pipeline/training/optimizers/*", "pipeline/models/objective.py", "pipeline/models/sampler.py"]
-# What reads the sources themselves cannot pass on edited copies.
-APART = (
-    "tests/test_layering.py",
-    "tests/test_cli.py",
-    "tests/test_readme.py",
-    "tests/test_process_end.py",
-    "tests/test_model_checking.py",
-)
-# A mutant that is stopped for its time counts as killed. mutmut's limit knows the time of tests, not of their fixtures
-# and not of a busy machine, so it has a generous constant.
 SETTINGS = """
 [tool.mutmut]
 source_paths = ["pipeline/", "stages/"]
 only_mutate = {files}
 also_copy = ["configs/", "benchmarks/", "docs/", "cache_layout.md", "README.md", "Makefile", ".ci/"]
-process_isolation = "forkserver"
-timeout_multiplier = 10.0
-timeout_constant = 18.0
 do_not_mutate_patterns = [
     'raise \\w*(Error|Reject)\\(',
     '^\\s*(expected|found|fix|what)=',
     'click\\.echo\\(',
     '^\\s*(retrying\\.)?log\\(',
 ]
-pytest_add_cli_args = ["-p", "no:cacheprovider"]
-pytest_add_cli_args_test_selection = {tests}
 """
-ALIVE = {0, 2, 5, 33, 34, 35, None}  # mutmut's exit codes: survived, interrupted, no tests, skipped, not checked
+MAKE = """
+from pathlib import Path
+from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants
+Path("mutants").mkdir()
+copy_src_dir()
+copy_also_copy_files()
+create_mutants(1)
+"""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="+", help=f"rooms ({', '.join(ROOMS)}) or files")
-    parser.add_argument("--tests", nargs="*", help="tests to run; default: all that can be")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--tests", nargs="*", help="test files; default: those of the room")
     parser.add_argument("--sample", type=int, help="try this many mutants of each room or file, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--seed", type=int, default=date.today().toordinal(), help="of the sample; default: the day's")
+    parser.add_argument("--seconds", type=float, default=60.0, help="CPU time of tests for one mutant, quickest first")
     options = parser.parse_args()
-    rooms = {what: ROOMS.get(what, [what]) for what in options.what}
-    tests = options.tests or ["tests", *(f"--ignore={name}" for name in APART)]
-    shares = []
+    rooms = {what: ROOMS[what][0] if what in ROOMS else [what] for what in options.what}
+    table = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         clone = Path(folder)
         subprocess.run(["git", "clone", "--quiet", str(ROOT), folder], check=True)
         with open(clone / "pyproject.toml", "a", encoding="utf-8") as project:
-            project.write(SETTINGS.format(files=sorted(set().union(*rooms.values())), tests=tests))
-        mutmut = [sys.executable, "-m", "mutmut"]
-        run = [*mutmut, "run", "--max-children", str(options.processes)]
-        if options.sample is None:
-            subprocess.run(run, cwd=folder, check=True)
-        else:  # "none" matches no mutant: mutmut stops once it has made the mutants and knows the tests of each
-            subprocess.run([*run, "none"], cwd=folder, check=False, stderr=subprocess.DEVNULL)
-            stats = json.loads((clone / "mutants/mutmut-stats.json").read_text(encoding="utf-8"))
-            reached = stats["tests_by_mangled_function_name"]
+            project.write(SETTINGS.format(files=sorted(set().union(*rooms.values()))))
+        subprocess.run([sys.executable, "-c", MAKE], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        copy = clone / "mutants"
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         for room, files in rooms.items():
-            names = sorted(_results(clone, files))
+            names = sorted(_mutants(copy, files))
             if options.sample is not None:
                 names = random.Random(options.seed).sample(names, min(options.sample, len(names)))
-                tried = [name for name in names if name.rpartition("__mutmut_")[0] in reached]
-                subprocess.run([*run, *tried], cwd=folder, check=True)
-            results = _results(clone, files)
-            alive = [name for name in names if results[name] in ALIVE]
-            for name in alive:
-                print(f"\nalive: {name}")
-                subprocess.run([*mutmut, "show", name], cwd=folder, check=False)
-            shares.append(1 - len(alive) / max(1, len(names)))
-            print(
-                f"{room}: {len(names) - len(alive)} of {len(names)} mutants were killed: {shares[-1]:.1%}", flush=True
-            )
-    print(f"wanted: {WANTED:.0%}")
-    return 0 if min(shares) >= WANTED else 1
+            report = clone / "report.jsonl"
+            order = {"tests": options.tests or _tests(files), "mutants": names, "seconds": options.seconds}
+            (clone / "order.json").write_text(json.dumps({**order, "report": str(report)}), encoding="utf-8")
+            trials = [sys.executable, "-m", "tests.support.mutant_trials", str(clone / "order.json")]
+            subprocess.run(trials, cwd=copy, env=environment, check=True, stdout=subprocess.DEVNULL)
+            left_out, *results = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+            if left_out:
+                print(f"{room}: left out, since they fail without a mutant: {', '.join(left_out)}")
+            for name, result, tests, seconds in results:
+                if result in ("alive", "unreached"):
+                    print(f"\n{result}: {name} ({tests} tests, {seconds:.0f} s)", flush=True)
+                    subprocess.run([sys.executable, "-m", "mutmut", "show", name], cwd=folder, check=False)
+            table[room] = Counter(result for _, result, _, _ in results)
+    columns = ("killed", "timeout", "alive", "unreached")
+    print(f"\n{'room':24}" + "".join(f"{column:>10}" for column in columns) + f"{'share':>8}")
+    shares = {}
+    for room, counts in table.items():
+        shares[room] = (counts["killed"] + counts["timeout"]) / max(1, counts.total())
+        print(f"{room:24}" + "".join(f"{counts[column]:10}" for column in columns) + f"{shares[room]:8.1%}")
+    print(json.dumps({"seed": options.seed, "sample": options.sample, "seconds": options.seconds, "rooms": table}))
+    return 0 if min(shares.values()) >= WANTED else 1
 
 
-def _results(clone: Path, files: list[str]) -> dict[str, int | None]:
-    """The exit code of the tests by the mutant's name."""
-    results = {}
-    for meta in (clone / "mutants").rglob("*.meta"):
-        source = meta.relative_to(clone / "mutants").with_suffix("").as_posix()
+def _tests(files: list[str]) -> list[str]:
+    """Test files of the rooms that the files belong to."""
+    subjects = {
+        subject
+        for patterns, subjects in ROOMS.values()
+        if any(fnmatch.fnmatch(file, pattern) for file in files for pattern in patterns)
+        for subject in subjects.split()
+    }
+    return [f"tests/test_{subject}.py" for subject in sorted(subjects)]
+
+
+def _mutants(copy: Path, files: list[str]) -> set[str]:
+    names = set()
+    for meta in copy.rglob("*.meta"):
+        source = meta.relative_to(copy).with_suffix("").as_posix()
         if any(fnmatch.fnmatch(source, pattern) for pattern in files):
-            results.update(json.loads(meta.read_text())["exit_code_by_key"])
-    return results
+            names |= json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"].keys()
+    return names
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.key_columns import SortedKeys, as_keys, halves
 from pipeline.cache.root import Cache, Unit
 from pipeline.errors import CacheError, IntegrityError
+from tests.support import tiny_cache
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 
@@ -458,6 +459,17 @@ def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
     assert reader.caption(name, *where, row["caption_checksum"]) == "Caption 1 é"
     with pytest.raises(IntegrityError, match="caption"):
         reader.caption(name, *where, bytes(16))
+
+
+@pytest.mark.parametrize("kind", ["latent", "text"])
+def test_a_lost_table_whose_shards_are_lost_too_is_an_error_of_the_table(tmp_path: Path, kind: str) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    name = cache.recipes(kind)[0].name
+    for folder in ("tables", "shards"):
+        for path in cache.files.path(folder).rglob("*.*"):
+            path.unlink()
+    with pytest.raises(IntegrityError, match=r"tables/.*\.arrow: is missing"):
+        cache.index(name)
 
 
 def test_the_names_of_shards_are_decoded_once_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

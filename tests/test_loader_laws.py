@@ -368,21 +368,36 @@ def test_what_stood_in_a_buffer_never_shows(cache: Cache, truth: list[list[str]]
     assert sequence(reading) == truth
 
 
-def test_reading_ahead_is_bounded_in_bytes(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[int] = []
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that loaders began to load; each batch says that it has 1 MiB."""
+    steps: list[int] = []
     real = Loader.load
-    monkeypatch.setattr(
-        Loader,
-        "load",
-        lambda self, step, report=None: (
-            loaded.append(step) or dataclasses.replace(real(self, step, report), size=1 << 20)
-        ),  # type: ignore[func-returns-value]
-    )
+
+    def load(self: Loader, step: int, report: Any = None) -> Any:
+        steps.append(step)
+        return dataclasses.replace(real(self, step, report), size=1 << 20)
+
+    monkeypatch.setattr(Loader, "load", load)
+    return steps
+
+
+def test_reading_ahead_is_bounded_in_bytes(cache: Cache, loaded: list[int]) -> None:
     steps = iter(loader(cache, prefetch=None, prefetch_mib=4, threads=2, stop_step=None))
     for taken in range(1, 6):
         next(steps)
         time.sleep(0.2)
         assert taken + 3 <= len(loaded) <= taken + 5
+    steps.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_reading_ahead_is_bounded_in_steps(cache: Cache, loaded: list[int], ahead: int) -> None:
+    steps = iter(loader(cache, prefetch=ahead, threads=2, stop_step=None))
+    for taken in range(1, 6):
+        next(steps)
+        time.sleep(0.2)
+        assert taken < len(loaded) <= taken + 1 + ahead, "one for the next step, and those ahead of it"
     steps.close()  # type: ignore[attr-defined]
 
 

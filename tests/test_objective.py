@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -53,6 +54,15 @@ def test_mean_noise_level(shift: float, mean: float) -> None:
     logit = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     sigma, _ = FlowMatching(FlowConfig(shift=shift)).sigmas(logit)
     assert sigma.mean().item() == pytest.approx(mean, abs=2e-3)
+
+
+def test_the_entry_is_computed_in_float64() -> None:
+    """In float32 a few of these draws select a neighbour, and other ones on other devices."""
+    logit = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    flow = FlowMatching(FlowConfig())
+    entry = np.floor(1000 / (1 + np.exp(-logit.double().numpy()))).astype(int)
+    assert torch.equal(flow.sigmas(logit)[0], flow.table[entry])
+    assert not np.array_equal(np.floor(1000 * torch.sigmoid(logit).numpy()), entry)
 
 
 @given(st.floats(-60, 60, width=32), st.sampled_from([1.0, 3.0, 4.0, 6.0]))

@@ -353,8 +353,12 @@ def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..
     assert not any(line.startswith("note: phase b") for line in printed)
     assert json.loads((tmp_path / "run/a/summary.json").read_text())["validation"]["loss"] == 0.25
     assert any(line.startswith("a ") and "0.2500" in line for line in printed)
+    for name in ("summary.json", "metrics.jsonl"):
+        (tmp_path / "run/a" / name).unlink()
     _, printed = run_phases(rounds(A, B, C), resume="auto")
     assert not any(line.startswith("training ") for line in printed), "nothing is left to do"
+    without = json.loads((tmp_path / "run/a/summary.json").read_text())
+    assert without["steps"] == 3 and [without[name] for name in ("loss", "lr", "images_per_s")] == [None] * 3
     assert printed[-1].startswith("c ")
     with pytest.raises(ConfigError, match=r"'a2' .*before 'b'"):
         run_phases(rounds(A, {**A, "name": "a2"}, B, C), resume="auto")

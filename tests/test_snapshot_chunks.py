@@ -165,6 +165,19 @@ def test_every_byte_of_a_chunk_is_in_a_block_or_in_the_frame(tmp_path: Path, sto
     assert seen.all()
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_block_covers_the_values_of_its_rows_and_no_others(tmp_path: Path, rows: int) -> None:
+    opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
+    data = opened.files.path(Paths.table(opened.head.chunks[0].samples, "arrow")).read_bytes()
+    digests = blocks_of(data, rows).digests
+    for row in range(0, len(opened), 5):
+        sample = opened.sample(row)
+        for key in (sample.key, *(caption.key for caption in sample.captions)):
+            changed = bytearray(data)
+            changed[data.index(key)] ^= 1
+            assert np.flatnonzero(blocks_of(bytes(changed), rows).digests != digests).tolist() == [row // rows]
+
+
 def test_a_chunk_of_several_batches_is_checked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "LIMIT", 2000)
     cache = tiny_cache.build(tmp_path / "cache")
