@@ -402,7 +402,7 @@ def test_few_fragments_are_looked_at_before_their_turn(
     monkeypatch.setattr(scanning, "RUNS_AHEAD", 2)
     monkeypatch.setattr(scanning, "RUN", RUN)
     looks, made = [], []
-    real, make = LocalFilesystem.stat_many, scanning._Scan._made
+    real, make = LocalFilesystem.stat_many, scanning.Scan._made
 
     def stat_many(self: LocalFilesystem, names: Any) -> Any:
         looks.append(names)
@@ -413,7 +413,7 @@ def test_few_fragments_are_looked_at_before_their_turn(
         return make(self, piece)
 
     monkeypatch.setattr(LocalFilesystem, "stat_many", stat_many)
-    monkeypatch.setattr(scanning._Scan, "_made", recorded)
+    monkeypatch.setattr(scanning.Scan, "_made", recorded)
     source = Counted(folder)
     scanning.scan(source, "photos", cache, max_pixels=1 << 20, workers=2, rehash=False, progress=lambda *_: None)
     assert len(source.reads) == COUNT and len(made) == 6
