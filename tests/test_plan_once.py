@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pipeline.cache.root import Cache
+from pipeline.encoding.fragments import Fragments, ScanSuperseded
+from pipeline.errors import AwayError, IntegrityError, NoSpaceError, RejectRateError, UserError
+from pipeline.work.claims import Claims
+from pipeline.work.engine import Worker
+from pipeline.work.stop import Stop, Stopped
 from tests.support.trees import files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,14 +215,19 @@ def test_a_waiting_process_helps_once_and_takes_over_from_a_silent_one(cache: Ca
     taken: list[bool] = []
     take = mine.worker.claims.take
 
-    def watched(*work: str | int) -> str:
+    def watched(*work: str | int) -> Any:
         if not taken:
             taken.append(other.worker.claims.take(*work) == "ours")
         return take(*work)
 
     mine.worker.claims.take = watched  # type: ignore[method-assign]
     began = time.monotonic()
-    result = mine.once("id", lambda: events.append("planned") or {"items": 1}, lambda: events.append("helped"), 0)  # type: ignore[func-returns-value]
+
+    def plan() -> dict[str, Any]:
+        events.append("planned")
+        return {"items": 1}
+
+    result = mine.once("id", plan, lambda: events.append("helped"), 0)
     assert result == {"items": 1} and events == ["helped", "planned"] and taken == [True]
     assert time.monotonic() - began >= 1.2, "the claim was watched"
 
@@ -225,7 +237,7 @@ def test_a_signal_ends_the_waiting(cache: Cache) -> None:
     other, mine = fragments(cache), fragments(cache, 1, stop=stop)
     take, claims = mine.worker.claims.take, other.worker.claims
 
-    def watched(*work: str | int) -> str:
+    def watched(*work: str | int) -> Any:
         claims.take(*work)
         return take(*work)
 
