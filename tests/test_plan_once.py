@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks import large_cache
 from pipeline.cache.root import Cache
 from pipeline.encoding.fragments import Fragments, ScanSuperseded
 from pipeline.errors import AwayError, IntegrityError, NoSpaceError, RejectRateError, UserError
@@ -117,6 +119,37 @@ def test_a_killed_planner_is_replaced_unless_it_has_published(
     assert len(notes(place, "planned")) == plannings
     assert len(results(place)) == 2
     assert files(place / "cache") == alone[0]
+
+
+ITEMS = 100_000
+
+
+@pytest.mark.dist
+def test_a_process_that_did_not_plan_needs_little_memory(tmp_path: Path) -> None:
+    """Private memory (RssAnon) beyond that before the scan, of two processes over an unchanged source of tars."""
+    place = tmp_path / "large"
+    place.mkdir()
+    large_cache.scanned(place, ITEMS)
+    options = ["encode.unit_images=4096", "encode.unit_captions=16384", "encode.unit_mib=4096"]
+    meetings = {"once": 2, "finish": 2}
+    both = [start(place, place, n, 2, items=ITEMS, options=options, meetings=meetings) for n in range(2)]
+    peak = dict.fromkeys((process.pid for process in both), 0)
+    while any(process.poll() is None for process in both):
+        for pid in peak:
+            with suppress(OSError, StopIteration):
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                now = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+                peak[pid] = max(peak[pid], now * 1024)
+        time.sleep(0.005)
+    ended(both)
+    assert [done["items"] for done in results(place)] == [ITEMS] * 2
+    lines = [line.split() for line in (place / "log").read_text().splitlines()]
+    grown = {int(pid): peak[int(pid)] - int(rest[0]) for pid, kind, *rest in lines if kind == "began"}
+    [owner] = (int(line[0]) for line in lines if line[1] == "planned")
+    [other] = set(grown) - {owner}
+    cpu = {int(line[0]): float(line[2]) for line in lines if line[1] == "cpu"}
+    print({name: (grown[pid] >> 20, cpu[pid]) for name, pid in (("planner", owner), ("other", other))}, "MiB, CPU s")
+    assert grown[other] < 0.7 * grown[owner]
 
 
 # ---------------------------------------------------------------- in one process

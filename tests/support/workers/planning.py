@@ -18,6 +18,7 @@ from typing import Any
 
 import stages.encode
 from benchmarks import large_cache
+from benchmarks.report import resident
 from pipeline.cache.root import Cache
 from pipeline.config import load
 from pipeline.encoding import plan as planning
@@ -133,11 +134,13 @@ def main(
 
         source = survey.opened(config, data, "photos", None)
     run = encode_run(cache, source, task, tasks, stale_s, options or [], note)
-    note("began")
+    note(f"began {resident('RssAnon')}")
+    began = time.process_time()
     try:
         done = stages.encode.encode_source(run, False, {})
     except UserError as error:
         done = {"error": type(error).__name__, "text": str(error)}
+    note(f"cpu {time.process_time() - began:.2f}")
     note("done " + json.dumps(done))
 
 
