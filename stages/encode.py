@@ -1,6 +1,7 @@
 """`sana-pipe encode`: sources to the cache, one encoder in memory at a time.
 
-Scan, then text (plan, encode what is missing), then latents. Running the same command again continues; with nothing
+Scan and plan, then encode text that is missing, then latents. Of several processes one judges the scan and plans, and
+the others read its result (see `pipeline.encoding.fragments`). Running the same command again continues; with nothing
 new it loads no model. Prompts (`--prompts`) are text without pictures; the worker that finds all their records
 publishes the set.
 """
