@@ -79,7 +79,7 @@ makers: dict[str, MeteredMaker] = {}
 """In a Ray worker process: the maker of the last order, by its key."""
 
 plans: dict[tuple[str, str, int], dict[str, tuple[WorkPlan, Unit]]] = {}
-"""In a Ray worker process: the last plan of a unit, by (key of the order, recipe, number), and its units by their id."""
+"""In a Ray worker process: the units of the last plan by their id, by (key of the order, recipe, number)."""
 
 
 def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str) -> Done:
