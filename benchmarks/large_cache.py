@@ -127,6 +127,18 @@ def source(folder: Path, config: Config, count: int) -> TarSource:
 def build(folder: Path, count: int) -> None:
     """A cache in which every item of the source is encoded."""
     config = configuration(folder)
+    cache, latent, text, scan = scanned(folder, count)
+    table = buckets.table(config.data, latent.compression)
+    planning.plan_images(cache, latent, planning.image_work(scan, SOURCE, latent, table), config.encode)
+    planning.plan_captions(cache, text, planning.caption_work(scan, text), config.encode)
+    for recipe in (latent, text):
+        for plan in cache.plans(recipe.name):
+            _commit(cache, recipe, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
+
+
+def scanned(folder: Path, count: int) -> tuple[Cache, layout.LatentRecipe, layout.TextRecipe, pa.Table]:
+    """A cache in which the source is scanned, and the scan."""
+    config = configuration(folder)
     cache = Cache.of(config, create=True)
     latent, text = recipes(config)
     for recipe in (latent, text):
@@ -142,11 +154,7 @@ def build(folder: Path, count: int) -> None:
     body = {"latent": latent.name, "text": text.name, "buckets": [list(shape) for shape in table]}
     rest = {"source": SOURCE, "root": tars.location, "table": cache.put_table(scan), "source_format": "webdataset"}
     cache.add_scan(SOURCE, body | rest)
-    planning.plan_images(cache, latent, planning.image_work(scan, SOURCE, latent, table), config.encode)
-    planning.plan_captions(cache, text, planning.caption_work(scan, text), config.encode)
-    for recipe in (latent, text):
-        for plan in cache.plans(recipe.name):
-            _commit(cache, recipe, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
+    return cache, latent, text, scan
 
 
 def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple[int, int]]) -> pa.Table:

@@ -288,7 +288,7 @@ def limits_table() -> Table:
                 f"{number(scale.SCRATCH_BYTES * pairs)}B of disk and {number(scale.SCAN_CPU_S * pairs / 3600)} hours "
                 "of a core, each",
                 "10^8 pairs, with 8 processes a node",
-                "one planner whose documents the others read (not built)",
+                "one planner (`encode` has it; each process still lists files and opens the indexes)",
             ),
             (
                 "random order over shards as encoded",

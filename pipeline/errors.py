@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pipeline.urls import strip_credentials
 
@@ -39,6 +40,20 @@ class UserError(Exception):
         if fix:
             lines.append(f"  fix:      {fix}")
         super().__init__(strip_credentials("\n".join(lines)))
+
+    def fields(self) -> dict[str, Any]:
+        """The error as JSON values, for `of`."""
+        given = {"expected": self.expected, "found": self.found}
+        texts = {key: None if value is None else strip_credentials(str(value)) for key, value in given.items()}
+        fix = None if self.fix is None else strip_credentials(self.fix)
+        return {"kind": type(self).__name__, "what": self.what, **texts, "fix": fix}
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> UserError:
+        """The same error from its `fields`, of another process."""
+        kinds = {kind.__name__: kind for kind in (cls, *cls.__subclasses__(), *CacheError.__subclasses__())}
+        texts = {key: fields[key] for key in ("expected", "found", "fix")}
+        return kinds.get(fields["kind"], cls)(fields["what"], **texts)
 
 
 class ConfigError(UserError):

@@ -1,6 +1,7 @@
 """`sana-pipe encode`: sources to the cache, one encoder in memory at a time.
 
-Scan, then text (plan, encode what is missing), then latents. Running the same command again continues; with nothing
+Scan and plan, then encode text that is missing, then latents. Of several processes one judges the scan and plans, and
+the others read its result (see `pipeline.encoding.fragments`). Running the same command again continues; with nothing
 new it loads no model. Prompts (`--prompts`) are text without pictures; the worker that finds all their records
 publishes the set.
 """
@@ -11,8 +12,8 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ from pipeline.encoding import plan as planning
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
-from pipeline.encoding.fragments import Fragments
+from pipeline.encoding.fragments import Fragments, ScanSuperseded
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
@@ -175,27 +176,82 @@ class EncodeRun(_TextRun):
 
 
 @dataclass(frozen=True)
-class _Scanned:
-    """A published scan. gone: usable pictures of the last scan that are missing now; faults: rejects that no setting
-    asked for."""
+class _Planned:
+    """What planning says to every process, as JSON values.
 
-    table: pa.Table
-    gone: int
+    Attributes:
+        table: digest of the scan's table.
+        items: in the scan; rejects: those of them that the scan rejected; faults: rejects that no setting asked for.
+        gone: usable pictures of the last scan that are missing now.
+        ignored: as `Source.ignored`.
+        new, reused: records by noun.
+        plans: number of plans by recipe.
+    """
+
+    table: str
+    items: int
+    rejects: int
     faults: int
+    gone: int
+    ignored: int
+    new: dict[str, int]
+    reused: dict[str, int]
+    plans: dict[str, int]
+
+
+class _Work:
+    """The table and the work lists of a scan. A process that did not plan reads what it needs from the cache.
+
+    Args:
+        table: the scan's, if it is at hand, or its digest.
+
+    Attributes:
+        plans: of each recipe, by name.
+    """
+
+    def __init__(self, run: EncodeRun, targets: dict[str, tuple[int, int]], table: pa.Table | str):
+        self._run, self._targets, self._table = run, targets, table
+        self._all: dict[str, pa.Table] = {}
+        self.plans: dict[str, list[WorkPlan]] = {}
+
+    def table(self, columns: list[str] | None = None) -> pa.Table:
+        """The scan's table, or some of its columns."""
+        if isinstance(self._table, str):
+            return self._run.cache.table(self._table, columns)
+        return self._table if columns is None else self._table.select(columns)
+
+    def all(self, kind: str) -> pa.Table:
+        """The work list of a kind of recipe, which stays at hand."""
+        self._all[kind] = self._list(kind, None)
+        return self._all[kind]
+
+    def of(self, kind: str, keys: Iterable[str]) -> pa.Table:
+        """The rows of some keys (hex)."""
+        if (work := self._all.get(kind)) is not None:
+            return work.filter(planning.has_key(work, keys))
+        return self._list(kind, list(keys))
+
+    def _list(self, kind: str, only: list[str] | None) -> pa.Table:
+        run, scratch = self._run, self._run.cache.files.scratch
+        if kind == "text":
+            return planning.caption_work(self.table(["captions", "reject"]), run.text, scratch, only)
+        table = self.table(["item", "digest", "height", "width", "reject"])
+        return planning.image_work(table, run.source.name, run.latent, run.table, self._targets, scratch, only)
 
 
 @dataclass(frozen=True)
 class _Rejects:
-    """Items of a source that are left out, as (item, reason): by the scan's table, and by units (failed)."""
+    """Items of a source that are left out, as (item, reason): so many by the scan's table, and by units (failed)."""
 
-    table: pa.Table
+    work: _Work
+    scanned: int
     failed: Sequence[RecordReject] = ()
 
     def __len__(self) -> int:
-        return len(self.table) - self.table.column("reject").null_count + len(self.failed)
+        return self.scanned + len(self.failed)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        for batch in batches(self.table.select(["item", "reject"])):
+        for batch in batches(self.work.table(["item", "reject"])) if self.scanned else ():
             rejected = batch.filter(pc.is_valid(batch.column("reject")))
             yield from zip(*(column.to_pylist() for column in rejected.columns), strict=True)
         yield from ((reject.item, reject.reason) for reject in self.failed)
@@ -245,7 +301,8 @@ def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) ->
     Raises:
         UserError: a prompt could not be encoded.
     """
-    if bad := _unit_rejects(run.cache, run.text, prompts.work):
+    work = prompts.work
+    if bad := _unit_rejects(run.cache, run.text, lambda keys: work.filter(planning.has_key(work, keys))):
         raise UserError(
             f"{len(bad)} of {len(prompts.texts)} prompts cannot be encoded, so the set {name!r} is left as it was",
             found="; ".join(f"{reject.item}: {reject.reason}" for reject in bad[:3]),
@@ -295,22 +352,16 @@ def encode_source(
     cache, source, latent, text = run.cache, run.source, run.latent, run.text
     cache.reuses_indexes = True
     fragments = Fragments(cache, source.name, run.worker)
-    scanned = _scan_and_publish(run, rehash, fragments)
-    images = planning.image_work(scanned.table, source.name, latent, run.table, targets, cache.files.scratch)
-    texts = planning.caption_work(scanned.table, text, cache.files.scratch)
+    planned, work = _planned(run, rehash, targets, fragments)
     prompts = None if asked is None else _prompts(run, asked[1])
     further = 0 if prompts is None else planning.count_missing(cache, text, prompts.work)[0]
-    counts = {
-        "images": planning.count_missing(cache, latent, images),
-        "captions": planning.count_missing(cache, text, texts),
-    }
-    new = any(missing for missing, _ in counts.values())
-    works = [texts] if prompts is None else [texts, prompts.work]
-    made, idle = _encode(run, images, works, new, _summary(run, scanned, counts))
+    made, idle = _encode(run, planned, work, prompts)
     fragments.finish()
 
-    failed = _unit_rejects(cache, latent, images) + _unit_rejects(cache, text, texts)
-    rejects = _Rejects(scanned.table, failed)
+    failed = [
+        reject for recipe in (latent, text) for reject in _unit_rejects(cache, recipe, partial(work.of, recipe.kind))
+    ]
+    rejects = _Rejects(work, planned.rejects, failed)
     _report_rejects(cache, source.name, rejects)
     for index in [] if idle else [cache.index(latent.name), cache.index(text.name)]:
         size = amount(sum(index.bytes))
@@ -319,52 +370,133 @@ def encode_source(
     if left:
         click.echo(f"{left} units were not encoded here: other workers have them, or they wait for another source")
     published = {} if asked is None or prompts is None else _publish_prompts(run, asked[0], prompts)
-    _check_rejects(run.config, cache, source.name, scanned.table.num_rows, rejects, scanned.faults + len(failed))
+    _check_rejects(run.config, cache, source.name, planned.items, rejects, planned.faults + len(failed))
     return {
         **{noun: part.records for noun, part in made.items()},
         "rejects": len(rejects),
         "left": left,
-        "items": scanned.table.num_rows,
-        "new": {noun: missing for noun, (missing, _) in counts.items()},
-        "reused": {noun: reused for noun, (_, reused) in counts.items()},
-        "gone": scanned.gone,
+        "items": planned.items,
+        "new": planned.new,
+        "reused": planned.reused,
+        "gone": planned.gone,
         "speed": {noun: part.speed for noun, part in made.items()},
         **({"prompts": {**published, "new": further}} if published else {}),
     }
 
 
-def _scan_and_publish(run: EncodeRun, rehash: bool, fragments: Fragments) -> _Scanned:
+def _planned(
+    run: EncodeRun, rehash: bool, targets: dict[str, tuple[int, int]], fragments: Fragments
+) -> tuple[_Planned, _Work]:
+    """Scan and plan, in one process of those that share the work."""
+    config, stop = run.config, run.worker.stop
+    look = scanning.from_bytes
+    works: list[_Work] = []
+
+    def plan(scan: scanning.Scan) -> dict[str, Any]:
+        with stop.polite():
+            table = scan.table()
+        works.append(_Work(run, targets, table))
+        return vars(_plan(run, table, works[0]))
+
+    def help(scan: scanning.Scan) -> None:
+        with stop.polite():
+            scan.help()
+
+    while True:
+        begun = surveying.scanning_of(config, run.source, run.cache, run.table, rehash, look, fragments)
+        with suppress(ScanSuperseded), begun as scan:
+            if run.worker.tasks == 1:
+                planned = _Planned(**plan(scan))
+            else:
+                with stop.polite():
+                    identity = layout.digest(scan.id, _decisive(run, targets)).hex()
+                planned = _Planned(**fragments.once(identity, partial(plan, scan), partial(help, scan), scan.scans))
+            return planned, works[0] if works else _opened(run, targets, planned)
+
+
+_DECISIVE = (
+    *("unit_images", "unit_mib", "unit_captions", "image_batch", "text_batch", "window"),
+    *("max_shrink", "max_reject_rate"),
+)
+"""Settings of `encode` that decide a plan, or whether there is one."""
+
+
+def _decisive(run: EncodeRun, targets: dict[str, tuple[int, int]]) -> bytes:
+    """What decides a plan beside the scan."""
+    data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
+    recipes = [run.latent.name, run.text.name]
+    return layout.canonical(
+        ["plan-1", recipes, run.table, sorted(targets.items()), data, [encode[name] for name in _DECISIVE]]
+    )
+
+
+def _opened(run: EncodeRun, targets: dict[str, tuple[int, int]], planned: _Planned) -> _Work:
+    """What another process has planned, and the source ready to read its items."""
+    run.source.ignored = planned.ignored
+    run.source.recall(scanning.places_of(run.cache, planned.table))
+    work = _Work(run, targets, planned.table)
+    for recipe, count in planned.plans.items():
+        work.plans[recipe] = [run.cache.plan(recipe, number) for number in range(count)]
+    return work
+
+
+def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
+    """Check and publish a scan, and plan what it lacks."""
     config, cache, source = run.config, run.cache, run.source
-    with run.worker.stop.polite():
-        table, gone = surveying.scanned(config, source, cache, run.table, rehash, scanning.from_bytes, fragments)
+    gone = scanning.gone(cache, source.name, table, config.encode.max_shrink)
     left_out = (
         batch.filter(pc.is_valid(batch.column("reject"))) for batch in batches(table.select(["width", "reject"]))
     )
     faults = sum(part.column("width").null_count for part in left_out)  # a row with a width was left out by a setting
-    _check_rejects(config, cache, source.name, table.num_rows, _Rejects(table), faults)
+    rejects = len(table) - table.column("reject").null_count
+    _check_rejects(config, cache, source.name, table.num_rows, _Rejects(work, rejects), faults)
+    digest = cache.put_table(table)
     cache.add_scan(
         source.name,
         {
             "source": source.name,
             "root": source.location,
-            "table": cache.put_table(table),
+            "table": digest,
             "latent": run.latent.name,
             "text": run.text.name,
             "buckets": [list(shape) for shape in run.table],
             **({"source_format": source.format} if source.format != "folder" else {}),
         },
     )
-    return _Scanned(table, gone, faults)
+    images, texts = work.all("latent"), work.all("text")
+    counts = {
+        "images": planning.count_missing(cache, run.latent, images),
+        "captions": planning.count_missing(cache, run.text, texts),
+    }
+    work.plans[run.text.name] = planning.plan_captions(cache, run.text, texts, config.encode)
+    work.plans[run.latent.name] = _plan_images(run, images)
+    return _Planned(
+        table=digest,
+        items=table.num_rows,
+        rejects=rejects,
+        faults=faults,
+        gone=gone,
+        ignored=source.ignored,
+        new={noun: missing for noun, (missing, _) in counts.items()},
+        reused={noun: reused for noun, (_, reused) in counts.items()},
+        plans={recipe: len(plans) for recipe, plans in work.plans.items()},
+    )
 
 
-def _summary(run: EncodeRun, scanned: _Scanned, counts: dict[str, tuple[int, int]]) -> list[str]:
-    """What the source has, for people. counts: new and reused records of each kind."""
-    (new_images, old_images), (new_texts, old_texts) = counts["images"], counts["captions"]
-    left_out = len(_Rejects(scanned.table))
+def _plan_images(run: EncodeRun, work: pa.Table) -> list[WorkPlan]:
+    fitting = None  # with Ray the pictures are encoded on other machines
+    if run.engine == "local":
+        fitting = image_batch.fitting(run.config.vae, lambda: unit_encoder.device(run.config))
+    return planning.plan_images(run.cache, run.latent, work, run.config.encode, fitting)
+
+
+def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
+    """What the source has, for people."""
+    new, reused = planned.new, planned.reused
     return [
-        f"source {run.source.name!r}: {scanned.table.num_rows} items, {left_out} rejected by the scan",
-        f"pictures: {new_images} new, {old_images} reused, {scanned.gone} gone",
-        f"captions: {new_texts} new, {old_texts} reused",
+        f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
+        f"pictures: {new['images']} new, {reused['images']} reused, {planned.gone} gone",
+        f"captions: {new['captions']} new, {reused['captions']} reused",
     ]
 
 
@@ -378,31 +510,22 @@ class _Made:
 
 
 def _encode(
-    run: EncodeRun, images: pa.Table, texts: list[pa.Table], new: bool, summary: list[str]
+    run: EncodeRun, planned: _Planned, work: _Work, prompts: prompting.PromptWork | None
 ) -> tuple[dict[str, _Made], bool]:
-    """Plan and encode captions, then pictures.
-
-    Args:
-        images: the pictures of the source.
-        texts: its captions, and prompts. Each list is planned by itself, so prompts do not change the captions' units.
-        new: whether the cache lacks a record of them.
-        summary: printed first.
+    """Encode captions, then pictures. Prompts are planned by themselves, so they do not change the captions' units.
 
     Returns:
-        What was made, and whether there was nothing to do; then pictures were planned only once.
+        What was made, and whether there was nothing to do.
     """
     cache, config = run.cache, run.config.encode
-    fitting = None  # with Ray the pictures are encoded on other machines
-    if run.engine == "local":
-        fitting = image_batch.fitting(run.config.vae, lambda: unit_encoder.device(run.config))
-    for work in texts:
-        text_plans = planning.plan_captions(cache, run.text, work, config)
-    image_plans = [] if new else planning.plan_images(cache, run.latent, images, config, fitting)
-    idle = not new and not missing_units(cache, [*text_plans, *image_plans])
+    text_plans, image_plans = work.plans[run.text.name], work.plans[run.latent.name]
+    if prompts is not None:
+        text_plans = planning.plan_captions(cache, run.text, prompts.work, config)
+    idle = not any(planned.new.values()) and not missing_units(cache, [*text_plans, *image_plans])
     if idle:
-        click.echo("; ".join([*summary, "nothing to do"]))
+        click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
     else:
-        click.echo("\n".join(summary))
+        click.echo("\n".join(_summary(run, planned)))
         if run.source.ignored:
             click.echo(f"{run.source.ignored} files, members or captions of the source are not used")
 
@@ -413,13 +536,12 @@ def _encode(
         captions = make(missing(text_plans), "captions")
         claims.sweep(cache, text_plans)
         missing(text_plans)  # writes the segments of finished plans
-        if not idle:
-            image_plans = planning.plan_images(cache, run.latent, images, config, fitting)
         pictures = _encode_pictures(run, image_plans, missing, make)
-        moved = images.slice(0, 0) if idle else planning.retryable_from_another_item(cache, run.latent, images)
-        if len(moved):
-            plans = planning.plan_images(cache, run.latent, moved, config, fitting)
-            more = _encode_pictures(run, plans, missing, make)
+        moved = None
+        if not idle:
+            moved = planning.retryable_from_another_item(cache, run.latent, partial(work.of, run.latent.kind))
+        if moved is not None:
+            more = _encode_pictures(run, _plan_images(run, moved), missing, make)
             pictures = replace(pictures, records=pictures.records + more.records)
     return {"images": pictures, "captions": captions}, idle
 
@@ -513,12 +635,13 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
     return ready
 
 
-def _unit_rejects(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> list[RecordReject]:
-    """Rejects of this source's work whose record no later unit has made."""
+def _unit_rejects(
+    cache: Cache, recipe: layout.Recipe, work_of: Callable[[Iterable[str]], pa.Table]
+) -> list[RecordReject]:
+    """Rejects of some work whose record no later unit has made. work_of: keys (hex) -> their rows."""
     index = cache.index(recipe.name)
     latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}
-    wanted = work.column("key").filter(planning.has_key(work, latest))
-    return [latest[key.hex()] for key in wanted.to_pylist()]
+    return [latest[key.hex()] for key in work_of(latest).column("key").to_pylist()] if latest else []
 
 
 def _report_rejects(cache: Cache, name: str, rejects: _Rejects) -> None:

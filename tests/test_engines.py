@@ -843,9 +843,11 @@ def test_a_signal_ends_what_ray_runs(cache: Cache, todo: engine.Work, ray: FakeR
 
 
 def test_a_ray_task_refuses_another_version_and_reuses_its_maker(
-    cache: Cache, todo: engine.Work, ray: FakeRay, tmp_path: Path
+    cache: Cache, todo: engine.Work, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, built = todo[0][0], []
+    plan, built, parsed = todo[0][0], [], []
+    real = Cache.plan
+    monkeypatch.setattr(Cache, "plan", lambda *args: parsed.append(args) or real(*args))
 
     def build() -> MeteredMaker:
         built.append(MeteredMaker(cache))
@@ -866,7 +868,9 @@ def test_a_ray_task_refuses_another_version_and_reuses_its_maker(
     assert again == ray_engine.Done(0, 0, Meter(wall_s=0.0))
     assert len(built) == 1
     assert task(3, folder=str(tmp_path / "absent")).records == 3, "relative paths may not matter"
+    assert len(parsed) == 1, "a plan is read once, not for each unit"
     assert task(4, key="b").records == 3
+    assert len(parsed) == 2, "the maker has another cache"
     assert (len(built), list(ray_engine.makers)) == (2, ["b"]), "one encoder at a time"
 
 

@@ -402,7 +402,7 @@ def test_few_fragments_are_looked_at_before_their_turn(
     monkeypatch.setattr(scanning, "RUNS_AHEAD", 2)
     monkeypatch.setattr(scanning, "RUN", RUN)
     looks, made = [], []
-    real, make = LocalFilesystem.stat_many, scanning._Scan._made
+    real, make = LocalFilesystem.stat_many, scanning.Scan._made
 
     def stat_many(self: LocalFilesystem, names: Any) -> Any:
         looks.append(names)
@@ -413,7 +413,7 @@ def test_few_fragments_are_looked_at_before_their_turn(
         return make(self, piece)
 
     monkeypatch.setattr(LocalFilesystem, "stat_many", stat_many)
-    monkeypatch.setattr(scanning._Scan, "_made", recorded)
+    monkeypatch.setattr(scanning.Scan, "_made", recorded)
     source = Counted(folder)
     scanning.scan(source, "photos", cache, max_pixels=1 << 20, workers=2, rehash=False, progress=lambda *_: None)
     assert len(source.reads) == COUNT and len(made) == 6
@@ -670,3 +670,106 @@ def test_items_that_find_no_disk_space_are_the_same_error_for_every_reader(tmp_p
     for _ in range(2):
         with pytest.raises(NoSpaceError):
             load()
+
+
+# ---------------------------------------------------------------- one process makes the table, the others help
+
+
+def begun(source: Source, cache: Cache, task: int = 0, **options: Any) -> Any:
+    fragments = Fragments(cache, "photos", Worker(Claims(cache.files, 60), Stop(0), task, 2))
+    settings = {"max_pixels": 10**6, "workers": 1, "rehash": False, "progress": lambda done, total: None, **options}
+    return scanning.begin(source, "photos", cache, fragments=fragments, **settings)
+
+
+def test_a_process_that_helps_reads_no_rows(
+    folder: Path, cache: Cache, truth: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanning, "RUN", RUN)
+    printed: list[tuple[int, int | None]] = []
+    first, second = Counted(folder, dying(2 * RUN)), Counted(folder)
+    with begun(first, cache) as scan, pytest.raises(KeyboardInterrupt):
+        scan.table()
+    read = sum(cache.files.document(f"fragments/photos/{name}")["rows"] for name in fragments_of(cache))
+    known = Fragments.published
+    monkeypatch.setattr(Fragments, "published", lambda *_: 1 / 0)
+    with begun(second, cache, 1, progress=lambda done, total: printed.append((done, total))) as scan:
+        scan.help()
+        assert len(second.reads) == COUNT - read and len(fragments_of(cache)) == 6
+        assert printed[-1] == (COUNT, COUNT)
+        assert len(scan.made.finish()) == 0
+    monkeypatch.setattr(Fragments, "published", known)
+    third = Counted(folder)
+    with begun(third, cache) as scan:
+        scan.help()
+        assert cache.put_table(scan.table()) == truth, "the helper takes over"
+    assert (third.reads, third.ignored) == ([], 1)
+
+
+def test_the_files_that_a_helper_skips_are_counted_once(tars: list[Path], cache: Cache) -> None:
+    source = CountedTars(tars)
+    with begun(source, cache) as scan:
+        scan.help()
+        assert len(scan.table()) == 12
+    assert source.ignored == 12
+
+
+def test_a_helper_ends_when_another_process_has_published_the_scan(folder: Path, cache: Cache) -> None:
+    with begun(Counted(folder), cache, 1) as scan:
+        assert scan.pieces
+        scanned(Counted(folder), cache)
+        scan.help()
+        with pytest.raises(scanning.ScanSuperseded):
+            scan.table()
+
+
+def test_of_an_unchanged_source_only_the_stamps_are_read(
+    tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = scanned(CountedTars(tars), cache)
+    asked: list[object] = []
+    real = Cache.table
+    monkeypatch.setattr(Cache, "table", lambda self, *args: asked.append(args[1]) or real(self, *args))
+    with begun(CountedTars(tars), cache) as scan:
+        assert scan.id
+        scan.help()
+        assert asked == [["part", "stamp", "reject"]]
+        assert scan.table().equals(table)
+
+
+@pytest.mark.parametrize(
+    "change", ["nothing", "time", "caption", "more", "fewer", "pixels", "bytes", "rehash", "the last scan"]
+)
+def test_the_id_of_a_scan_covers_what_decides_its_table(folder: Path, cache: Cache, change: str) -> None:
+    def identity(**options: Any) -> str:
+        with begun(Counted(folder), cache, **options) as scan:
+            return scan.id
+
+    scanned(Counted(folder), cache)
+    before, options = identity(), dict[str, Any]()
+    if change == "time":
+        os.utime(folder / "000.png", (1, 1))
+    elif change == "caption":
+        (folder / "000.txt").write_text("another")
+    elif change == "more":
+        (folder / "more.png").write_bytes(picture(77))
+    elif change == "fewer":
+        (folder / "000.png").unlink()
+    elif change == "the last scan":
+        body = cache.last_scan("photos")
+        assert body is not None
+        cache.add_scan("photos", {**body, "latent": "other"})
+    elif change != "nothing":
+        options = {"pixels": {"max_pixels": 7}, "bytes": {"max_bytes": 7}, "rehash": {"rehash": True}}[change]
+    assert (identity(**options) == before) == (change == "nothing")
+
+
+def test_the_id_of_a_scan_covers_the_stamps_of_tars(tars: list[Path], cache: Cache) -> None:
+    def identity(of: list[Path]) -> str:
+        with begun(CountedTars(of), cache) as scan:
+            return scan.id
+
+    scanned(CountedTars(tars), cache)
+    before = identity(tars)
+    assert identity(tars) == before != identity(tars[:3])
+    os.utime(tars[2], (1, 1))
+    assert identity(tars) != before

@@ -11,12 +11,18 @@ twice. `finish` removes all fragments of the source at the end of the command, w
 their rows; a process that slept until then starts again from the scan document that exists by then.
 
 A damaged fragment is made again, so `verify` does not look at fragments.
+
+`Fragments.once` has one of several processes do what would be the same in each: judge the scan and plan. Its result is
+a document beside the fragments, which the others wait for. Its id covers the documents of this kind that a process sees
+when it begins: so a document is used only if it was published later, never one that an earlier launch left.
+Price: a process that begins after the publication plans again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,11 +30,14 @@ import pyarrow.compute as pc
 from pipeline.cache import layout, shard
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
-from pipeline.errors import IntegrityError
+from pipeline.errors import AwayError, IntegrityError, NoSpaceError, UserError
 from pipeline.work.engine import Job, Worker
 
 POLL_S = 1.0
 """How often, at least, an idle process looks for fragments that the others have made."""
+
+
+_PLANNED = "planned-"
 
 
 class ScanSuperseded(Exception):
@@ -49,6 +58,7 @@ class Fragments:
 
     def __init__(self, cache: Cache, source: str, worker: Worker):
         self.cache, self.source, self.worker = cache, source, worker
+        self.leftovers = [name for name in cache.files.names(Paths.fragments(source)) if name.startswith(_PLANNED)]
 
     def gather(
         self, ids: list[str], make: Callable[[str], Rows], arrived: Callable[[str, Rows], None], scans: int
@@ -72,25 +82,66 @@ class Fragments:
             return
         self.worker.run(_Gathering(self, make, arrived, scans), ids, str, POLL_S)
 
-    def published(self, fragment: str) -> Rows | None:
-        """The rows of a fragment that some process has made."""
-        files, name = self.cache.files, Paths.fragment(self.source, fragment)
-        if not files.exists(name):
+    def help(self, ids: list[str], make: Callable[[str], Rows], arrived: Callable[[int], None], scans: int) -> None:
+        """As `gather`, for a process that does not need the rows. arrived: called with the number of rows of fragments
+        that others have made."""
+        self._remove_unreadable(ids)
+        self.worker.run(_Helping(self, make, lambda fragment, rows: None, scans, arrived), ids, str, POLL_S)
+
+    def once(
+        self, identity: str, make: Callable[[], dict[str, Any]], help: Callable[[], None], scans: int
+    ) -> dict[str, Any]:
+        """Have one process compute a result, which all of them return.
+
+        Args:
+            identity: a digest of all that decides the result.
+            make: computes it: JSON values by name.
+            help: called once by a process that waits for the result.
+            scans: as in `gather`.
+
+        Raises:
+            UserError: that of `make`, in every process. Lack of space or of an answer is an error of one process.
+            ScanSuperseded, Stopped: as in `gather`.
+        """
+        job = _Planning(self, make, help, scans)
+        item = layout.digest(identity, *self.leftovers).hex()
+        self.worker.run(job, [item], str, POLL_S)
+        error = job.result.get("error")
+        if error is not None:
+            raise UserError.of(error)
+        return job.result
+
+    def document(self, name: str) -> dict[str, Any] | None:
+        """A fragment, or a result of `once`; None if it is not there, or damaged and therefore removed."""
+        files, path = self.cache.files, Paths.fragment(self.source, name)
+        if not files.exists(path):
             return None
         try:
-            body = files.document(name)
+            return files.document(path)
+        except IntegrityError:  # damaged, or removed by a process that has finished
+            files.remove(path)
+            return None
+
+    def published(self, fragment: str) -> Rows | None:
+        """The rows of a fragment that some process has made."""
+        files, body = self.cache.files, self.document(fragment)
+        if body is None:
+            return None
+        try:
             table = f"{Paths.fragments(self.source)}/{body['table']}.arrow"
             content = shard.from_ipc(files.content(table, body["table"]), table)
             return Rows(content, body["ignored"], tuple(body["columns"]))
-        except IntegrityError:  # damaged, or removed by a process that has finished
-            files.remove(name)
+        except IntegrityError:  # as above
+            files.remove(Paths.fragment(self.source, fragment))
             return None
 
     def publish(self, fragment: str, rows: Rows) -> None:
         files = self.cache.files
         table = files.put_content(shard.to_ipc(rows.table), Paths.fragments(self.source), "arrow")
+        unreadable = pc.any(pc.starts_with(rows.table.column("reject"), "unreadable")).as_py()
         body = {"table": table, "ignored": rows.ignored, "columns": list(rows.columns)}
-        files.put(Paths.fragment(self.source, fragment), layout.seal(body))
+        counts = {"rows": len(rows.table), "unreadable": bool(unreadable)}
+        files.put(Paths.fragment(self.source, fragment), layout.seal(body | counts))
 
     def finish(self) -> None:
         """Remove the fragments of this source and their claims. Call it when the scan document is published."""
@@ -99,14 +150,16 @@ class Fragments:
             for name in sorted(self.cache.files.names(folder), key=lambda name: not name.endswith(".json")):
                 self.cache.files.remove(f"{folder}/{name}")
 
+    def check_current(self, scans: int) -> None:
+        """Raise `ScanSuperseded` if there are more than so many scan documents; -1: never."""
+        if 0 <= scans < len(self.cache.files.numbers(Paths.scans(self.source))):
+            raise ScanSuperseded
+
     def _remove_unreadable(self, ids: list[str]) -> None:
         """Remove fragments of an earlier run that have unreadable rows: the files may be readable now."""
         for fragment in ids:
-            rows = self.published(fragment)
-            if rows is None:
-                continue
-            rejects = rows.table.column("reject")
-            if pc.any(pc.starts_with(rejects, "unreadable")).as_py():
+            body = self.document(fragment)
+            if body is not None and body["unreadable"]:
                 self.cache.files.remove(Paths.fragment(self.source, fragment))
 
 
@@ -129,9 +182,58 @@ class _Gathering(Job[str]):
         return rows is not None
 
     def make(self, item: str) -> None:
-        documents = self.fragments.cache.files.numbers(Paths.scans(self.fragments.source))
-        if 0 <= self.scans < len(documents):
-            raise ScanSuperseded
+        self.fragments.check_current(self.scans)
         rows = self.make_rows(item)
         self.fragments.publish(item, rows)
         self.arrived(item, rows)
+
+
+@dataclass(frozen=True)
+class _Helping(_Gathering):
+    """See `Fragments.help`."""
+
+    made_elsewhere: Callable[[int], None]
+
+    def collect(self, item: str) -> bool:
+        body = self.fragments.document(item)
+        if body is not None:
+            self.made_elsewhere(body["rows"])
+        return body is not None
+
+
+class _Planning(Job[str]):
+    """See `Fragments.once`."""
+
+    def __init__(self, fragments: Fragments, make: Callable[[], dict[str, Any]], help: Callable[[], None], scans: int):
+        self.fragments, self.scans = fragments, scans
+        self.make_result, self.help = make, help
+        self.result: dict[str, Any] = {}
+        self._helped = False
+
+    def claim(self, item: str) -> tuple[str | int, ...]:
+        return "fragments", self.fragments.source, _PLANNED + item
+
+    def collect(self, item: str) -> bool:
+        body = self.fragments.document(_PLANNED + item)
+        self.result = body or {}
+        return body is not None
+
+    def make(self, item: str) -> None:
+        self.fragments.check_current(self.scans)
+        try:
+            self.result = self.make_result()
+        except (NoSpaceError, AwayError):
+            raise
+        except UserError as error:
+            self._publish(item, {"error": error.fields()})
+            raise
+        self._publish(item, self.result)
+
+    def idle(self) -> bool:
+        helped, self._helped = self._helped, True
+        if not helped:
+            self.help()
+        return not helped
+
+    def _publish(self, item: str, body: dict[str, Any]) -> None:
+        self.fragments.cache.files.put(Paths.fragment(self.fragments.source, _PLANNED + item), layout.seal(body))

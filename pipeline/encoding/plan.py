@@ -59,12 +59,14 @@ def image_work(
     table: list[tuple[int, int]],
     targets: dict[str, tuple[int, int]] | None = None,
     scratch: Scratch | None = None,
+    only: Iterable[str] | None = None,
 ) -> pa.Table:
     """Rows of `IMAGES` for the usable items of a scan, in listing order; equal pictures once.
 
     Args:
         targets: item -> (height, width) in pixels of a further record of it (see `read_targets`).
         scratch: temporary storage.
+        only: keys (hex) of the wanted rows; default: all.
 
     Raises:
         UserError: `targets` has an unknown or rejected item.
@@ -89,7 +91,7 @@ def image_work(
             sides = np.array(sizes, np.int32).reshape(-1, 2)[which]
             sources = pa.repeat(pa.scalar(source, pa.string()), len(rows))
             columns = [binary(keys), sources, *items.columns, pa.array(sides[:, 0]), pa.array(sides[:, 1])]
-            yield pa.table(columns, schema=IMAGES)
+            yield _with_keys(pa.table(columns, schema=IMAGES), only)
 
     every = scratch.table(IMAGES, records())
     if unknown:
@@ -160,9 +162,11 @@ def read_targets(path: str, compression: int, patience_s: float) -> dict[str, tu
     return targets
 
 
-def caption_work(scan: pa.Table, recipe: layout.TextRecipe, scratch: Scratch | None = None) -> pa.Table:
+def caption_work(
+    scan: pa.Table, recipe: layout.TextRecipe, scratch: Scratch | None = None, only: Iterable[str] | None = None
+) -> pa.Table:
     """Rows of `CAPTIONS` for the null record and the captions of a scan's usable items, in the order of their keys;
-    equal captions once, as first written. scratch: temporary storage."""
+    equal captions once, as first written. scratch, only: as in `image_work`."""
 
     def texts() -> Iterator[pa.Array]:
         for batch in batches(scan.select(["captions", "reject"])):
@@ -170,10 +174,15 @@ def caption_work(scan: pa.Table, recipe: layout.TextRecipe, scratch: Scratch | N
             for chunk in usable.column("captions").chunks:
                 yield pc.list_flatten(chunk).field("text")
 
-    return text_work(texts(), recipe, scratch)
+    return text_work(texts(), recipe, scratch, only)
 
 
-def text_work(texts: Iterable[pa.Array], recipe: layout.TextRecipe, scratch: Scratch | None = None) -> pa.Table:
+def text_work(
+    texts: Iterable[pa.Array],
+    recipe: layout.TextRecipe,
+    scratch: Scratch | None = None,
+    only: Iterable[str] | None = None,
+) -> pa.Table:
     """Rows of `CAPTIONS` for the null record and some captions as written (strings), in the order of their keys; equal
     captions once, as first written."""
     scratch = scratch or Scratch()
@@ -182,10 +191,11 @@ def text_work(texts: Iterable[pa.Array], recipe: layout.TextRecipe, scratch: Scr
         for part in texts:
             once = part.unique()
             normalised = caption_rules.normalise_all(once, recipe.normalisation)
-            yield pa.table([binary(text_keys(recipe.id, normalised)), once], CAPTIONS)
+            yield _with_keys(pa.table([binary(text_keys(recipe.id, normalised)), once], CAPTIONS), only)
 
     def rows() -> Iterator[pa.Table]:
-        yield pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
+        null = pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
+        yield _with_keys(null, only)
         for part in scratch.sorted_by_key(written()):
             yield part.filter(pa.array(is_first(fixed(part.column("key")))))
 
@@ -345,18 +355,29 @@ def count_missing(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[
     return missing, existing
 
 
-def retryable_from_another_item(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> pa.Table:
-    """Rows of an image work list that failed for a temporary cause through another, equal item.
+def retryable_from_another_item(
+    cache: Cache, recipe: layout.Recipe, work_of: Callable[[Iterable[str]], pa.Table]
+) -> pa.Table | None:
+    """Rows of an image work list that failed for a temporary cause through another, equal item; None if there are none.
+
+    work_of: keys (hex) -> their rows.
 
     Equal pictures are encoded once, from the item that the plan names. If that item has changed since, the picture can
     be encoded from the item of this row.
     """
     index = cache.index(recipe.name)
     failed = {reject.key: reject.item for reject in index.rejects if reject.retry}  # of several, the latest
-    rows = work.filter(has_key(work, failed))
+    if not failed:
+        return None
+    rows = work_of(failed)
     rows = rows.filter(pa.array(~index.present(fixed(rows.column("key")))))
     pairs = zip(rows.column("key").to_pylist(), rows.column("item").to_pylist(), strict=True)
-    return rows.filter(pa.array([failed[key.hex()] != item for key, item in pairs], pa.bool_()))
+    rows = rows.filter(pa.array([failed[key.hex()] != item for key, item in pairs], pa.bool_()))
+    return rows if len(rows) else None
+
+
+def _with_keys(work: pa.Table, keys: Iterable[str] | None) -> pa.Table:
+    return work if keys is None else work.filter(has_key(work, keys))
 
 
 def has_key(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:

@@ -7,11 +7,13 @@ the cache, so that `bucket` works without the sources. A part of a source (a tar
 stamp is not even listed: its rows are taken from the last scan. The rest is cut into fragments (see `fragments`): a
 part with a stamp, or `RUN` items of a part without. Each fragment is read by one process, and a fragment that a killed
 process has read is not read again. Fragments without new pictures are not distributed: checking file times is cheap, so
-every process does it.
+every process does it. Of several processes only one makes the table (`Scan.table`); `Scan.id` says that two processes
+would make the same, and the others make fragments (`Scan.help`).
 Price: a first scan reads every file once (the digest needs all bytes); `--rehash` reads them again. Each process lists
-every part that has no stamp, and asks for the size and time of each of its files (of new pictures twice, since the
-answers for all would fill the memory). Without times or ETags from the server nothing can be shared or reused. A part
-with a stamp is not cut, so a single huge tar is read by one process.
+every part that has no stamp, and asks for the size and time of each of its files (of new pictures twice, and in the
+process that makes the table twice of all, if there are several; the answers for all would fill the memory). Without
+times or ETags from the server nothing can be shared or reused. A part with a stamp is not cut, so a single huge tar is
+read by one process.
 Unreadable items are tried again by the next scan, but not when an interrupted scan continues.
 """
 
@@ -22,8 +24,9 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -81,7 +84,7 @@ RUNS_AHEAD = 16
 RUN = 2048
 """Items of a fragment in a part without a stamp."""
 
-RULE = "fragment-2"
+RULE = "fragment-3"
 """Version of the rules that make rows. A version with other rules does not use fragments of this version."""
 
 HEADS = (1 << 16, 1 << 20)
@@ -125,7 +128,18 @@ def _size(data: bytes, max_pixels: int, max_bytes: int) -> dict[str, Any]:
     return {"width": width, "height": height}
 
 
-def scan(
+def scan(source: Source, name: str, cache: Cache | None, **options: Any) -> pa.Table:
+    """Read a source's listing and headers; see `begin` for the arguments, and `Scan.table`."""
+    while True:
+        try:
+            with begin(source, name, cache, **options) as this:
+                return this.table()
+        except ScanSuperseded:
+            continue
+
+
+@contextmanager
+def begin(
     source: Source,
     name: str,
     cache: Cache | None,
@@ -138,8 +152,8 @@ def scan(
     look: Look = from_bytes,
     fragments: Fragments | None = None,
     max_bytes: int = decoding.MAX_BYTES,
-) -> pa.Table:
-    """Read a source's listing and headers.
+) -> Iterator[Scan]:
+    """Begin a scan.
 
     Args:
         name: of the source, under which the cache stores its scans.
@@ -151,31 +165,14 @@ def scan(
             changed policy applies to known rows.
         look: examines a new picture.
         fragments: shares the work and makes it resumable; None: this process does everything, and writes nothing.
-
-    Raises:
-        UserError: two items have the same sample id, or this is another data set under a known name.
-        Stopped: a signal asked for the end.
     """
-    settings = _Settings(max_pixels, max_bytes, rehash, look, progress)
-    source.scratch = scratch = cache.files.scratch if cache is not None else Scratch()
-    while True:
-        pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
-        try:
-            this = _Scan(source, name, cache, pool, settings, fragments)
-            tables = this.tables()
-            break
-        except ScanSuperseded:
-            continue
-        finally:
-            pool.shutdown(cancel_futures=True)
-    refuse = lru_cache(1 << 16)(refuse)
-    table = scratch.table(SCAN, (_judged(batch, refuse) for piece in tables for batch in arrow.batches(piece)))
-    if this.last is None or not this.last.equals(table):  # the last scan made this check
-        check_unique(name, table, scratch)
-    if cache is not None:
-        _same_set(cache, name, source, table)
-    source.recall(places(table))
-    return table
+    settings = _Settings(max_pixels, max_bytes, rehash, look, progress, lru_cache(1 << 16)(refuse))
+    source.scratch = cache.files.scratch if cache is not None else Scratch()
+    pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
+    try:
+        yield Scan(source, name, cache, pool, settings, fragments)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _RowsByItem = dict[str, dict[str, Any]]
@@ -186,14 +183,14 @@ class _Piece:
     """Rows of the table: taken from the last scan, or to be made from a run.
 
     Attributes:
-        table: rows of the last scan.
+        kept: first row and number of rows in the last scan; None: they are made.
         count: number of rows, None if only listing can tell.
-        rows: first row and number of rows of what was made, in `_Scan.made`; None until then.
+        rows: first row and number of rows of what was made, in `Scan.made`; None until then.
         stats: item -> (size, mtime), as far as asked for.
         before: item -> its row in the last scan, as far as looked up.
     """
 
-    table: pa.Table | None
+    kept: tuple[int, int] | None
     part: str = ""
     stamp: str | None = None
     run: PartRange | None = None
@@ -204,7 +201,7 @@ class _Piece:
 
     @property
     def is_there(self) -> bool:
-        return self.table is not None or self.rows is not None
+        return self.kept is not None or self.rows is not None
 
     def forget(self) -> None:
         """Let go of all that making the rows needs."""
@@ -213,17 +210,22 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Settings:
-    """See `scan`."""
+    """See `begin`."""
 
     max_pixels: int
     max_bytes: int
     rehash: bool
     look: Look
     progress: Callable[[int, int | None], None]
+    refuse: Callable[[int, int], str | None]
 
 
-class _Scan:
-    """One pass over a source."""
+class Scan:
+    """One pass over a source; see `begin`.
+
+    Attributes:
+        scans: number of scan documents of the source when it began; -1 if they do not matter to it.
+    """
 
     def __init__(
         self,
@@ -234,103 +236,178 @@ class _Scan:
         settings: _Settings,
         fragments: Fragments | None,
     ):
-        self.source, self.name, self.pool, self.settings, self.fragments = source, name, pool, settings, fragments
-        trusted = None if settings.rehash else cache
-        self._scratch = cache.files.scratch if cache is not None else Scratch()
-        self._scans = len(trusted.files.numbers(Paths.scans(name))) if trusted is not None else -1
-        self.last = _last(trusted, name) if trusted is not None else None
+        self.source, self.name, self.cache, self.pool = source, name, cache, pool
+        self.settings, self.fragments = settings, fragments
+        self._several = fragments is not None and fragments.worker.tasks > 1
+        self._scratch = source.scratch
+        self._trusted = None if settings.rehash else cache
+        number = len(cache.files.numbers(Paths.scans(name))) if cache is not None else 0
+        self.scans = -1 if self._trusted is None else number
+        self._last_body = cache.last_scan(name) if cache is not None else None
         self.made = self._scratch.table_writer(SCAN)
         self._known: ItemRows | None = None
         self._reused = False
         self._done = 0
         self._counted = 0
         self._unlisted, self._listed = 0, list[int]()
+        self._shared, self._unshared = dict[str, _Piece](), list[_Piece]()
+        self._made_here: set[str] = set()
 
-    def tables(self) -> list[pa.Table]:
-        """The pieces of the table, in the source's order."""
-        pieces = self._pieces()
+    @cached_property
+    def last(self) -> pa.Table | None:
+        """The table of the last scan, if it is trusted."""
+        return None if self._trusted is None else _last(self._trusted, self._last_body)
+
+    @cached_property
+    def pieces(self) -> list[_Piece]:
+        """The pieces of the table, in the source's order. Those with new pictures are in `_shared`; the others are
+        made, or are in `_unshared` if there are several processes."""
+        pieces = self._cut()
         counts = [piece.count for piece in pieces]
         self._counted, self._unlisted = sum(count or 0 for count in counts), counts.count(None)
-        shared = self._make_unshared(pieces)
+        self._look(pieces)
+        return pieces
+
+    @cached_property
+    def id(self) -> str:
+        """A digest of all that decides the table, hex; for scans with several processes."""
+        settings = self.settings
+        last = layout.canonical(self._last_body) if self._last_body is not None else b""
+        rules = (str(settings.max_pixels), str(settings.max_bytes), str(settings.rehash), last)
+        kept = (f"{piece.part}\0{piece.stamp}" for piece in self.pieces if piece.kept is not None)
+        return layout.digest(RULE, self.name, self.source.location, *rules, *kept, "made", *self._identities).hex()
+
+    def help(self) -> None:
+        """Make fragments that no process has made. Their rows are not read."""
+        assert self.fragments is not None
+        with suppress(ScanSuperseded):
+            self.fragments.help(list(self.pieces and self._shared), self._make_shared, self._reach, self.scans)
+
+    def table(self) -> pa.Table:
+        """The table of the scan. The source can read its items then.
+
+        Raises:
+            UserError: two items have the same sample id, or this is another data set under a known name.
+            ScanSuperseded: another process finished its scan meanwhile.
+            Stopped: a signal asked for the end.
+        """
+        tables = self._tables()
+        judged = (_judged(batch, self.settings.refuse) for piece in tables for batch in arrow.batches(piece))
+        table = self._scratch.table(SCAN, judged)
+        if self.last is None or not self.last.equals(table):  # the last scan made this check
+            check_unique(self.name, table, self._scratch)
+        if self.cache is not None:
+            _same_set(self.cache, self.name, self.source, table)
+        self.source.recall(places(table))
+        return table
+
+    def _tables(self) -> list[pa.Table]:
+        """The pieces of the table, in the source's order."""
+        pieces = self.pieces
+        for piece in self._unshared:
+            self._check()
+            self._make(piece)
         if self.fragments is not None:
-            self._gather(self.fragments, shared)
+            self._gather(self.fragments)
         if self.source.rule is not None and not self._reused:  # the scan of reused rows made this check
             self.source.rule.check_seen()
         made = self.made.finish()
-        return [piece.table if piece.rows is None else made.slice(*piece.rows) for piece in pieces if piece.is_there]
+        return [
+            made.slice(*piece.rows) if piece.rows is not None else self.last.slice(*piece.kept)
+            for piece in pieces
+            if piece.is_there
+        ]
 
-    def _make_unshared(self, pieces: list[_Piece]) -> dict[str, _Piece]:
-        """Make the pieces without new pictures. Returns the others, by fragment id."""
-        settings, shared = self.settings, dict[str, _Piece]()
+    def _make(self, piece: _Piece) -> None:
+        piece.rows = self.made.add(self._made(piece))
+        self._list(piece)
+
+    def _look(self, pieces: list[_Piece]) -> None:
+        """Find the pieces with new pictures."""
 
         def looked(piece: _Piece) -> tuple[_Piece, Seen]:
             return piece, piece.run.look() if piece.run is not None else {}
 
-        def identified(piece: _Piece) -> tuple[_Piece, bytes]:
+        def identified(piece_and_new: tuple[_Piece, bool]) -> tuple[_Piece, bool, bytes]:
+            piece, new = piece_and_new
             assert piece.run is not None
-            return piece, piece.run.identity(piece.stats)
+            return piece, new, piece.run.identity(piece.stats)
 
-        def new() -> Iterator[_Piece]:
+        def not_kept() -> Iterator[tuple[_Piece, bool]]:
             for piece, stats in _mapped(self.pool, looked, pieces, RUNS_AHEAD):
                 self._check()
-                if piece.table is not None:
-                    self._reach(len(piece.table))
+                if piece.kept is not None:
+                    self._reach(piece.kept[1])
                     continue
                 piece.stats = stats
-                if self.fragments is not None and self._new(piece):
-                    yield piece
+                new = self.fragments is not None and self._new(piece)
+                if new or self._several:
+                    yield piece, new
                 else:
-                    piece.rows = self.made.add(self._made(piece))
-                    self._list(piece)
+                    self._make(piece)
 
-        for piece, identity in _mapped(self.pool, identified, new(), RUNS_AHEAD):
+        settings, self._identities = self.settings, list[str]()
+        for piece, new, identity in _mapped(self.pool, identified, not_kept(), RUNS_AHEAD):
             self._check()
             decisive = (str(settings.max_pixels), str(settings.max_bytes), str(settings.rehash))
-            shared[layout.digest(RULE, self.name, *decisive, piece.part, identity).hex()] = piece
-            piece.stats = {}  # of all pieces they would be in memory; they are asked for again when a piece is made
-        return shared
+            fragment = layout.digest(RULE, self.name, *decisive, piece.part, identity).hex()
+            if new:
+                self._shared[fragment] = piece
+            else:
+                self._unshared.append(piece)
+            self._identities.append(fragment)
+            # of all pieces they would be in memory; they are asked for again when a piece is made
+            piece.stats, piece.before = {}, {}
 
-    def _gather(self, fragments: Fragments, shared: dict[str, _Piece]) -> None:
+    def _make_shared(self, fragment: str) -> Rows:
+        rule, before = self.source.rule, self.source.ignored
+        table = self._made(self._shared[fragment])
+        self._made_here.add(fragment)
+        return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
+
+    def _gather(self, fragments: Fragments) -> None:
         """Have the shared pieces made by all processes."""
         rule, ignored_elsewhere = self.source.rule, 0
-        made_here: set[str] = set()
-
-        def make(fragment: str) -> Rows:
-            before = self.source.ignored
-            table = self._made(shared[fragment])
-            made_here.add(fragment)
-            return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
 
         def arrived(fragment: str, rows: Rows) -> None:
             nonlocal ignored_elsewhere
-            piece = shared[fragment]
+            piece = self._shared[fragment]
             piece.rows = self.made.add(rows.table)
             piece.forget()
             self._list(piece)
-            if fragment not in made_here:
+            if fragment not in self._made_here:
                 self._reach(len(rows.table))
                 ignored_elsewhere += rows.ignored
                 if rule is not None:
                     rule.seen.update(rows.columns)
 
-        fragments.gather(list(shared), make, arrived, self._scans)
+        fragments.gather(list(self._shared), self._make_shared, arrived, self.scans)
         self.source.ignored += ignored_elsewhere
 
-    def _pieces(self) -> list[_Piece]:
+    def _cut(self) -> list[_Piece]:
         pieces = []
-        runs = _runs(self.last) if self.last is not None else {}
+        runs = _runs(last) if (last := self._stamps()) is not None else {}
         for part in self.source.parts():
             self._check()
             run = runs.get(part.name)
-            if self.last is not None and run is not None and part.stamp is not None and run[0] == part.stamp:
+            if run is not None and part.stamp is not None and run[0] == part.stamp:
                 self._reused = True
-                pieces.append(_Piece(self.last.slice(run[1], run[2]), count=run[2]))
+                pieces.append(_Piece(run[1:], part.name, part.stamp, count=run[2]))
                 continue
             if self._known is None and self.last is not None:
                 self._known = _known(self.last, self._scratch)
             runs_of_part = self.source.runs(part, RUN)
             pieces += [_Piece(None, part.name, part.stamp, each, count=each.count) for each in runs_of_part]
         return pieces
+
+    def _stamps(self) -> pa.Table | None:
+        """The columns of the last scan that `_runs` needs. One of several processes seldom needs the others."""
+        if not self._several or self._trusted is None:
+            return self.last
+        try:
+            return _last(self._trusted, self._last_body, ["part", "stamp", "reject"])
+        except KeyError:  # a table of an earlier version
+            return self.last
 
     def _new(self, piece: _Piece) -> bool:
         """Whether the piece may have a new picture. A piece with a stamp may: it is not listed to find out."""
@@ -438,6 +515,11 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
     return source
 
 
+def places_of(cache: Cache, digest: str) -> Iterator[tuple[str, str, str]]:
+    """`places` of a table of the cache, which is read when the first is asked for."""
+    yield from places(cache.table(digest, ["item", "part", "where"]))
+
+
 def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
     """(item, part, where) of the usable items inside archives or tables, for `Source.recall`."""
     for batch in _inside(table):
@@ -498,21 +580,20 @@ def _row(item: str, **values: Any) -> dict[str, Any]:
     return {**empty, "item": item, "captions": [], **values}
 
 
-def _table(cache: Cache, scan: dict[str, Any]) -> pa.Table | None:
+def _table(cache: Cache, scan: dict[str, Any], columns: list[str] | None = None) -> pa.Table | None:
     """The table of a scan; None if it is lost or damaged, so that every item is read again."""
     try:
-        return cache.table(scan["table"])
+        return cache.table(scan["table"], columns)
     except IntegrityError as error:
         click.echo(f"{error.what}; the source is read anew")
         return None
 
 
-def _last(cache: Cache, name: str) -> pa.Table | None:
-    """The table of the last scan, with the columns of this version."""
-    last = cache.last_scan(name)
-    table = _table(cache, last) if last is not None else None
-    if table is None:
-        return None
+def _last(cache: Cache, last: dict[str, Any] | None, columns: list[str] | None = None) -> pa.Table | None:
+    """The table of the last scan, with the columns of this version or, of a table that has them, some."""
+    table = _table(cache, last, columns) if last is not None else None
+    if table is None or columns is not None:
+        return table
     for column in SCAN:
         if column.name not in table.column_names:
             table = table.append_column(column, pa.nulls(table.num_rows, column.type))
@@ -594,7 +675,7 @@ def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
     Raises:
         UserError: more are missing.
     """
-    last = _last(cache, name)
+    last = _last(cache, cache.last_scan(name))
     if last is None:
         return 0
     before = last.column("reject").null_count

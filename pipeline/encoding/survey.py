@@ -7,7 +7,8 @@ storage choice, `hours` the time of latents and of text, with and without the sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -107,7 +108,10 @@ def survey(
     cache = Cache.if_there(config)
     if cache is not None:
         latent, text = known(cache, latent, text, config)
-    scan, _ = scanned(config, source, cache, table, rehash, scanning.from_header)
+    with scanning_of(config, source, cache, table, rehash, scanning.from_header) as scanned:
+        scan = scanned.table()
+    if cache is not None:
+        scanning.gone(cache, source.name, scan, config.encode.max_shrink)
     work = estimate.wanted(scan, cache, latent, text, table)
     count = partial(encoders.count_rows, config.text, text.instruction)
     return Survey(config, source, cache, latent, text, table, scan, work, count)
@@ -120,7 +124,8 @@ def opened(config: Config, data: str, name: str | None, format: str | None) -> S
     return source
 
 
-def scanned(
+@contextmanager
+def scanning_of(
     config: Config,
     source: Source,
     cache: Cache | None,
@@ -128,10 +133,11 @@ def scanned(
     rehash: bool,
     look: scanning.Look,
     fragments: Fragments | None = None,
-) -> tuple[pa.Table, int]:
-    """The scan's table, and how many usable pictures of the last scan are missing."""
-    with Progress("scan", None) as bar:
-        scan = scanning.scan(
+) -> Iterator[scanning.Scan]:
+    """A scan with the settings of a configuration, and its progress."""
+    with (
+        Progress("scan", None) as bar,
+        scanning.begin(
             source,
             source.name,
             cache,
@@ -145,8 +151,9 @@ def scanned(
             look=look,
             fragments=fragments,
             max_bytes=config.data.max_bytes,
-        )
-    return scan, scanning.gone(cache, source.name, scan, config.encode.max_shrink) if cache is not None else 0
+        ) as scan,
+    ):
+        yield scan
 
 
 def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:

@@ -60,6 +60,11 @@ class Job(ABC, Generic[Item]):
         """Whether to leave the item to its owner, which is alive, when this process has nothing else to do."""
         return False
 
+    def idle(self) -> bool:
+        """Called when other processes have all that is left, before this process waits: do something else meanwhile.
+        Returns False if there was nothing to do."""
+        return False
+
     def wait_for_space(self, item: Item, error: NoSpaceError) -> None:
         """Return when the item can be tried again, else raise. No claim is ours meanwhile."""
         raise error
@@ -118,7 +123,7 @@ class Worker:
                 if outcome in ("paused", "claimed"):
                     again.append(item)
             waiting, idle = again, not worked
-            if waiting and idle:
+            if waiting and idle and not job.idle():
                 self.stop.sleep(poll_s)
 
     def _attempt(self, job: Job[Item], item: Item, idle: bool) -> Literal["made", "paused", "claimed", "settled"]:

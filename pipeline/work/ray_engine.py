@@ -78,6 +78,9 @@ class Done:
 makers: dict[str, MeteredMaker] = {}
 """In a Ray worker process: the maker of the last order, by its key."""
 
+plans: dict[tuple[str, str, int], dict[str, tuple[WorkPlan, Unit]]] = {}
+"""In a Ray worker process: the units of the last plan by their id, by (key of the order, recipe, number)."""
+
 
 def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str) -> Done:
     """The body of a task."""
@@ -92,10 +95,15 @@ def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str
         os.chdir(order.folder)
     if order.key not in makers:
         makers.clear()
+        plans.clear()
         makers[order.key] = order.build()
     maker = makers[order.key]
-    plan = maker.cache.plan(recipe, plan_number)
-    unit = next(unit for unit in plan.units if unit.unit == unit_id)
+    key = order.key, recipe, plan_number
+    if key not in plans:  # a large plan has 10^5 units
+        plans.clear()
+        plan = maker.cache.plan(recipe, plan_number)
+        plans[key] = {unit.unit: (plan, unit) for unit in plan.units}
+    plan, unit = plans[key][unit_id]
     meter = maker.meter = Meter(wall_s=0.0)
     if engine.is_done(maker.cache, plan, unit):  # a retry of a task whose node died after the commit
         return Done(0, 0, meter)
