@@ -68,7 +68,7 @@ slow: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'slow and not dist and not fault and not gpu' --timeout 900 $(PYTEST_ARGS)
 
 dist: $(STAMP)
-	$(PYTEST) -m 'dist and not fault and not gpu' --timeout 600 $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m 'dist and not fault and not gpu' --timeout 600 $(PYTEST_ARGS)
 
 fault: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'fault and not gpu' --timeout 900 --fault-seeds 3 $(PYTEST_ARGS)

@@ -27,6 +27,16 @@ hypothesis.settings.register_profile("patient", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("patient")
 
 
+IN_MEMORY, ROOM = Path("/dev/shm"), 8 * 2**30
+"""A file system in memory, and the bytes that must be free there: what the tests write, several times over."""
+
+
+def pytest_configure() -> None:
+    """Tests write where nothing waits for a disk, if there is room."""
+    if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free >= ROOM:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fault-seeds", type=int, default=3, metavar="N", help="how many seeds each `fault_seed` test runs with"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -36,23 +38,39 @@ def run_kit(*arguments: str, module: str = "benchmarks.gpu") -> subprocess.Compl
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+SHORT = ("device", "tests/kernels", "step/fast", "encode/vae", "encode/gemma", "technique/float8-16", "optimizer/came")
+"""Rows of each of the kit's modules that take few seconds."""
+
+
 @pytest.mark.timeout(600)
-def test_a_dry_run_of_every_row_yields_its_figures_with_the_carried_wheels_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [pytest.param(SHORT, id="short"), pytest.param((), id="every", marks=pytest.mark.slow)]
+)
+def test_a_dry_run_yields_its_figures_with_the_carried_wheels_alone(names: tuple[str, ...], tmp_path: Path) -> None:
     """In an environment that lacks whatever a machine with a GPU lacks."""
-    out = tmp_path / "kit.jsonl"
-    done = run_kit("--dry", "--out", str(out), module="tests.support.only_wheels")
+    out, rows = tmp_path / "kit.jsonl", kit.chosen(names or None)
+    done = run_kit("--dry", "--out", str(out), *(["--rows", *names] * bool(names)), module="tests.support.only_wheels")
     results = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [r for r in results if not r["ok"]] == []
     assert done.returncode == 0, done.stderr
-    assert [r["row"] for r in results] == [row.name for row in kit.ROWS]
-    for row, result in zip(kit.ROWS, results, strict=True):
+    assert [r["row"] for r in results] == [row.name for row in rows]
+    for row, result in zip(rows, results, strict=True):
         figures = result["figures"]
         assert {name for name in row.yields if figures[name] is None} <= NULL, row.name
         assert "predicted_gib" not in figures or (figures["predicted_gib"] is None) == ("not_predicted" in figures)
         assert row.given.get("train", {}).get("compile") == "block" or "not_predicted" not in figures
     last = json.loads(done.stdout.splitlines()[-1])
-    assert (last["rows"], last["failed"], last["left_out"]) == (len(kit.ROWS), 0, 0)
-    assert {name for name, value in last.items() if value is None} == {"mfu"}
+    assert (last["rows"], last["failed"], last["left_out"]) == (len(rows), 0, 0)
+    assert names or {name for name, value in last.items() if value is None} == {"mfu"}
+
+
+def test_what_a_row_gives_fits_its_function() -> None:
+    sizes = Sizes.of(dry=True)
+    for row in kit.ROWS:
+        module, _, name = row.call.partition(":")
+        inspect.signature(getattr(importlib.import_module(module), name)).bind(sizes, **row.given)
+        if "train" in row.given:
+            steps.settings(replace(sizes, dry=False), row.given.get("microbatch", 1), row.given["train"])
 
 
 COMPILED = {json.dumps(row.given["train"]): row for row in kit.ROWS if row.given.get("train", {}).get("compile")}

@@ -35,7 +35,7 @@ ATTENTIONS = {  # (B, N, heads, head_dim), parts that the tokens are computed in
     "one token": ((1, 1, 1, 32), 1),
     "narrow heads, two samples": ((2, 67, 3, 8), 1),
     "tokens beyond a program's": ((1, 515, 1, 20), 1),
-    "in two parts, one of them beyond a program's": ((2, 1031, 1, 20), 2),
+    "in two parts, one of them beyond a program's": ((2, 550, 1, 20), 2),
 }
 
 
@@ -99,7 +99,7 @@ class InParts:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
         state = self._state(key, value, head_dim)
-        return torch.cat([self.module.read(q, state, head_dim, eps) for q in _halves(query)], dim=1)
+        return torch.cat([self.module.read(q, state, head_dim, eps) for q in _parts(query)], dim=1)
 
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float
@@ -107,20 +107,21 @@ class InParts:
         state = self._state(key, value, head_dim)
         read = [
             self.module.read_backward(g, q, state, head_dim, eps)
-            for g, q in zip(_halves(gradient), _halves(query), strict=True)
+            for g, q in zip(_parts(gradient), _parts(query), strict=True)
         ]
         of_state = sum(part for _, part in read)
-        given = zip(_halves(key), _halves(value), strict=True)
+        given = zip(_parts(key), _parts(value), strict=True)
         parts = [self.module.state_backward(of_state, k, v, head_dim) for k, v in given]
         return [torch.cat(x, dim=1) for x in ([q for q, _ in read], *zip(*parts, strict=True))]
 
     def _state(self, key: Tensor, value: Tensor, head_dim: int) -> Any:
-        return sum(self.module.state(k, v, head_dim) for k, v in zip(_halves(key), _halves(value), strict=True))
+        return sum(self.module.state(k, v, head_dim) for k, v in zip(_parts(key), _parts(value), strict=True))
 
 
-def _halves(x: Tensor) -> tuple[Tensor, ...]:
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
     """The second one is larger than the first."""
-    return x.split([x.shape[1] // 2 - 1, x.shape[1] - x.shape[1] // 2 + 1], dim=1)
+    first = max(1, x.shape[1] // 16)
+    return x.split([first, x.shape[1] - first], dim=1)
 
 
 def poisoned(x: Tensor, dtype: torch.dtype, memory: Poisoned) -> Tensor:
