@@ -411,9 +411,8 @@ def _planned(
             else:
                 with stop.polite():
                     identity = layout.digest(scan.id, _decisive(run, targets)).hex()
-                planned = _Planned(
-                    **fragments.once(identity, partial(plan, scan, bar), partial(help, scan), scan.scans)
-                )
+                make, assist = partial(plan, scan, bar), partial(help, scan)
+                planned = _Planned(**fragments.once(identity, make, assist, scan.scans))
             return planned, works[0] if works else _opened(run, targets, planned)
 
 

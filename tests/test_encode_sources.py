@@ -76,9 +76,7 @@ def members(cache: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def planned_by_another(
-    config: Config, data: str, monkeypatch: pytest.MonkeyPatch, **other: Any
-) -> Iterator[list[dict[str, Any]]]:
+def planned_by_another(config: Config, data: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """Before this process plans, another process of its launch begins, plans, encodes nothing and waits. Yields the
     result of the other process."""
     real, results = Fragments.once, list[dict[str, Any]]()
@@ -92,9 +90,7 @@ def planned_by_another(
             patch.setattr(Fragments, "once", real)
             patch.setattr(Fragments, "finish", lambda self: None)
             patch.setitem(stages.encode._ENGINES, "local", idle)
-            results.append(
-                stages.encode.run(other.pop("config", config), data=data, task_index=0, task_count=2, **other)
-            )
+            results.append(stages.encode.run(config, data=data, task_index=0, task_count=2))
         return real(self, *args)
 
     with monkeypatch.context() as patch:
@@ -111,7 +107,12 @@ def test_a_process_encodes_what_another_one_planned(
     truth = stages.encode.run(alone, data=where)
     planned: list[object] = []
     real = planning.plan_images
-    monkeypatch.setattr(planning, "plan_images", lambda *args: planned.append(args) or real(*args))
+
+    def plan(*args: Any) -> Any:
+        planned.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(planning, "plan_images", plan)
     lower_limits(monkeypatch)
     with planned_by_another(config, where, monkeypatch) as other:
         done = stages.encode.run(config, data=where, task_index=1, task_count=2)
@@ -128,11 +129,16 @@ def test_a_process_with_other_settings_plans_itself(
     where, config = str(pictures / "folder"), make_config(tmp_path)
     stages.encode.run(config, data=where)
     planned, real = list[object](), stages.encode._plan
+
+    def plan(*args: Any) -> Any:
+        planned.append(args)
+        return real(*args)
+
     for setting in ("encode.max_reject_rate=0.9", "encode.unit_images=3", "data.max_pixels=1000000"):
         planned.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(stages.encode, "_plan", lambda *args: planned.append(args) or real(*args))
-            with planned_by_another(config, where, monkeypatch, config=make_config(tmp_path, setting)):
+            patch.setattr(stages.encode, "_plan", plan)
+            with planned_by_another(make_config(tmp_path, setting), where, monkeypatch):
                 stages.encode.run(config, data=where, task_index=1, task_count=2)
         assert len(planned) == 2, setting
 
