@@ -392,9 +392,10 @@ def _planned(
     look = scanning.from_bytes
     works: list[_Work] = []
 
-    def plan(scan: scanning.Scan) -> dict[str, Any]:
+    def plan(scan: scanning.Scan, bar: Progress) -> dict[str, Any]:
         with stop.polite():
             table = scan.table()
+        bar.end()
         works.append(_Work(run, targets, table))
         return vars(_plan(run, table, works[0]))
 
@@ -404,13 +405,14 @@ def _planned(
 
     while True:
         begun = surveying.scanning_of(config, run.source, run.cache, run.table, rehash, look, fragments)
-        with suppress(ScanSuperseded), begun as scan:
+        with suppress(ScanSuperseded), begun as (scan, bar):
             if run.worker.tasks == 1:
-                planned = _Planned(**plan(scan))
+                planned = _Planned(**plan(scan, bar))
             else:
                 with stop.polite():
                     identity = layout.digest(scan.id, _decisive(run, targets)).hex()
-                planned = _Planned(**fragments.once(identity, partial(plan, scan), partial(help, scan), scan.scans))
+                make, assist = partial(plan, scan, bar), partial(help, scan)
+                planned = _Planned(**fragments.once(identity, make, assist, scan.scans))
             return planned, works[0] if works else _opened(run, targets, planned)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,14 +21,17 @@ import stages.encode
 from pipeline.cache import layout
 from pipeline.cache.root import Cache
 from pipeline.config import Config
+from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
+from pipeline.encoding.fragments import Fragments
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 from pipeline.sources.tars import TarSource
 from tests.support.http_server import serve
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
 COUNT = 8
@@ -68,6 +74,97 @@ def members(cache: Path) -> dict[str, bytes]:
                     assert member.name not in result
                     result[member.name] = file.read()
     return result
+
+
+@contextmanager
+def planned_by_another(config: Config, data: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Before this process plans, another process of its launch begins, plans, encodes nothing and waits. Yields the
+    result of the other process."""
+    real, results = Fragments.once, list[dict[str, Any]]()
+
+    @contextmanager
+    def idle(run: Any) -> Iterator[stages.encode.Make]:
+        yield lambda todo, noun: stages.encode._Made(0, len(todo), {})
+
+    def once(self: Fragments, *args: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(Fragments, "once", real)
+            patch.setattr(Fragments, "finish", lambda self: None)
+            patch.setitem(stages.encode._ENGINES, "local", idle)
+            results.append(stages.encode.run(config, data=data, task_index=0, task_count=2))
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fragments, "once", once)
+        yield results
+
+
+@pytest.mark.parametrize("data", ["folder", "tars", "set.parquet", "list.jsonl"])
+def test_a_process_encodes_what_another_one_planned(
+    data: str, pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = str(pictures / data)
+    config, alone = make_config(tmp_path / "shared"), make_config(tmp_path / "alone")
+    truth = stages.encode.run(alone, data=where)
+    planned: list[object] = []
+    real = planning.plan_images
+
+    def plan(*args: Any) -> Any:
+        planned.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(planning, "plan_images", plan)
+    lower_limits(monkeypatch)
+    with planned_by_another(config, where, monkeypatch) as other:
+        done = stages.encode.run(config, data=where, task_index=1, task_count=2)
+    assert len(planned) == 1, "by the other process"
+    for name in truth.keys() - {"speed"}:
+        assert done[name] == truth[name], name
+    assert other[0]["new"] == truth["new"] and other[0]["images"] == 0
+    assert files(Path(config.cache)) == files(Path(alone.cache))
+
+
+def test_a_process_with_other_settings_plans_itself(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, config = str(pictures / "folder"), make_config(tmp_path)
+    stages.encode.run(config, data=where)
+    planned, real = list[object](), stages.encode._plan
+
+    def plan(*args: Any) -> Any:
+        planned.append(args)
+        return real(*args)
+
+    for setting in ("encode.max_reject_rate=0.9", "encode.unit_images=3", "data.max_pixels=1000000"):
+        planned.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(stages.encode, "_plan", plan)
+            with planned_by_another(make_config(tmp_path, setting), where, monkeypatch):
+                stages.encode.run(config, data=where, task_index=1, task_count=2)
+        assert len(planned) == 2, setting
+
+
+def test_rejects_of_another_process_are_reported_alike(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the scan, and those of units: a picture vanishes after the planning."""
+    folder = Path(shutil.copytree(pictures / "folder", tmp_path / "folder"))
+    (folder / "broken.png").write_bytes(b"no picture")
+    (folder / "broken.txt").write_text("a caption")
+    config = make_config(tmp_path, "encode.max_reject_rate=0.5")
+    with planned_by_another(config, str(folder), monkeypatch) as other:
+        once = Fragments.once
+
+        def vanish(self: Fragments, *args: Any) -> Any:
+            result = once(self, *args)
+            (folder / "1.png").unlink()
+            return result
+
+        monkeypatch.setattr(Fragments, "once", vanish)
+        done = stages.encode.run(config, data=str(folder), task_index=1, task_count=2)
+    assert (other[0]["rejects"], done["rejects"], done["images"]) == (1, 2, COUNT - 1)
+    rows = (Path(config.cache) / "reports/rejects-folder.csv").read_text().splitlines()[1:]
+    assert [row.partition(",")[0] for row in rows] == ["1.png", "broken.png"]
 
 
 def test_every_kind_of_source_makes_the_same_records(pictures: Path, make_config: MakeConfig, tmp_path: Path) -> None:

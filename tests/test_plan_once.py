@@ -143,11 +143,11 @@ def test_a_process_that_did_not_plan_needs_little_memory(tmp_path: Path) -> None
         time.sleep(0.005)
     ended(both)
     assert [done["items"] for done in results(place)] == [ITEMS] * 2
-    lines = [line.split() for line in (place / "log").read_text().splitlines()]
-    grown = {int(pid): peak[int(pid)] - int(rest[0]) for pid, kind, *rest in lines if kind == "began"}
-    [owner] = (int(line[0]) for line in lines if line[1] == "planned")
+    noted = [line.split() for line in (place / "log").read_text().splitlines()]
+    grown = {int(pid): peak[int(pid)] - int(rest[0]) for pid, kind, *rest in noted if kind == "began"}
+    [owner] = (int(line[0]) for line in noted if line[1] == "planned")
     [other] = set(grown) - {owner}
-    cpu = {int(line[0]): float(line[2]) for line in lines if line[1] == "cpu"}
+    cpu = {int(line[0]): float(line[2]) for line in noted if line[1] == "cpu"}
     print({name: (grown[pid] >> 20, cpu[pid]) for name, pid in (("planner", owner), ("other", other))}, "MiB, CPU s")
     assert grown[other] < 0.7 * grown[owner]
 

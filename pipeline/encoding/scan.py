@@ -280,8 +280,10 @@ class Scan:
     def help(self) -> None:
         """Make fragments that no process has made. Their rows are not read."""
         assert self.fragments is not None
+        if not self.pieces:
+            return
         with suppress(ScanSuperseded):
-            self.fragments.help(list(self.pieces and self._shared), self._make_shared, self._reach, self.scans)
+            self.fragments.help(list(self._shared), self._make_shared, self._reach, self.scans)
 
     def table(self) -> pa.Table:
         """The table of the scan. The source can read its items then.
@@ -311,12 +313,13 @@ class Scan:
             self._gather(self.fragments)
         if self.source.rule is not None and not self._reused:  # the scan of reused rows made this check
             self.source.rule.check_seen()
-        made = self.made.finish()
-        return [
-            made.slice(*piece.rows) if piece.rows is not None else self.last.slice(*piece.kept)
-            for piece in pieces
-            if piece.is_there
-        ]
+        made, tables = self.made.finish(), []
+        for piece in pieces:
+            if piece.rows is not None:
+                tables.append(made.slice(*piece.rows))
+            elif piece.kept is not None and self.last is not None:
+                tables.append(self.last.slice(*piece.kept))
+        return tables
 
     def _make(self, piece: _Piece) -> None:
         piece.rows = self.made.add(self._made(piece))

@@ -108,7 +108,7 @@ def survey(
     cache = Cache.if_there(config)
     if cache is not None:
         latent, text = known(cache, latent, text, config)
-    with scanning_of(config, source, cache, table, rehash, scanning.from_header) as scanned:
+    with scanning_of(config, source, cache, table, rehash, scanning.from_header) as (scanned, _):
         scan = scanned.table()
     if cache is not None:
         scanning.gone(cache, source.name, scan, config.encode.max_shrink)
@@ -133,7 +133,7 @@ def scanning_of(
     rehash: bool,
     look: scanning.Look,
     fragments: Fragments | None = None,
-) -> Iterator[scanning.Scan]:
+) -> Iterator[tuple[scanning.Scan, Progress]]:
     """A scan with the settings of a configuration, and its progress."""
     with (
         Progress("scan", None) as bar,
@@ -153,7 +153,7 @@ def scanning_of(
             max_bytes=config.data.max_bytes,
         ) as scan,
     ):
-        yield scan
+        yield scan, bar
 
 
 def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:

@@ -68,6 +68,7 @@ class Progress:
     def __init__(self, noun: str, total: int | None, meter: Meter | None = None):
         self.noun, self.total, self.meter = noun, total, meter
         self.done = self.rejected = 0
+        self._ended = False
         self._tokens, self._busy_s = (meter.tokens, meter.busy_s) if meter is not None else (0, 0.0)
         self._wall_s = (meter.wall_s or 0.0) if meter is not None else 0.0
         self._line = LiveLine(sys.stderr.isatty())
@@ -77,8 +78,13 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.done or self.rejected:
+        self.end()
+
+    def end(self) -> None:
+        """Show the last line, once."""
+        if not self._ended and (self.done or self.rejected):
             self._show(final=True)
+        self._ended = True
 
     def add(self, done: int, rejected: int = 0) -> None:
         self.done += done

@@ -125,7 +125,7 @@ def main(
         real_finish(self)
 
     planning.plan_images = plan_images  # type: ignore[assignment]
-    Fragments.once, Fragments.finish = once, finish  # type: ignore[method-assign]
+    Fragments.once, Fragments.finish = once, finish  # type: ignore
     config = load(None, [f"cache={cache}", *(options or [])])
     if items:
         source: Source = large_cache.source(Path(cache).parent, config, items)
