@@ -28,6 +28,8 @@ from pipeline.cache.root import Cache, Unit
 from pipeline.errors import CacheError, IntegrityError
 from tests.support import tiny_cache
 from tests.support.lowered import lower_limits
+from tests.support.synthetic import LATENT as LATENTS
+from tests.support.synthetic import add, config, pictures
 
 LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4)
 TEXT = layout.TextRecipe(weights="w", width=6)
@@ -469,6 +471,19 @@ def test_a_lost_table_whose_shards_are_lost_too_is_an_error_of_the_table(tmp_pat
             path.unlink()
     with pytest.raises(IntegrityError, match=r"tables/.*\.arrow: is missing"):
         cache.index(name)
+
+
+def test_an_index_is_built_again_when_there_is_another_plan(tmp_path: Path) -> None:
+    of = config(tmp_path / "cache")
+    cache = add(of, "one", pictures(6))
+    name = LATENTS.name
+    first = cache.index(name)
+    assert cache.index(name) is not first, "by default others' records are looked for each time"
+    cache.reuses_indexes = True
+    first = cache.index(name)
+    assert cache.index(name) is first and len(first) == 6
+    add(of, "two", pictures(10, "other"))
+    assert len(cache.index(name)) == 16
 
 
 def test_the_names_of_shards_are_decoded_once_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
