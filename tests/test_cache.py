@@ -450,6 +450,17 @@ def test_the_later_plan_wins(tmp_path: Path) -> None:
     assert not result.has(bytes(16))
 
 
+def test_a_repaired_shard_is_published_only_if_it_has_the_same_bytes(tmp_path: Path) -> None:
+    _, name, _ = write(tmp_path / "first")
+    for only in (name, "0" * len(name)):
+        cache = Cache(tmp_path / only, create=True)
+        with shard.ShardWriter(cache.files, LATENT, "unit") as writer:
+            for i in range(3):
+                writer.add(layout.latent_key(LATENT.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
+            assert writer.finish(only=only)[0] == name
+        assert cache.files.exists(layout.Paths.shard(LATENT.name, name)) == (only == name)
+
+
 def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
     cache, name, table = write(tmp_path / "c", recipe=TEXT)
     head, again = shard.read_table(cache.files, layout.Paths.shard(TEXT.name, name))
