@@ -43,17 +43,24 @@ class UserError(Exception):
 
     def fields(self) -> dict[str, Any]:
         """The error as JSON values, for `of`."""
-        given = {"expected": self.expected, "found": self.found}
-        texts = {key: None if value is None else strip_credentials(str(value)) for key, value in given.items()}
-        fix = None if self.fix is None else strip_credentials(self.fix)
-        return {"kind": type(self).__name__, "what": self.what, **texts, "fix": fix}
+        texts = {"what": self.what, "expected": self.expected, "found": self.found, "fix": self.fix}
+        shown = {key: None if value is None else _valid(strip_credentials(str(value))) for key, value in texts.items()}
+        return {"kind": type(self).__name__, **shown}
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> UserError:
         """The same error from its `fields`, of another process."""
-        kinds = {kind.__name__: kind for kind in (cls, *cls.__subclasses__(), *CacheError.__subclasses__())}
+        kinds = [cls]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        named = {kind.__name__: kind for kind in kinds if kind.__init__ is UserError.__init__}
         texts = {key: fields[key] for key in ("expected", "found", "fix")}
-        return kinds.get(fields["kind"], cls)(fields["what"], **texts)
+        return named.get(fields["kind"], cls)(fields["what"], **texts)
+
+
+def _valid(text: str) -> str:
+    """Without lone surrogates, which names of files may have and UTF-8 has not."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class ConfigError(UserError):

@@ -27,7 +27,7 @@ ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
         "audit cache cache_layout documents edges fuzz gc golden integrity_law large_tables objects pack patience "
-        "prompts reads repair scratch snapshot_chunks snapshot_head storage",
+        "prompts reads repair scratch snapshot_chunks snapshot_head storage web_cache",
     ),
     "sources": (
         ["pipeline/sources/*"],

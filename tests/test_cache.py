@@ -29,6 +29,8 @@ from pipeline.errors import CacheError, IntegrityError
 from tests.support import tiny_cache
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.synthetic import LATENT as LATENTS
+from tests.support.synthetic import add, config, pictures
 
 LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4)
 TEXT = layout.TextRecipe(weights="w", width=6)
@@ -449,6 +451,17 @@ def test_the_later_plan_wins(tmp_path: Path) -> None:
     assert not result.has(bytes(16))
 
 
+def test_a_repaired_shard_is_published_only_if_it_has_the_same_bytes(tmp_path: Path) -> None:
+    _, name, _ = write(tmp_path / "first")
+    for only in (name, "0" * len(name)):
+        cache = Cache(tmp_path / only, create=True)
+        with shard.ShardWriter(cache.files, LATENT, "unit") as writer:
+            for i in range(3):
+                writer.add(layout.latent_key(LATENT.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
+            assert writer.finish(only=only)[0] == name
+        assert cache.files.exists(layout.Paths.shard(LATENT.name, name)) == (only == name)
+
+
 def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
     cache, name, table = write(tmp_path / "c", recipe=TEXT)
     head, again = shard.read_table(cache.files, layout.Paths.shard(TEXT.name, name))
@@ -470,6 +483,19 @@ def test_a_lost_table_whose_shards_are_lost_too_is_an_error_of_the_table(tmp_pat
             path.unlink()
     with pytest.raises(IntegrityError, match=r"tables/.*\.arrow: is missing"):
         cache.index(name)
+
+
+def test_an_index_is_built_again_when_there_is_another_plan(tmp_path: Path) -> None:
+    of = config(tmp_path / "cache")
+    cache = add(of, "one", pictures(6))
+    name = LATENTS.name
+    first = cache.index(name)
+    assert cache.index(name) is not first, "by default others' records are looked for each time"
+    cache.reuses_indexes = True
+    first = cache.index(name)
+    assert cache.index(name) is first and len(first) == 6
+    add(of, "two", pictures(10, "other"))
+    assert len(cache.index(name)) == 16
 
 
 def test_the_names_of_shards_are_decoded_once_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

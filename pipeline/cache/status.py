@@ -109,7 +109,7 @@ class _Counts:
     def sources(self, stores: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], bool]:
         """By name; and whether some source is still being scanned or planned."""
         sources: dict[str, dict[str, Any]] = {}
-        scanning = bool(next(self.cache.files.walk("fragments"), None))
+        scanning = any("/planned-" not in entry.name for entry in self.cache.files.walk("fragments"))
         for name in self.cache.sources():
             with self._readable(Paths.scans(name)):
                 scan = self.cache.last_scan(name)

@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from pipeline.cache import layout, shard
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
-from pipeline.errors import AwayError, IntegrityError, NoSpaceError, UserError
+from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.work.engine import Job, Worker
 
 POLL_S = 1.0
@@ -58,7 +58,8 @@ class Fragments:
 
     def __init__(self, cache: Cache, source: str, worker: Worker):
         self.cache, self.source, self.worker = cache, source, worker
-        self.leftovers = [name for name in cache.files.names(Paths.fragments(source)) if name.startswith(_PLANNED)]
+        self._folders = (Paths.fragments(source), Paths.claims("fragments", source))
+        self._before = {f"{folder}/{name}" for folder in self._folders for name in cache.files.names(folder)}
 
     def gather(
         self, ids: list[str], make: Callable[[str], Rows], arrived: Callable[[str, Rows], None], scans: int
@@ -100,11 +101,12 @@ class Fragments:
             scans: as in `gather`.
 
         Raises:
-            UserError: that of `make`, in every process. Lack of space or of an answer is an error of one process.
+            UserError: that of `make`, in every process; a CacheError (files, space, no answer) is one process's.
             ScanSuperseded, Stopped: as in `gather`.
         """
         job = _Planning(self, make, help, scans)
-        item = layout.digest(identity, *self.leftovers).hex()
+        earlier = Paths.fragment(self.source, _PLANNED).removesuffix(".json")
+        item = layout.digest(identity, *sorted(name for name in self._before if name.startswith(earlier))).hex()
         self.worker.run(job, [item], str, POLL_S)
         error = job.result.get("error")
         if error is not None:
@@ -144,11 +146,15 @@ class Fragments:
         files.put(Paths.fragment(self.source, fragment), layout.seal(body | counts))
 
     def finish(self) -> None:
-        """Remove the fragments of this source and their claims. Call it when the scan document is published."""
-        for folder in (Paths.fragments(self.source), Paths.claims("fragments", self.source)):
+        """Remove the fragments of this source and their claims. Call it when the scan document is published.
+
+        What `once` has published in this launch stays until the next one, since others may not have read it yet.
+        """
+        for folder in self._folders:
             # Documents before tables: a document without its table would look damaged.
             for name in sorted(self.cache.files.names(folder), key=lambda name: not name.endswith(".json")):
-                self.cache.files.remove(f"{folder}/{name}")
+                if not name.startswith(_PLANNED) or f"{folder}/{name}" in self._before:
+                    self.cache.files.remove(f"{folder}/{name}")
 
     def check_current(self, scans: int) -> None:
         """Raise `ScanSuperseded` if there are more than so many scan documents; -1: never."""
@@ -158,9 +164,11 @@ class Fragments:
     def _remove_unreadable(self, ids: list[str]) -> None:
         """Remove fragments of an earlier run that have unreadable rows: the files may be readable now."""
         for fragment in ids:
+            if (path := Paths.fragment(self.source, fragment)) not in self._before:
+                continue
             body = self.document(fragment)
             if body is not None and body["unreadable"]:
-                self.cache.files.remove(Paths.fragment(self.source, fragment))
+                self.cache.files.remove(path)
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,7 @@ class _Planning(Job[str]):
         self.fragments.check_current(self.scans)
         try:
             self.result = self.make_result()
-        except (NoSpaceError, AwayError):
+        except CacheError:  # of files: another machine may do better
             raise
         except UserError as error:
             self._publish(item, {"error": error.fields()})

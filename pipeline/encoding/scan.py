@@ -323,6 +323,7 @@ class Scan:
 
     def _make(self, piece: _Piece) -> None:
         piece.rows = self.made.add(self._made(piece))
+        piece.forget()
         self._list(piece)
 
     def _look(self, pieces: list[_Piece]) -> None:
@@ -364,7 +365,9 @@ class Scan:
 
     def _make_shared(self, fragment: str) -> Rows:
         rule, before = self.source.rule, self.source.ignored
-        table = self._made(self._shared[fragment])
+        piece = self._shared[fragment]
+        table = self._made(piece)
+        piece.stats, piece.before = {}, {}  # the listing stays: the fragment may be lost before its rows are read
         self._made_here.add(fragment)
         return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
 
@@ -452,7 +455,6 @@ class Scan:
             if len(columns["item"]) == ROWS:
                 tables.append(pa.table(columns, schema=SCAN))
                 columns = {column: [] for column in SCAN.names}
-        piece.forget()
         made = pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
         self.source.release(made.column("item").to_pylist())
         return made
