@@ -315,7 +315,7 @@ def test_a_tensor_in_pieces_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch
         blocks.append(count * dtype.itemsize)
         return torch.empty(count, dtype=dtype)
 
-    monkeypatch.setattr(saved_tensors, "_pinned", pinned)
+    monkeypatch.setattr(saved_tensors, "pinned_block", pinned)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     through = object.__new__(saved_tensors.Transfers)
     through.device, through.stream = torch.device("cpu"), MagicMock()  # type: ignore[assignment]

@@ -19,7 +19,7 @@ from pipeline.planning import cards, predict, search
 from pipeline.planning.calibration import made_up_batch
 from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine
-from pipeline.planning.trace import Shape, Traced, trace
+from pipeline.planning.trace import Shape, Traced, block_numbers, trace
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 from tests.support.sana_shapes import SHAPES
 
@@ -117,6 +117,23 @@ def test_few_blocks_extrapolate_exactly() -> None:
     few = Traced.of(deep, train, layout, SHAPE, rank=0, on_gpu=True)
     assert few.total == pytest.approx(whole.total, rel=0.002)
     assert few.work["matmul"].flops == whole.work["matmul"].flops
+
+
+@pytest.mark.parametrize(
+    ("mode", "compression", "count"),
+    [("none", "none", 2), ("selective", "none", 1), ("full", "none", 2), ("none", "int8", 1)],
+)
+def test_two_and_three_blocks_of_one_process_say_what_more_would(mode: str, compression: str, count: int) -> None:
+    options = {"activation_checkpointing": mode, "activation_compression": compression}
+    train = TrainConfig.model_validate({**COMPUTE, **options})
+    deep = SanaConfig(**{**NARROW.__dict__, "num_layers": 7})
+    shape = Shape(SHAPE.height, SHAPE.width, SHAPE.rows, SHAPE.microbatch, count)
+    whole = trace(deep, train, ALONE, shape)
+    few = Traced.of(deep, train, ALONE, shape, rank=0, on_gpu=True)
+    assert block_numbers(7, train, ALONE) == (2, 3)
+    assert (few.peak, few.phase, few.host, few.work) == (whole.peak, whole.phase, whole.host, whole.work)
+    other = TrainConfig.model_validate({**COMPUTE, "optim": {"name": "came"}})  # its stacks span blocks
+    assert block_numbers(7, other, ALONE) == block_numbers(7, train, Layout(1, 1, 2, 1)) == (3, 5)
 
 
 TECHNIQUES: dict[str, tuple[dict[str, Any], Layout, int]] = {

@@ -120,7 +120,7 @@ class HostPieces:
 
     def __init__(self, like: Tensor):
         self.shape, self.dtype = like.shape, like.dtype
-        self.pieces = [_pinned(size, like.dtype) for size in piece_sizes(like.numel(), like.itemsize)]
+        self.pieces = [pinned_block(size, like.dtype) for size in piece_sizes(like.numel(), like.itemsize)]
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +131,7 @@ class HostPieces:
         return tensor.view(-1).split([piece.numel() for piece in self.pieces])
 
 
-def _pinned(count: int, dtype: torch.dtype) -> Tensor:
+def pinned_block(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype, pin_memory=True)
 
 

@@ -134,10 +134,11 @@ def refuse(train: TrainConfig) -> None:
 
 
 def block_numbers(blocks: int, train: TrainConfig, layout: Layout) -> tuple[int, int]:
-    """Two numbers of blocks, from which `blocks` is extrapolated: 3 and 5, or more where blocks take turns; 2 and 3 in
-    one process whose blocks share nothing (nothing gathered or offloaded ahead)."""
-    alone = layout.world == 1 and not train.activation_offload and train.parallel.offload == "none"
-    if alone and not train.parallel.prefetch_blocks and not train.activation_checkpointing.startswith("every-"):
+    """Two numbers of blocks, from which `blocks` is extrapolated: 3 and 5, or more where blocks take turns; 2 and 3
+    where nothing spans blocks (one process, AdamW, nothing gathered or offloaded ahead)."""
+    plain = train.optim.name == "adamw" and not train.optim.in_backward and train.precision != "bf16_pure"
+    ahead = train.parallel.prefetch_blocks or train.activation_offload or train.parallel.offload != "none"
+    if layout.world == 1 and plain and not ahead and not train.activation_checkpointing.startswith("every-"):
         return (2, 3) if blocks > 3 else (blocks, blocks)
     period = 1
     if train.activation_checkpointing.startswith("every-"):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -169,6 +170,8 @@ class Tracker(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensors and 8-bit states run their own operations first
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all operations
         if func.namespace == "prim" or active_fake_mode() is not self._fake:
             return func(*args, **kwargs)  # a question about a tensor; DTensor's sharding propagation
         if func is _aten._fused_adamw_.default:
