@@ -435,7 +435,7 @@ def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
     piece, gather, waiting = scanning._Piece, Fragments.gather, []
 
     def watched(self: Fragments, *args: Any) -> None:
-        waiting.extend(one for one in pieces if not one.is_there)
+        waiting.extend(one for one in pieces if not (one.kept or one.rows))
         assert not any(one.before or one.stats for one in waiting)
         gather(self, *args)
 

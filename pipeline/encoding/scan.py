@@ -199,10 +199,6 @@ class _Piece:
     rows: tuple[int, int] | None = None
     count: int | None = None
 
-    @property
-    def is_there(self) -> bool:
-        return self.kept is not None or self.rows is not None
-
     def forget(self) -> None:
         """Let go of all that making the rows needs."""
         self.run, self.stats, self.before = None, {}, {}
