@@ -99,7 +99,8 @@ def main() -> int:
             project.write(SETTINGS.format(files=sorted(set().union(*rooms.values()))))
         subprocess.run([sys.executable, "-c", MAKE], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         copy = clone / "mutants"
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TMPDIR": str(clone / "tmp")}
+        (clone / "tmp").mkdir()
         for room, files in rooms.items():
             names = sorted(_mutants(copy, files))
             if options.sample is not None:

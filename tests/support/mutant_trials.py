@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 from mutmut.mutation import trampoline
-from mutmut.state import state
 
 PATIENCE_S = 60.0  # added to limits of time, for fixtures
 BUSY = 10.0  # how much slower a busy machine is
@@ -45,6 +44,8 @@ class Trials:
         self.failed: list[str] = []
         self.tests: dict[str, _Test] = {}
         self.fixtures: dict[str, set[str]] = defaultdict(set)  # functions that the making of a session fixture reaches
+        self.reached: set[str] = set()
+        trampoline.record_trampoline_hit = lambda name, caller=None: self.reached.add(name)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -54,17 +55,15 @@ class Trials:
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
         if fixturedef.scope != "session":
             return (yield)
-        before = set(state()._stats)
-        state()._stats.clear()
+        before, self.reached = self.reached, set()
         try:
             return (yield)
         finally:
-            self.fixtures[fixturedef.argname] |= state()._stats
-            state()._stats.update(before)
+            self.fixtures[fixturedef.argname] |= self.reached
+            self.reached |= before
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self.folders: Any = session.config._tmp_path_factory  # type: ignore[attr-defined]
-        self.folders.getbasetemp()
+        _make_folders_in_one_place()
         self.items = {item.nodeid: item for item in session.items}
         files: dict[Path, list[str]] = defaultdict(list)
         for name, item in self.items.items():
@@ -111,19 +110,20 @@ class Trials:
 
     def _reach(self, names: list[str]) -> object:
         """What the tests, if they pass, and the session fixtures reach."""
-        trampoline._mutant_under_test = "stats"  # not in the environment: other processes have nowhere to report to
+        trampoline.set_mutant_under_test("stats")
+        del os.environ["MUTANT_UNDER_TEST"]  # other processes have nowhere to report to
         tests, start = {}, _cpu()
         for name in self._run(names):
             if name not in self.failed:
-                tests[name] = _Test(_cpu() - start, set(state()._stats))
-            state()._stats.clear()
+                tests[name] = _Test(_cpu() - start, self.reached)
+            self.reached = set()
             start = _cpu()
         return tests, dict(self.fixtures)
 
     def _try(self, mutant: str, names: list[str], own_fixtures: bool, limit: float) -> list[object]:
         resource.setrlimit(resource.RLIMIT_CPU, (int(_cpu() + limit),) * 2)
         if own_fixtures:
-            self.folders._basetemp = self.folders.mktemp("mutant")
+            _make_folders_in_one_place()
         trampoline.set_mutant_under_test(mutant)
         start = _cpu()
         for name in self._run(names):
@@ -158,6 +158,12 @@ def _in_fork(work: Callable[..., object], *arguments: object, limit_s: float) ->
         result.seek(0)
         value = result.read()
     return pickle.loads(value) if value else None
+
+
+def _make_folders_in_one_place() -> None:
+    """This process and its forks share a new folder for `tmp_path` and `made_once`."""
+    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
+    pytest.TempPathFactory.getbasetemp = lambda self: folder  # type: ignore[method-assign]
 
 
 def _cpu() -> float:
