@@ -35,6 +35,7 @@ from tests.support import tiny_models
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
 
@@ -56,15 +57,6 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
     monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
-
-
-def files(root: Path) -> dict[str, bytes]:
-    """Every file of a cache but those that mean nothing."""
-    return {
-        str(p.relative_to(root)): p.read_bytes()
-        for p in sorted(root.rglob("*"))
-        if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports")
-    }
 
 
 def picture(path: Path, seed: int, size: tuple[int, int] = (90, 70)) -> None:

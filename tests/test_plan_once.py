@@ -108,6 +108,16 @@ def test_of_three_processes_one_plans_and_the_cache_is_that_of_one(
 
 
 @pytest.mark.dist
+def test_with_little_to_encode_one_of_three_plans(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "idle"
+    for runs in (1, 2):
+        for flag in place.glob("once-*"):
+            flag.unlink()
+        ended([start(folder, place, task, 3, meetings={"once": 3}) for task in range(3)])
+        assert len(notes(place, "planned")) == runs
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize(("moment", "plannings"), [("planning", 2), ("published", 1)])
 def test_a_killed_planner_is_replaced_unless_it_has_published(
     moment: str, plannings: int, folder: Path, tmp_path: Path, alone: tuple[dict[str, bytes], dict[str, Any]]
@@ -177,8 +187,25 @@ def test_the_result_of_one_process_is_that_of_all(cache: Cache) -> None:
     assert first.once("id", lambda: {"items": 3}, refuse, 0) == {"items": 3}
     assert second.once("id", refuse, refuse, 0)["items"] == 3
     assert other.once("another", lambda: {"items": 4}, refuse, 0)["items"] == 4
+
+
+def test_who_is_slow_reads_a_result_though_its_maker_has_finished(cache: Cache) -> None:
+    """A process with nothing to encode finishes at once, while the others still wait for their next look."""
+    first, slow = (fragments(cache, task) for task in range(2))
+    first.once("id", lambda: {"items": 3}, refuse, 0)
     first.finish()
-    assert not cache.files.names("fragments/photos") and not cache.files.names("claims/fragments/photos")
+    assert slow.once("id", refuse, refuse, 0)["items"] == 3
+    slow.finish()
+    fragments(cache).finish()
+    assert not cache.files.names("fragments/photos"), "the next launch removes it"
+    assert not cache.files.names("claims/fragments/photos")
+
+
+def test_who_finishes_leaves_the_claim_of_another_planning(cache: Cache) -> None:
+    first, other = (fragments(cache, task) for task in range(2))
+    assert other.worker.claims.take("fragments", "photos", "planned-another") == "ours"
+    first.finish()
+    assert cache.files.names("claims/fragments/photos") == ["planned-another.json"]
 
 
 def test_a_result_of_an_earlier_launch_is_not_used(cache: Cache) -> None:
@@ -193,7 +220,7 @@ def test_a_result_of_an_earlier_launch_is_not_used(cache: Cache) -> None:
     "error",
     [
         RejectRateError("3 of 4", expected="fewer", found=["a"], fix="look"),
-        IntegrityError("damaged", found=7),
+        UserError("not UTF-8: \udcff"),
         UserError("s3://user:secret@host/x is wrong"),
     ],
 )
@@ -208,12 +235,16 @@ def test_an_error_reaches_every_process(cache: Cache, error: UserError) -> None:
     for process in processes[1:]:
         with pytest.raises(UserError) as same:
             process.once("id", refuse, refuse, 0)
-        assert (type(same.value), str(same.value)) == (type(error), str(error))
+        shown = str(error).encode("utf-8", "backslashreplace").decode()
+        assert (type(same.value), str(same.value)) == (type(error), shown)
         assert (same.value.exit_code, same.value.fix) == (error.exit_code, error.fix)
     assert fragments(cache).once("id", lambda: {"items": 1}, refuse, 0), "mended: the next launch tries again"
 
 
-@pytest.mark.parametrize("error", [NoSpaceError("full"), AwayError("away"), ZeroDivisionError(), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [NoSpaceError("full"), AwayError("away"), IntegrityError("damaged"), ZeroDivisionError(), KeyboardInterrupt()],
+)
 def test_what_fails_on_one_machine_is_tried_by_another(cache: Cache, error: BaseException) -> None:
     def fail() -> Any:
         raise error

@@ -705,6 +705,23 @@ def test_a_process_that_helps_reads_no_rows(
     assert (third.reads, third.ignored) == ([], 1)
 
 
+@pytest.mark.parametrize("kind", ["folder", "tars"])
+def test_a_helper_that_takes_over_makes_again_what_was_lost(
+    kind: str, folder: Path, tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanning, "RUN", RUN)
+    source: Source = Counted(folder) if kind == "folder" else CountedTars(tars)
+    with begun(source, cache) as scan:
+        scan.help()
+        ignored = source.ignored
+        for name in fragments_of(cache)[::2]:
+            cache.files.remove(f"fragments/photos/{name}")
+        table = scan.table()
+    alone = Counted(folder) if kind == "folder" else CountedTars(tars)
+    assert table.equals(scanned(alone, cache, shared=False, publish=False))
+    assert source.ignored == ignored == alone.ignored > 0
+
+
 def test_the_files_that_a_helper_skips_are_counted_once(tars: list[Path], cache: Cache) -> None:
     source = CountedTars(tars)
     with begun(source, cache) as scan:

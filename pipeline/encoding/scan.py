@@ -363,9 +363,12 @@ class Scan:
         rule, before = self.source.rule, self.source.ignored
         piece = self._shared[fragment]
         table = self._made(piece)
-        piece.stats, piece.before = {}, {}  # the listing stays: the fragment may be lost before its rows are read
+        piece.stats, piece.before = {}, {}  # the listing stays: a fragment may be lost before its rows are read
+        ignored = self.source.ignored - before
+        if fragment in self._made_here:  # and counted
+            self.source.ignored = before
         self._made_here.add(fragment)
-        return Rows(table, self.source.ignored - before, tuple(sorted(rule.seen)) if rule is not None else ())
+        return Rows(table, ignored, tuple(sorted(rule.seen)) if rule is not None else ())
 
     def _gather(self, fragments: Fragments) -> None:
         """Have the shared pieces made by all processes."""
