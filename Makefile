@@ -79,11 +79,15 @@ fault-long: $(STAMP)
 nightly: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'nightly and not gpu' --timeout 3600 $(PYTEST_ARGS)
 
-# What pyproject.toml declares must be true: the default tests with the lowest declared versions, and with the newest
-# that there are. `versions`, both, is for every night, since each installs a second environment.
+# What pyproject.toml declares must be true: the default tests with the lowest declared versions (uv finds them; pip tries
+# releases of boto3 for a quarter of an hour), and with the newest that there are. `versions`, both, is for every night,
+# since each installs a second environment.
 lowest:
-	'$(PYTHON)' -m tests.lowest > .constraints-lowest.txt
-	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=.constraints-lowest.txt
+	'$(PYTHON)' -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip --disable-pip-version-check --no-input install uv
+	.venv-lowest/bin/uv pip install --python .venv-lowest/bin/python --resolution lowest-direct -e '.[demo,test,dev]'
+	touch .venv-lowest/.installed
+	$(MAKE) test VENV=.venv-lowest
 
 newest:
 	rm -rf .venv-newest
@@ -117,4 +121,4 @@ bench: $(STAMP)
 check: lint types test
 
 clean:
-	rm -rf '$(VENV)' .venv-lowest .venv-newest .constraints-lowest.txt build sana_pipe.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' .venv-lowest .venv-newest build sana_pipe.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
