@@ -380,7 +380,7 @@ def _column(values: np.ndarray) -> pa.Array:
 
 
 def _dtype(kind: pa.DataType) -> Any:
-    return "S16" if pa.types.is_fixed_size_binary(kind) else kind.to_pandas_dtype()
+    return "S16" if pa.types.is_fixed_size_binary(kind) else pa.array([], kind).to_numpy(zero_copy_only=False).dtype
 
 
 def _numbered(table: pa.Table, number: dict[str, int]) -> Iterator[pa.Table]:
