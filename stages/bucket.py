@@ -77,7 +77,7 @@ class _Inputs:
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """A snapshot to be published. moves: samples to encode for another bucket first (`bucket.remainder=reassign`)."""
 
     assembled: Assembled
@@ -233,7 +233,7 @@ def _earlier(config: Config, cache: Cache) -> selection.Earlier:
 
 def _held_out(
     config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: selection.Earlier
-) -> tuple[Frame, _Made | None]:
+) -> tuple[Frame, Made | None]:
     """The samples to train on, and the snapshot of those held out, if there are any."""
     held_out = selection.heldout(frame, config.bucket.heldout, joined.scratch)
     if not held_out.any():
@@ -247,7 +247,7 @@ def _held_out(
 
 def _make(
     config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: selection.Earlier, *, heldout: bool = False
-) -> _Made:
+) -> Made:
     """Assemble a snapshot of some samples. heldout: it is the held-out part, which keeps small buckets."""
     settings, records = config.bucket, inputs.records
     small = "carry" if heldout else settings.remainder
@@ -274,11 +274,11 @@ def _make(
         weights={source: Fraction(str(setting.weight)) for source, setting in settings.sources.items()},
         places=selection.places(joined, frame, earlier),
     )
-    return _Made(assembled, joined, frame, moves)
+    return Made(assembled, joined, frame, moves)
 
 
 def _publish(
-    made: _Made, inputs: _Inputs, dry_run: bool, name: str | None, move: bool, latest: bool = True
+    made: Made, inputs: _Inputs, dry_run: bool, name: str | None, move: bool, latest: bool = True
 ) -> dict[str, Any]:
     """Adopt the shards of other caches and publish the snapshot; returns the report."""
     cache, head = inputs.caches[0], made.assembled.head
@@ -311,7 +311,7 @@ def _publish(
     }
 
 
-def _adopt(made: _Made, inputs: _Inputs, dry_run: bool) -> int:
+def _adopt(made: Made, inputs: _Inputs, dry_run: bool) -> int:
     """Bring the shards and scans of other caches into the first cache. Returns the bytes of these shards."""
     head, (cache, *others) = made.assembled.head, inputs.caches
     total = 0

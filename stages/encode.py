@@ -276,7 +276,7 @@ def _run_prompts(
     new, reused = planning.count_missing(cache, text, prompts.work)
     click.echo(f"prompts: {new} records new, {reused} reused")
     plans = planning.plan_captions(cache, text, prompts.work, config.encode)
-    with _ENGINES[engine](run) as make:
+    with ENGINES[engine](run) as make:
         made = make(missing_units(cache, plans), "captions")
         claims.sweep(cache, plans)
         missing_units(cache, plans)  # writes the segments of finished plans
@@ -503,7 +503,7 @@ def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """Records of one kind that this run made, units left to others, and the figures of the progress line."""
 
     records: int
@@ -513,7 +513,7 @@ class _Made:
 
 def _encode(
     run: EncodeRun, planned: _Planned, work: _Work, prompts: prompting.PromptWork | None
-) -> tuple[dict[str, _Made], bool]:
+) -> tuple[dict[str, Made], bool]:
     """Encode captions, then pictures. Prompts are planned by themselves, so they do not change the captions' units.
 
     Returns:
@@ -534,7 +534,7 @@ def _encode(
     def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)
 
-    with _ENGINES[run.engine](run) as make:
+    with ENGINES[run.engine](run) as make:
         captions = make(missing(text_plans), "captions")
         claims.sweep(cache, text_plans)
         missing(text_plans)  # writes the segments of finished plans
@@ -550,7 +550,7 @@ def _encode(
 
 def _encode_pictures(
     run: EncodeRun, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make
-) -> _Made:
+) -> Made:
     todo = missing(plans)
     ready = _readable(run.cache, todo, run.source.name)
     pictures = make(ready, "images")
@@ -575,7 +575,7 @@ def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]
     return index, count
 
 
-Make = Callable[[Work, str], _Made]
+Make = Callable[[Work, str], Made]
 """Makes units; the noun is for the progress line."""
 
 
@@ -584,14 +584,14 @@ def _local(run: _TextRun) -> Iterator[Make]:
     worker, encoder = run.worker, UnitEncoder(run.config, run.cache, run.sources)
     space = encoder.disk_space(worker.stop.sleep)
 
-    def make(todo: Work, noun: str) -> _Made:
+    def make(todo: Work, noun: str) -> Made:
         with Progress(noun, 0, encoder.meter) as bar:
             records, left = make_units(encoder, todo, worker, bar, space)
         if worker.tasks > 1:
             click.echo(f"worker {worker.task + 1} of {worker.tasks}: {records} {noun} encoded here")
         if noun == "captions":
             _report_captions(encoder.meter)
-        return _Made(records, left, bar.figures())
+        return Made(records, left, bar.figures())
 
     yield make
 
@@ -602,17 +602,17 @@ def _ray(run: _TextRun) -> Iterator[Make]:
     build = partial(unit_encoder.build, key, tuple(run.sources))
     with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster:
 
-        def make(todo: Work, noun: str) -> _Made:
+        def make(todo: Work, noun: str) -> Made:
             meter = Meter(wall_s=0.0)
             with Progress(noun, 0, meter) as bar:
                 records = cluster.run(todo, bar)
             _report_captions(meter)
-            return _Made(records, 0, bar.figures())
+            return Made(records, 0, bar.figures())
 
         yield make
 
 
-_ENGINES: dict[str, Callable[[_TextRun], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}
+ENGINES: dict[str, Callable[[_TextRun], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}
 
 
 def _report_captions(meter: Meter) -> None:

@@ -84,13 +84,13 @@ def planned_by_another(config: Config, data: str, monkeypatch: pytest.MonkeyPatc
 
     @contextmanager
     def idle(run: Any) -> Iterator[stages.encode.Make]:
-        yield lambda todo, noun: stages.encode._Made(0, len(todo), {})
+        yield lambda todo, noun: stages.encode.Made(0, len(todo), {})
 
     def once(self: Fragments, *args: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(Fragments, "once", real)
             patch.setattr(Fragments, "finish", lambda self: None)
-            patch.setitem(stages.encode._ENGINES, "local", idle)
+            patch.setitem(stages.encode.ENGINES, "local", idle)
             results.append(stages.encode.run(config, data=data, task_index=0, task_count=2))
         return real(self, *args)
 
@@ -129,7 +129,7 @@ def test_a_process_with_other_settings_plans_itself(
 ) -> None:
     where, config = str(pictures / "folder"), make_config(tmp_path)
     stages.encode.run(config, data=where)
-    planned, real = list[object](), stages.encode._plan
+    planned, real = list[object](), planning.plan_images
 
     def plan(*args: Any) -> Any:
         planned.append(args)
@@ -138,7 +138,7 @@ def test_a_process_with_other_settings_plans_itself(
     for setting in ("encode.max_reject_rate=0.9", "encode.unit_images=3", "data.max_pixels=1000000"):
         planned.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(stages.encode, "_plan", plan)
+            patch.setattr(planning, "plan_images", plan)
             with planned_by_another(make_config(tmp_path, setting), where, monkeypatch):
                 stages.encode.run(config, data=where, task_index=1, task_count=2)
         assert len(planned) == 2, setting

@@ -298,7 +298,7 @@ def test_a_file_that_never_comes_while_others_do_is_that_file_s_fault(ranged_ser
 
 
 def test_missing_things_are_reported(ranged_server: Server) -> None:
-    with pytest.raises(UserError, match=naming("/tars/gone.tar")):
+    with pytest.raises(UserError, match=naming("/tars", "gone.tar")):
         list(opened(f"{ranged_server.url}/tars/gone.tar").items())
     with pytest.raises(UserError, match=r"holds no picture|cannot be listed"):
         list(opened(f"{ranged_server.url}/gone").items())

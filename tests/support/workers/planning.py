@@ -68,11 +68,11 @@ def encode_run(
         def make(todo: Any, noun: str) -> Any:
             maker = Maker(cache, lambda unit, progress: log(f"made {unit.unit}"))
             records, left = make_units(maker, todo, worker, Progress(noun, 0))
-            return stages.encode._Made(records, left, {})
+            return stages.encode.Made(records, left, {})
 
         yield make
 
-    stages.encode._ENGINES["empty"] = engine
+    stages.encode.ENGINES["empty"] = engine
     table = buckets.table(config.data, latent.compression)
     return stages.encode.EncodeRun(config, cache, text, worker, "empty", {source.name: source}, source, latent, table)
 
