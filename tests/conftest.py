@@ -49,6 +49,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("fault_seed", range(metafunc.config.getoption("--fault-seeds")))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Long bytes, a made picture for example, may differ between the processes of a run; names of tests must not."""
+    return argname if isinstance(val, bytes) and len(val) > 32 else None
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Random values of a test do not depend on the tests before it."""
