@@ -15,7 +15,7 @@ A damaged fragment is made again, so `verify` does not look at fragments.
 `Fragments.once` has one of several processes do what would be the same in each: judge the scan and plan. Its result is
 a document beside the fragments, which the others wait for. Its id covers the documents of this kind that a process sees
 when it begins: so a document is used only if it was published later, never one that an earlier launch left.
-Price: a process that begins after the publication plans again.
+Price: a process that begins after the planner has published the scan plans again, and adopts the same plans.
 """
 
 from __future__ import annotations
