@@ -95,11 +95,12 @@ def photos(made_once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def make_config(tiny_repo: Path) -> Callable[..., Config]:
-    """`make_config(folder, "a.b=c", ...)`: the tiny configuration with its cache and runs in `folder`."""
+    """`make_config(folder, "a.b=c", ...)`: the tiny configuration of two blocks, its cache and runs in `folder`."""
 
     def make(folder: Path, *overrides: str) -> Config:
         own = [f"cache={folder / 'cache'}", f"train.output={folder / 'run'}"]
-        return load("tiny", [f"vae.id={tiny_repo}", f"text.id={tiny_repo}", *own, *overrides])
+        models = [f"vae.id={tiny_repo}", f"text.id={tiny_repo}", "model.arch.num_layers=2"]
+        return load("tiny", [*models, *own, *overrides])
 
     return make
 

@@ -32,10 +32,13 @@ def plain() -> dict[str, tuple[int, int, dict[str, Tensor]]]:
     return {name: measure(model(dtype), dtype) for name, dtype in PRECISIONS.items()}
 
 
+QUICK = ("full", "selective", "int8", "offload")
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(name, precision, marks=[pytest.mark.slow] * (", " in name or precision == "fp32"))
+        pytest.param(name, precision, marks=[pytest.mark.slow] * (name not in QUICK or precision == "fp32"))
         for name in WAYS
         for precision in PRECISIONS
     ],

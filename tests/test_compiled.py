@@ -76,7 +76,7 @@ def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where + "compile_blocks", lambda blocks, backend, count: compile_blocks(blocks, counter, count))
     monkeypatch.setattr(where + "compile_conditions", lambda model, backend: compile_conditions(model, counter))
     for how, frames in (("none", 0), ("block", 2)):
-        settings = tiny_run.config(compile=how, compile_backend="aot_eager")
+        settings = tiny_run.config(layers=1, compile=how, compile_backend="aot_eager")
         with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cpu")) as device_mesh:
             parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
             tiny_run.gradients(parallel_model.module, settings, [tiny_run.global_batch(0)])

@@ -329,7 +329,8 @@ def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, t
 
     small = load("tiny").model.arch
     assert small is not None
-    given = {**small.model_dump(), "qk_norm": "rms_norm_across_heads" if name.startswith("sana15") else None}
+    norm = "rms_norm_across_heads" if name.startswith("sana15") else None
+    given = {**small.model_dump(), "num_layers": 2, "qk_norm": norm}
     overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
     run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
     config = load(name, [*overrides, *run])

@@ -9,7 +9,7 @@ from pipeline.parallel.mesh import Layout
 from pipeline.planning.trace import Shape
 
 NARROW = SanaConfig(
-    num_layers=4,
+    num_layers=3,
     num_attention_heads=8,
     num_cross_attention_heads=4,
     cross_attention_head_dim=64,
