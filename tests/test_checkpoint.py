@@ -277,8 +277,9 @@ def test_the_saving_thread_uses_the_gpu_of_its_process_and_never_waits_for_it(
     save = dcp.save
 
     def saved(*args: Any, **options: Any) -> Any:
+        saving = threading.current_thread()
         with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "is_available", lambda: threading.current_thread() is saving)
             return save(*args, **options)
 
     monkeypatch.setattr(dcp, "save", saved)

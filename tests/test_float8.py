@@ -77,8 +77,20 @@ def test_every_matrix_of_a_block_is_multiplied_in_float8(monkeypatch: pytest.Mon
     assert sorted(size[::-1] for size in seen) == sorted(map(torch.Size, matrices))
 
 
+def scales_rows() -> bool:
+    """Whether torch multiplies float8 matrices with a scale for each row on a CPU; 2.11 does not."""
+    one, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(one, one.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_emulated_products_are_those_of_torchs_float8_kernel() -> None:
     """It pads the nine tokens."""
+    if not scales_rows():
+        pytest.skip("this torch's float8 kernel for CPUs takes one scale for a matrix")
     results = []
     for device in ("cpu", "as a gpu"):
         torch.manual_seed(0)

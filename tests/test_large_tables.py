@@ -106,7 +106,8 @@ def test_files_have_no_piece_that_is_too_large(tmp_path: Path, small: None) -> N
 def test_the_bytes_of_small_tables_are_those_of_earlier_versions(tmp_path: Path) -> None:
     cache, table = Cache(tmp_path / "cache", create=True), scan_table().combine_chunks()
     pq.write_table(table, tmp_path / "plain", compression="zstd", write_page_checksum=True)
-    assert cache.put_table(table) == layout.content_digest((tmp_path / "plain").read_bytes())
+    plain = arrow.with_fixed_writer((tmp_path / "plain").read_bytes())
+    assert cache.put_table(table) == layout.content_digest(plain)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)

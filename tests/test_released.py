@@ -362,8 +362,9 @@ def test_a_pth_of_their_trainer_holds_the_state_of_every_generator(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As their `save_checkpoint` writes it, with numpy 1 or numpy 2."""
-    monkeypatch.setattr(np.zeros(0).__reduce__()[0], "__module__", module)
-    monkeypatch.setitem(sys.modules, module, np._core.multiarray)
+    builds = np.zeros(0).__reduce__()[0]
+    monkeypatch.setitem(sys.modules, module, sys.modules[builds.__module__])
+    monkeypatch.setattr(builds, "__module__", module)
     state = {name: torch.zeros(shape) for name, shape in of_nvlabs(1, 1152, False).items()}
     numbers = np.random.get_state()  # noqa: NPY002
     generators = {"torch": torch.get_rng_state(), "numpy": numbers, "python": random.getstate()}
