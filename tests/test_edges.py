@@ -189,6 +189,8 @@ def test_fields_of_metadata() -> None:
     }
     assert [fields.has(name) for name in ("n", "a.b", "none", "absent")] == [True, True, True, False]
     assert fields.valid == ["a", "a.b", "n", "none"] and not too_large.any()
+    too_large = fields.columns(pa.chunked_array([[json.dumps({"a.b": 2 * largest, "n": 1}), "{}"]]))[1]
+    assert too_large.tolist() == [True, False]
 
 
 # ---------------------------------------------------------------- numbers
