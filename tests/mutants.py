@@ -2,8 +2,8 @@
 
 mutmut edits every expression of the files in turn, in a clone of the last commit; `support/mutant_trials.py` runs the
 tests that reach it. Prints the mutants that no test kills, a table, and a line of JSON; exit code 1 below `WANTED`.
-Messages of errors and of the log are not mutated: tests hold their types and exit codes, not their words. Neither is
-`strict=True`: it is an assertion.
+Messages of errors and of the log are not mutated: tests hold their types and exit codes, not their words. Neither are
+`strict=True`, which is an assertion, and encodings of files: here UTF-8 is the default.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ def _mutants(copy: Path, files: list[str]) -> set[str]:
 
 
 def _drawn(names: list[str], seed: int) -> Iterator[str]:
-    """The mutants in random order, without those that only drop or change a `strict=True`."""
+    """The mutants in random order, without those that only drop or change a `strict=True` or an encoding."""
     for name in random.Random(seed).sample(names, len(names)):
-        lines = [re.sub(r"strict=\w+|[\s,]", "", line) for line in get_diff_for_mutant(name).splitlines()[3:]]
+        lines = [re.sub(r"strict=\w+|encoding=[\w\"-]+|[\s,]", "", line) for line in get_diff_for_mutant(name).splitlines()[3:]]
         removed, added = ("".join(line[1:] for line in lines if line[:1] == sign) for sign in "-+")
         if removed != added:
             yield name

@@ -107,9 +107,13 @@ def test_a_shard_has_about_the_size_asked_for(tmp_path: Path, storage: str, monk
         assert packing.block_sizes(source, target) == expected and expected[0] == round(samples)
 
 
-@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
-def test_a_packed_snapshot_holds_the_same_samples(tmp_path: Path, storage: str) -> None:
+@pytest.mark.parametrize(("storage", "rows"), [("bf16", [21] * 3), ("bf16-zstd", [20, 20, 20, 3])])
+def test_a_packed_snapshot_holds_the_same_samples(
+    tmp_path: Path, storage: str, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "CHUNK_ROWS", rows[0])
     cache, source, packed = made(tmp_path / "cache", storage=storage)
+    assert [chunk.rows for chunk in packed.head.chunks] == rows
     assert content(packed) == content(source)
     assert packed.id != source.id and packed.head.parent == source.id and packed.packed and not source.packed
     assert cache.snapshot_of("latest") == packed.id and packed.head.policies.packed == PackedOrder(2)
