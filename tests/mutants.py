@@ -156,8 +156,9 @@ def _mutants(copy: Path, files: list[str]) -> set[str]:
 def _drawn(names: list[str], seed: int) -> Iterator[str]:
     """The mutants in random order, without those that only drop or change a `strict=True` or an encoding."""
     for name in random.Random(seed).sample(names, len(names)):
-        lines = [re.sub(r"strict=\w+|encoding=[\w\"-]+|[\s,]", "", line) for line in get_diff_for_mutant(name).splitlines()[3:]]
-        removed, added = ("".join(line[1:] for line in lines if line[:1] == sign) for sign in "-+")
+        lines = get_diff_for_mutant(name).splitlines()[3:]
+        versions = ("".join(line[1:] for line in lines if line[:1] == sign) for sign in "-+")
+        removed, added = (re.sub(r'strict=\w+|encoding=[\w"-]+|[\s,]', "", version) for version in versions)
         if removed != added:
             yield name
 
