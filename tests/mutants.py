@@ -63,8 +63,8 @@ ROOMS = {
             "pipeline/models/objective.py",
             "pipeline/models/sampler.py",
         ],
-        "checkpoint feeding foreign_checkpoint lock loss_band objective optimizers phases sampler throughput training "
-        "training_pictures validation",
+        "checkpoint feeding float8 foreign_checkpoint lock loss_band objective optimizers phases sampler throughput "
+        "training training_pictures validation",
     ),
 }
 SETTINGS = """
