@@ -278,6 +278,11 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     lose(Path(config.cache), "segments/latent-*/*.json")
     lose(Path(config.cache), "units/latent-*/*/*.json")
     assert stages.verify.run(config, repair=True) == 0
+    cache = Cache.of(config)
+    [rejects] = [
+        commit.rejects for commit in index.commits(cache.files, cache.recipes("latent")[0].name, 0) if commit.rejects
+    ]
+    assert [(photos / reject.item).is_file() for reject in rejects] == [True]
     before = len(encoded)
     tried.clear()
     stages.encode.run(config, data=str(photos))

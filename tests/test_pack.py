@@ -27,12 +27,13 @@ import stages.pack
 import stages.snapshots
 import stages.status
 import stages.verify
-from pipeline.cache import audit, compare, layout
+from pipeline.cache import audit, compare, index, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
+from pipeline.encoding import rebuild
 from pipeline.errors import IntegrityError, UserError
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
@@ -358,6 +359,21 @@ def test_a_missing_joint_shard_is_refused_and_made_again(copy: Cache) -> None:
         loader(copy)
     assert {finding.path for finding in audit.verify(copy)} == {path, f"snapshots/{packed.id}.json"}
     assert packing.restored(copy, path) and not list(audit.verify(copy))
+
+
+def test_a_lost_commit_of_a_joint_shard_is_made_again(copy: Cache) -> None:
+    folder = copy.open_snapshot().head.folder or ""
+    before = index.commits(copy.files, folder, 0)
+    [name, *_] = sorted(path.relative_to(copy.root).as_posix() for path in copy.root.glob(f"units/{folder}/*/*.json"))
+    for place in (name, layout.Paths.copy(name)):
+        (copy.root / place).unlink()
+    assert len(index.commits(copy.files, folder, 0)) == len(before) - 1
+    rebuild.rebuild_documents(copy)
+    said = [
+        [(commit.unit, commit.shard, commit.table) for commit in each]
+        for each in (before, index.commits(copy.files, folder, 0))
+    ]
+    assert said[0] == said[1]
 
 
 def test_a_damaged_record_is_never_packed(tmp_path: Path) -> None:
