@@ -54,7 +54,7 @@ ROOMS = {
     "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),
     "encoding": (
         ["pipeline/encoding/*"],
-        "documents edges encode encode_sources estimate prompts remote repair scan storage text_mode",
+        "documents edges encode encode_sources estimate pack prompts remote repair scan storage text_mode",
     ),
     "training": (
         [
