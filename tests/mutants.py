@@ -2,22 +2,29 @@
 
 mutmut edits every expression of the files in turn, in a clone of the last commit; `support/mutant_trials.py` runs the
 tests that reach it. Prints the mutants that no test kills, a table, and a line of JSON; exit code 1 below `WANTED`.
-Messages of errors and of the log are not mutated: tests hold their types and exit codes, not their words.
+Messages of errors and of the log are not mutated: tests hold their types and exit codes, not their words. Neither are
+`strict=True`, which is an assertion, and encodings of files: here UTF-8 is the default.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from datetime import date
+from itertools import islice
 from pathlib import Path
+
+from mutmut.mutation.diff_apply import get_diff_for_mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = 0.95
@@ -36,8 +43,8 @@ ROOMS = {
     "images": (["pipeline/images/*"], "bucket buckets edges encode image"),
     "snapshots": (
         ["pipeline/snapshots/*"],
-        "bucket buckets caption_rules captions golden large_tables missing_work pack reasons snapshot_chunks "
-        "snapshot_head",
+        "bucket buckets caption_rules captions edges golden large_tables missing_work pack reasons snapshot_chunks "
+        "snapshot_head validation",
     ),
     "loader": (
         ["pipeline/loader/*"],
@@ -47,7 +54,7 @@ ROOMS = {
     "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),
     "encoding": (
         ["pipeline/encoding/*"],
-        "documents edges encode encode_sources estimate prompts remote repair scan storage text_mode",
+        "documents edges encode encode_sources estimate pack prompts remote repair scan storage text_mode",
     ),
     "training": (
         [
@@ -56,8 +63,8 @@ ROOMS = {
             "pipeline/models/objective.py",
             "pipeline/models/sampler.py",
         ],
-        "checkpoint feeding foreign_checkpoint lock loss_band objective optimizers phases sampler throughput training "
-        "training_pictures validation",
+        "checkpoint feeding float8 foreign_checkpoint lock loss_band objective optimizers phases sampler throughput "
+        "training training_pictures validation",
     ),
 }
 SETTINGS = """
@@ -92,7 +99,7 @@ def main() -> int:
     options = parser.parse_args()
     rooms = {what: ROOMS[what][0] if what in ROOMS else [what] for what in options.what}
     table = {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, contextlib.chdir(folder):
         clone = Path(folder)
         subprocess.run(["git", "clone", "--quiet", str(ROOT), folder], check=True)
         with open(clone / "pyproject.toml", "a", encoding="utf-8") as project:
@@ -102,9 +109,7 @@ def main() -> int:
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TMPDIR": str(clone / "tmp")}
         (clone / "tmp").mkdir()
         for room, files in rooms.items():
-            names = sorted(_mutants(copy, files))
-            if options.sample is not None:
-                names = random.Random(options.seed).sample(names, min(options.sample, len(names)))
+            names = list(islice(_drawn(sorted(_mutants(copy, files)), options.seed), options.sample))
             report = clone / "report.jsonl"
             order = {"tests": options.tests or _tests(files), "mutants": names, "seconds": options.seconds}
             (clone / "order.json").write_text(json.dumps({**order, "report": str(report)}), encoding="utf-8")
@@ -116,7 +121,7 @@ def main() -> int:
             for name, result, tests, seconds in results:
                 if result in ("alive", "unreached"):
                     print(f"\n{result}: {name} ({tests} tests, {seconds:.0f} s)", flush=True)
-                    subprocess.run([sys.executable, "-m", "mutmut", "show", name], cwd=folder, check=False)
+                    print(get_diff_for_mutant(name))
             table[room] = Counter(result for _, result, _, _ in results)
     columns = ("killed", "timeout", "alive", "unreached")
     print(f"\n{'room':24}" + "".join(f"{column:>10}" for column in columns) + f"{'share':>8}")
@@ -146,6 +151,16 @@ def _mutants(copy: Path, files: list[str]) -> set[str]:
         if any(fnmatch.fnmatch(source, pattern) for pattern in files):
             names |= json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"].keys()
     return names
+
+
+def _drawn(names: list[str], seed: int) -> Iterator[str]:
+    """The mutants in random order, without those that only drop or change a `strict=True` or an encoding."""
+    for name in random.Random(seed).sample(names, len(names)):
+        lines = get_diff_for_mutant(name).splitlines()[3:]
+        versions = ("".join(line[1:] for line in lines if line[:1] == sign) for sign in "-+")
+        removed, added = (re.sub(r'strict=\w+|encoding=[\w"-]+|[\s,]', "", version) for version in versions)
+        if removed != added:
+            yield name
 
 
 if __name__ == "__main__":

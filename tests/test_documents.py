@@ -7,6 +7,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.status import status
 from pipeline.config import Config
-from pipeline.encoding import rebuild, unit_records
+from pipeline.encoding import rebuild, repair, unit_records
 from pipeline.errors import IntegrityError
 from pipeline.models import encoders
 from tests.support import tiny_cache
@@ -278,12 +279,39 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     lose(Path(config.cache), "segments/latent-*/*.json")
     lose(Path(config.cache), "units/latent-*/*/*.json")
     assert stages.verify.run(config, repair=True) == 0
+    cache = Cache.of(config)
+    [rejects] = [
+        commit.rejects for commit in index.commits(cache.files, cache.recipes("latent")[0].name, 0) if commit.rejects
+    ]
+    assert [(photos / reject.item).is_file() for reject in rejects] == [True]
     before = len(encoded)
     tried.clear()
     stages.encode.run(config, data=str(photos))
     assert (len(encoded) - before, len(tried)) == (1, 1), "the one record alone"
     cache = Cache.of(config)
     assert status(cache)["complete"] and len(cache.index(cache.recipes("latent")[0].name)) == 12
+
+
+def test_a_lost_plan_of_captions_has_those_that_were_rejected(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "tiny")
+    recipe = cache.recipes("text")[0].name
+    [commit, *_] = index.commits(cache.files, recipe, 0)
+    reject = index.RecordReject("00" * 16, "a caption", "no tokens")
+    lose(cache.root, "units/text-*/**/*.json")
+    lose(cache.root, "segments/text-*/*.json")
+    lose(cache.root, "plans/text-*/*.json")
+    assert index.publish_commit(cache.files, recipe, 0, replace(commit, rejects=(reject,)))
+    rebuild.rebuild_documents(cache)
+    plan = cache.plans(recipe)[0]
+    assert cache.table(plan.table).column("caption").to_pylist()[-1] == "a caption"
+
+
+def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:
+    recipe = tiny.recipes("text")[0].name
+    name = tiny.files.document(Paths.segment(recipe, 0))["table"]
+    (tiny.root / Paths.table(name, "arrow")).unlink()
+    assert repair.repair_table(tiny, recipe, 0, name) and tiny.files.content(Paths.table(name, "arrow"), name)
+    assert not repair.repair_table(tiny, recipe, 0, "0" * 32)
 
 
 def test_lost_channel_scales_are_named_by_the_records(tmp_path: Path) -> None:

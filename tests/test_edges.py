@@ -148,10 +148,12 @@ def test_a_last_member_that_ends_with_the_tar_is_whole(tmp_path: Path) -> None:
         ("a != b", [None, None, False, False]),
         ("a >= 2", [None, True, True, False]),
         ("a > 2", [None, False, False, False]),
+        ("1 < n", [False, None, True, False]),
     ],
 )
 def test_a_missing_value_decides_only_where_it_must(text: str, selected: list[bool | None]) -> None:
     columns = {"a": pa.array([None, 2.0, 2.0, 0.0]), "b": pa.array([0.0, None, 2.0, 0.0])}
+    columns["n"] = pa.array(["0", None, "2", "0"], pa.large_string())  # numbers of a CSV
     chosen, unknown = Filter(text, "f").select(columns.__getitem__, 4, [])
     result = [None if u else c for c, u in zip(chosen.to_pylist(), unknown.to_pylist(), strict=True)]
     assert result == selected
@@ -187,6 +189,8 @@ def test_fields_of_metadata() -> None:
     }
     assert [fields.has(name) for name in ("n", "a.b", "none", "absent")] == [True, True, True, False]
     assert fields.valid == ["a", "a.b", "n", "none"] and not too_large.any()
+    too_large = fields.columns(pa.chunked_array([[json.dumps({"a.b": 2 * largest, "n": 1}), "{}"]]))[1]
+    assert too_large.tolist() == [True, False]
 
 
 # ---------------------------------------------------------------- numbers

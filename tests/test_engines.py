@@ -656,6 +656,7 @@ class FakeRay(ModuleType):
     def __init__(self, slots: list[float]):
         super().__init__("ray")
         self.exceptions, self.slots, self.started = self, slots, False
+        self.others: list[dict[str, Any]] = []
         self.calls: list[Any] = []
         self.waiting: list[Any] = []
         self.most = 0
@@ -681,7 +682,7 @@ class FakeRay(ModuleType):
         return self.resources
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": cpus > 0, "Resources": {"CPU": abs(cpus), "GPU": 1}} for cpus in self.slots]
+        return [{"Alive": cpus > 0, "Resources": {"CPU": abs(cpus), "GPU": 1}} for cpus in self.slots] + self.others
 
     def remote(self, function: Callable[..., Any]) -> Any:
         def start(*arguments: Any) -> int:
@@ -789,10 +790,10 @@ def test_what_a_ray_task_needs(
 
 def test_how_many_ray_tasks_run_at_once(cache: Cache, ray: FakeRay) -> None:
     cluster = cluster_of(cache)
-    ray.slots = [4.0, 7.0, -9.0]
+    ray.slots, ray.others = [4.0, 7.0, -9.0], [{"Alive": True, "Resources": {"CPU": 1}}]
     assert cluster.slots({"num_cpus": 1.5, "num_gpus": 0.0}) == 2 + 4
-    assert cluster.slots({"num_cpus": 1.0, "num_gpus": 0.25}) == 4 + 4
-    assert cluster.slots({"num_cpus": 0.0, "num_gpus": 0.0}) == 2, "one on each living node"
+    assert cluster.slots({"num_cpus": 1.0, "num_gpus": 0.25}) == 4 + 4, "none without a GPU"
+    assert cluster.slots({"num_cpus": 0.0, "num_gpus": 0.0}) == 3, "one on each living node"
     assert cluster.slots({"num_cpus": 100.0, "num_gpus": 0.0}) == 0
 
 

@@ -198,6 +198,10 @@ def test_the_probe_keeps_to_its_time(
     speed = estimate.probe(result.work, config, result.source, result.latent, "cpu", budget_s=0)
     assert set(sizes) == {1}
     assert speed.image_s and speed.token_s and speed.decode_s
+    probed: list[int] = []
+    monkeypatch.setattr(estimate, "probe", lambda work, *rest: (probed.append(work.images), speed)[1])
+    assert result.hours()["latents_hours"] > 0
+    assert probed == [result.work.images, 0], "for the other text, pictures are not measured again"
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,14 @@ def test_orientation_behind_the_pixels_of_a_png() -> None:
     assert np.array_equal(load(late, (48, 32)), np.asarray(scene().transpose(Image.Transpose.ROTATE_270)))
 
 
+def test_a_damaged_tiff_is_rejected_without_libtiffs_words(capfd: pytest.CaptureFixture[str]) -> None:
+    data = bytearray(encoded(scene(), "TIFF", compression="tiff_lzw"))
+    data[200:1000] = bytes(800)
+    with pytest.raises(ImageReject, match="decoder error"):
+        load(bytes(data), (32, 48))
+    assert capfd.readouterr().err == ""
+
+
 def test_damaged_exif_leaves_the_picture_as_stored() -> None:
     data = encoded(scene(), "JPEG", exif=b"Exif\x00\x00" + b"MM\x00\x2a\xff\xff\xff\xff broken")
     assert probe(data, 10_000) == (48, 32)
@@ -534,9 +542,8 @@ def gray16_key() -> bytes:
     return png(32, 32, 16, 0, rows, chunk(b"tRNS", struct.pack(">H", 40_000)))
 
 
-def premultiplied_tiff() -> bytes:
-    with Image.open(io.BytesIO(encoded(half_transparent(), "TIFF"))) as opened:
-        data = bytearray(encoded(opened, "TIFF"))
+def premultiplied_tiff(straight: Image.Image) -> bytes:
+    data = bytearray(encoded(straight, "TIFF"))
     at = data.index(struct.pack("<HHI", 338, 3, 1))
     data[at + 8 : at + 10] = struct.pack("<H", 1)  # ExtraSamples: associated alpha
     return bytes(data)
@@ -548,7 +555,8 @@ def premultiplied_tiff() -> bytes:
         (lambda: encoded(half_transparent()), (20, 60, 90)),
         (lambda: encoded(half_transparent(), "WEBP", lossless=True, exact=True), (20, 60, 90)),
         (lambda: encoded(half_transparent(), "TIFF"), (20, 60, 90)),
-        (premultiplied_tiff, (20, 60, 90)),
+        (lambda: premultiplied_tiff(half_transparent()), (20, 60, 90)),
+        (lambda: premultiplied_tiff(Image.open(io.BytesIO(gray_alpha()))), (50, 50, 50)),
         (palette_index, (20, 60, 90)),
         (lambda: encoded(half_transparent().quantize(4), "PNG"), (20, 60, 90)),
         (gray_alpha, (50, 50, 50)),
@@ -720,6 +728,7 @@ def psnr(first: np.ndarray, second: np.ndarray) -> float:
         ((500, 331), (300, 301)),  # 1.1
         ((689, 517), (60, 81)),  # a JPEG loses factors of 2 on load, and the last half pixel with them
         ((803, 601), (48, 64)),
+        ((653, 656), (10, 10)),  # after a JPEG's 8 on load, more than libvips shrinks by
     ],
 )
 def test_vips_shows_what_pillow_shows(fast: None, kind: str, source: tuple[int, int], size: tuple[int, int]) -> None:

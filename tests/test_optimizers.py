@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import Config, EmaConfig, OptimConfig
@@ -23,6 +27,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.parallelize import ParallelModel, parallelize
+from pipeline.parallel.shards import local
 from pipeline.training import checkpoint, loss_scale, metrics, optimizers, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import came, stochastic_rounding
@@ -153,6 +158,31 @@ def test_joint_parameters_are_one_matrix() -> None:
         one.step()
         several.step()
     torch.testing.assert_close(torch.cat([part.detach() for part in parts]), whole.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_came_on_two_equal_shards_is_came(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process does not exist: a sum over both is twice this one's."""
+    torch.manual_seed(0)
+    halves = [torch.randn(shape) for shape in SHAPES if len(shape) > side]
+    whole = [nn.Parameter(torch.cat([half, half], side)) for half in halves]
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        shards = [nn.Parameter(DTensor.from_local(half, mesh, [Shard(side)])) for half in halves]
+        monkeypatch.setattr(dist, "all_reduce", lambda flat, group: flat.mul_(2))
+        one, two = CAME(whole, lr=1e-2), CAME(shards, lr=1e-2)
+        for step in range(3):
+            for parameter, shard in zip(whole, shards, strict=True):
+                gradient = torch.randn(local(shard).shape) * 10.0**-step
+                parameter.grad = torch.cat([gradient, gradient], side)
+                shard.grad = DTensor.from_local(gradient, mesh, [Shard(side)])
+            one.step()
+            two.step()
+        for parameter, shard in zip(whole, shards, strict=True):
+            torch.testing.assert_close(local(shard), parameter.detach().chunk(2, side)[0])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nvlabs_joint_parameters_are_those_of_their_qkv_and_kv() -> None:

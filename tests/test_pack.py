@@ -27,12 +27,13 @@ import stages.pack
 import stages.snapshots
 import stages.status
 import stages.verify
-from pipeline.cache import audit, compare, layout
+from pipeline.cache import audit, compare, index, layout
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
+from pipeline.encoding import rebuild
 from pipeline.errors import IntegrityError, UserError
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
@@ -107,9 +108,13 @@ def test_a_shard_has_about_the_size_asked_for(tmp_path: Path, storage: str, monk
         assert packing.block_sizes(source, target) == expected and expected[0] == round(samples)
 
 
-@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
-def test_a_packed_snapshot_holds_the_same_samples(tmp_path: Path, storage: str) -> None:
+@pytest.mark.parametrize(("storage", "rows"), [("bf16", [21] * 3), ("bf16-zstd", [20, 20, 20, 3])])
+def test_a_packed_snapshot_holds_the_same_samples(
+    tmp_path: Path, storage: str, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "CHUNK_ROWS", rows[0])
     cache, source, packed = made(tmp_path / "cache", storage=storage)
+    assert [chunk.rows for chunk in packed.head.chunks] == rows
     assert content(packed) == content(source)
     assert packed.id != source.id and packed.head.parent == source.id and packed.packed and not source.packed
     assert cache.snapshot_of("latest") == packed.id and packed.head.policies.packed == PackedOrder(2)
@@ -354,6 +359,21 @@ def test_a_missing_joint_shard_is_refused_and_made_again(copy: Cache) -> None:
         loader(copy)
     assert {finding.path for finding in audit.verify(copy)} == {path, f"snapshots/{packed.id}.json"}
     assert packing.restored(copy, path) and not list(audit.verify(copy))
+
+
+def test_a_lost_commit_of_a_joint_shard_is_made_again(copy: Cache) -> None:
+    folder = copy.open_snapshot().head.folder or ""
+    before = index.commits(copy.files, folder, 0)
+    [name, *_] = sorted(path.relative_to(copy.root).as_posix() for path in copy.root.glob(f"units/{folder}/*/*.json"))
+    for place in (name, layout.Paths.copy(name)):
+        (copy.root / place).unlink()
+    assert len(index.commits(copy.files, folder, 0)) == len(before) - 1
+    rebuild.rebuild_documents(copy)
+    said = [
+        [(commit.unit, commit.shard, commit.table) for commit in each]
+        for each in (before, index.commits(copy.files, folder, 0))
+    ]
+    assert said[0] == said[1]
 
 
 def test_a_damaged_record_is_never_packed(tmp_path: Path) -> None:

@@ -125,6 +125,19 @@ def test_a_scan_transfers_a_tar_once(ranged_server: Server, data: Path) -> None:
     source = opened(f"{ranged_server.url}/tars/s-0.tar")
     assert len(content(source)) == COUNT // 2
     assert ranged_server.sent == (data / "tars" / "s-0.tar").stat().st_size
+    assert ranged_server.heads == 1
+
+
+def test_a_tar_without_space_for_a_copy_is_read_by_ranges_or_not_at_all(
+    ranged_server: Server, plain_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (data / "tars" / "s-0.tar").stat().st_size
+    for space, read in ((size, COUNT // 2), (size - 1, 0)):
+        monkeypatch.setattr(remote, "SPOOL_BYTES", space)
+        assert len(content(opened(f"{ranged_server.url}/tars/s-0.tar"))) == COUNT // 2
+        items = list(opened(f"{plain_server.url}/tars/s-0.tar").items())
+        assert sum(isinstance(item, Item) for item in items) == read
+    assert ["lacks space" in item.reason for item in items if isinstance(item, Reject)] == [True]
 
 
 def test_a_server_without_ranges_sends_a_tar_once_not_per_member(plain_server: Server, data: Path) -> None:

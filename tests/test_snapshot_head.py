@@ -53,6 +53,7 @@ def test_heads_of_an_earlier_version_are_written_as_they_were_read(tmp_path: Pat
         head = Head.read(files, snapshot_id)
         assert head.values() == files.document(layout.Paths.snapshot(snapshot_id))
         assert head.id == snapshot_id and head.samples == len(Snapshot(files, snapshot_id))
+        assert head.with_tables() == (head, [])
 
 
 def test_keys_of_a_later_version_stay_in_the_head(tmp_path: Path) -> None:

@@ -503,6 +503,12 @@ def test_clipping_is_one_product_for_all_gradients() -> None:
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=0)
 
 
+def test_the_samples_of_a_step_are_those_of_all_processes() -> None:
+    settings, batch = tiny_run.config(layers=1), tiny_run.global_batch(0)
+    step = tiny_run.train_step(ParallelModel(tiny_run.model(settings), data_world=2), settings.train)
+    assert step([batch], 1).samples == 2 * len(batch.sample_ids)
+
+
 @pytest.mark.parametrize("clip", [0.1, None])
 def test_a_fused_optimizer_clips_in_its_kernel(clip: float | None) -> None:
     """With sharded parameters, as on a GPU. Loss scales of fp16 pass through the same factor."""

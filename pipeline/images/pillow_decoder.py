@@ -258,9 +258,8 @@ def _strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[
         if isinstance(key, int):
             alpha = Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))
         image = Image.fromarray(levels(values))
-    elif image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or image.info.get("transparency") is not None:
-        straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode)
-        rgba = (image.convert(straight) if straight else _with_8bit_key(image)).convert("RGBA")
+    elif image.mode in ("LA", "La", "PA", "RGBA") or image.info.get("transparency") is not None:
+        rgba = (image.convert("LA") if image.mode == "La" else _with_8bit_key(image)).convert("RGBA")
         alpha = rgba.getchannel("A")
         image = rgba.convert("L" if image.mode in ("LA", "La", "L") else "RGB")  # an LA's three channels are equal
     elif image.mode == "P":

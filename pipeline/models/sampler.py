@@ -52,7 +52,7 @@ def draw_noise(count: int, shape: tuple[int, int, int], seed: int) -> Tensor:
     generator = torch.Generator()
     drawn = []
     for number in range(count):
-        generator.manual_seed((seed * 1_000_003 + number) % 2**63)
+        generator.manual_seed(seed * 1_000_003 + number)
         drawn.append(torch.randn(shape, generator=generator))
     return torch.stack(drawn)
 

@@ -197,6 +197,7 @@ class RemoteFilesystem(Filesystem):
                 return check_length(name, data, offset, length)
         if spool is None:
             spool = self._spool(name)
+            assert spool is not None, "without ranges"
         return check_length(name, spool.read(offset, length), offset, length)
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
@@ -218,8 +219,9 @@ class RemoteFilesystem(Filesystem):
             self._ranges_proven = True
         return data
 
-    def _spool(self, name: str) -> _Spool:
-        """The temporary copy of a file; makes space by evicting the least recently used ones."""
+    def _spool(self, name: str) -> _Spool | None:
+        """The temporary copy of a file; makes space by evicting the least recently used ones. None if there is not
+        enough, for a file whose ranges can be read."""
         size = self._info(name)["size"]
         with self._lock:
             spool = self._spools.get(name)
@@ -237,8 +239,8 @@ class RemoteFilesystem(Filesystem):
                         f"{escaped(name)}: the server does not support ranges, and {tempfile.gettempdir()} lacks space "
                         f"for a copy of {size:,} bytes"
                     )
-                return _Spool(self, name, size, keep=False)
-            self._spools[name] = spool = _Spool(self, name, size, keep=True)
+                return None
+            self._spools[name] = spool = _Spool(self, name, size)
             return spool
 
     def _request(self, name: str, ask: Callable[[], T], action: str = "read") -> T:
@@ -266,21 +268,16 @@ class RemoteFilesystem(Filesystem):
 
 
 class _Spool:
-    """A temporary copy of a file, whose blocks are fetched when they are first read.
+    """A temporary copy of a file, whose blocks are fetched when they are first read."""
 
-    keep: False reads every range from the server, without a temporary file.
-    """
-
-    def __init__(self, remote: RemoteFilesystem, name: str, size: int, keep: bool):
+    def __init__(self, remote: RemoteFilesystem, name: str, size: int):
         self.remote, self.name, self.size = remote, name, size
-        self._file = tempfile.TemporaryFile() if keep else None  # noqa: SIM115 - closed with the spool
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the spool
         self._blocks: set[int] = set()
         self._lock = threading.Lock()
 
     def read(self, offset: int, length: int) -> bytes:
         length = max(0, min(length, self.size - offset))
-        if self._file is None:
-            return self.remote._fetch(self.name, offset, length) or b""
         with self._lock:
             missing = [
                 block for block in range(offset // BLOCK, -(-(offset + length) // BLOCK)) if block not in self._blocks
@@ -290,7 +287,6 @@ class _Spool:
         return os.pread(self._file.fileno(), length, offset)
 
     def _fill(self, first: int, after: int) -> None:
-        assert self._file is not None
         start, end = first * BLOCK, min(after * BLOCK, self.size)
         data = self.remote._fetch(self.name, start, end - start) if self.remote.supports_ranges else None
         if data is None:

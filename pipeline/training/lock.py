@@ -67,7 +67,7 @@ class Owner:
         """Whether the process ran on this machine and has ended; False for another machine's, which is not known."""
         here, place = processes.place(), self.place
         same_machine = bool(here) and place.get("machine") == here["machine"]
-        return same_machine and processes.ended(place.get("process", ""), place.get("started", ""))
+        return same_machine and processes.ended(place["process"], place["started"])
 
     def follows(self, other: Owner) -> bool:
         """Whether the scheduler says that this attempt replaces the other."""

@@ -19,6 +19,7 @@ class Server:
     url: str
     ranges: list[str | None] = field(default_factory=list)
     """The Range header of every GET."""
+    heads: int = 0
     sent: int = 0
     fail: int = 0
     """How many of the next requests end in an error of the server."""
@@ -48,6 +49,10 @@ def serve(root: Path, ranged: bool) -> Iterator[Server]:
             finally:
                 with lock:
                     server.now -= 1
+
+        def do_HEAD(self) -> None:
+            server.heads += 1
+            super().do_HEAD()
 
         def answer(self) -> None:
             asked = self.headers.get("Range")
