@@ -91,7 +91,7 @@ HEADS = (1 << 16, 1 << 20)
 """Bytes that `from_header` reads of a picture; the second number if the first was not enough."""
 
 Look = Callable[[Source, str, int, int], dict[str, Any]]
-"""(source, key, max_pixels, max_bytes) -> what is known of the columns `size`, `digest`, `width`, `height`, `reject`."""
+"""(source, key, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
 
 
 def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
+from pipeline.sources.link_tables import LinkListing, lists_links
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import METADATA_NAMES
 from pipeline.sources.remote import RemoteFilesystem, last_part
@@ -133,11 +134,16 @@ def _of_format(
     if format in ("webdataset", "wids"):
         return TarSource(filesystem, files, rule, name, format)
     field, root = config.image_field, config.image_root
+    links = Links(config.max_bytes, config.link_timeout_s, patience_s)
     if format == "parquet":
-        links = Links(config.max_bytes, config.link_timeout_s, patience_s)
-        source = ParquetSource(filesystem, files, rule, name, image_field=field, image_root=root, links=links)
-        source.retries_links = config.retry_links
-        return source
+        tables = ParquetSource(filesystem, files, rule, name, image_field=field, image_root=root, links=links)
+        tables.retries_links = config.retry_links
+        return tables
+    files = sorted(set(files))
+    if files and lists_links(filesystem, files[0], field):
+        listing = LinkListing(filesystem, files, rule, name, image_field=field, links=links, format=format)
+        listing.retries_links = config.retry_links
+        return listing
     return ListingSource(filesystem, files, rule, name, image_field=field, image_root=root, format=format)
 
 

@@ -246,7 +246,7 @@ async def _get(url: str, limit: int, timeout_s: float) -> _Answer:
     except aiohttp.ClientConnectorError as error:
         known = not isinstance(error.os_error, OSError) or type(error.os_error).__name__ != "gaierror"
         return _Answer(None, "no connection" if known else "the host is not known", False)
-    except aiohttp.InvalidURL:
+    except (aiohttp.InvalidURL, getattr(aiohttp, "NonHttpUrlClientError", aiohttp.InvalidURL)):
         return _Answer(None, "no valid address, or redirected to one that is not of the web", heard or None)
     except aiohttp.ClientError as error:
         return _Answer(None, type(error).__name__, heard or not isinstance(error, aiohttp.ClientConnectionError))

@@ -4,15 +4,12 @@
 column of bytes, or a column of names or URLs. `ListingSource` reads rows of JSONL or CSV that name files.
 Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
 listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table;
-rows with absolute names, or `..` are rejected.
-The first name in the column decides whether a parquet file is a table of files or of links (see `links`); names of the
-other kind are rejected. A link is known by its address alone: as long as that is unchanged in its row, a scan asks no
-server. The address is read from the table whenever the picture is fetched, since it may hold credentials: the cache has
-its digest only.
+rows with absolute names or `..` are rejected.
+The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`); names
+of the other kind are rejected.
 Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory: reading in about the
 order of the table decodes each group once, reading in random order once per picture. A row group above
-`MAX_GROUP_BYTES` is refused with the command that writes smaller ones. A changed picture behind an unchanged link is
-noticed only by `--rehash`, which fetches every link again, or when the picture is fetched to be encoded.
+`MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ from __future__ import annotations
 import posixpath
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,23 +31,18 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.folder import FolderSource, Listing
-from pipeline.sources.links import REQUESTS, Links, host
-from pipeline.sources.metadata_files import FILE_COLUMN, MetadataReader
-from pipeline.sources.range_prefetch import FileRange, RangePrefetch
-from pipeline.sources.source import FilesSource, Item, Part, PartRange, Reject, Seen
+from pipeline.sources.link_tables import LINK_COLUMNS, LINK_RULE, LinkTables, digest_of, is_link, shown
+from pipeline.sources.links import Links
+from pipeline.sources.metadata_files import NAME_COLUMNS, MetadataReader
+from pipeline.sources.source import Item, Part, PartRange, Reject, Seen
 
 RULE = "parquet-1"
-LINK_RULE = "links-1"
 FIRST_ROWS = 1024
 """Rows that are decoded at once to find the first name in a table."""
 
 GROUP_BYTES = 512 << 20
 MAX_GROUP_BYTES = 1 << 30
 BYTE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
-NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "filename", "file_path", "filepath")
-LINK_COLUMNS = ("url", "URL", "image_url", "img_url", "image_link", "link")
-LINK_CAPTIONS = ("TEXT", "caption", "alt_text")
-"""Caption columns of tables of links that have no column `text`, where the configuration names no other."""
 
 
 class ListingSource(FolderSource):
@@ -121,7 +112,7 @@ class ListingSource(FolderSource):
             metadata.add(where, row, column, _relative(file, name, self.image_root))
 
 
-class ParquetSource(FilesSource):
+class ParquetSource(LinkTables):
     """Parquet files of a filesystem; see the module.
 
     Args: as for `ListingSource`; `image_field` is the column with the bytes or the name of the picture; `links` fetches
@@ -224,7 +215,7 @@ class ParquetSource(FilesSource):
             reason = escaped(error_text(error))
             yield Reject(escaped(name), f"rows {first + start} to {first + stop - 1} cannot be read: {reason}")
             return
-        rule = self._rule(name, others)
+        rule = self._rule_of(name, others)
         for row, values in enumerate(rows, start):
             place = _Row(name, group, row, f"{name}/{first + row:09d}")
             picture = _value(pictures[row])
@@ -246,16 +237,13 @@ class ParquetSource(FilesSource):
         self._check_captions(name, table, others)
         return others
 
-    def _rule(self, name: str, columns: list[str]) -> CaptionRule:
-        """The rule for a file with these columns."""
-        if self._names_links(name) and self.rule.fields == CaptionRule.fields and "text" not in columns:
-            for column in (column for column in LINK_CAPTIONS if column in columns):
-                return replace(self.rule, fields=((column, 1.0),))
-        return self.rule
+    def _rule_of(self, name: str, columns: list[str]) -> CaptionRule:
+        """The rule for a file with these columns beside the picture."""
+        return self._rule(columns) if self._names_links(name) else self.rule
 
     def _check_captions(self, name: str, table: ParquetFile, columns: list[str]) -> None:
         """Raises a UserError if no caption column exists."""
-        if self._rule(name, columns).lacks_captions(columns):
+        if self._rule_of(name, columns).lacks_captions(columns):
             raise UserError(
                 f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
                 expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
@@ -283,7 +271,7 @@ class ParquetSource(FilesSource):
         """Whether a file is a table of links."""
         links = self._link_tables.get(name)
         if links is None:
-            links = self._link_tables[name] = _is_link(self._first_name(name))
+            links = self._link_tables[name] = is_link(self._first_name(name))
         return links
 
     def _first_name(self, name: str) -> str:
@@ -307,14 +295,14 @@ class ParquetSource(FilesSource):
             yield Reject(key, "has no picture")
             return
         elif self._names_links(place.part):
-            if not _is_link(file):
-                yield Reject(key, f"names {_shown(file)!r}: is no link, in a table of links")
+            if not is_link(file):
+                yield Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
                 return
-            where = f"{place.group}:{place.row}@{_address(file)}"
+            where = f"{place.group}:{place.row}@{digest_of(file)}"
         else:
             problem = "is a URL, not a name within the data" if is_url(file) else unsafe_reason(file)
             if problem is not None:
-                yield Reject(key, f"names {_shown(file)!r}: {problem}")
+                yield Reject(key, f"names {shown(file)!r}: {problem}")
                 return
             where = "=" + _relative(place.part, file, self.image_root)
         row = rule.read(values)
@@ -394,7 +382,7 @@ class ParquetSource(FilesSource):
         if isinstance(place, str):
             return self.filesystem.read(place)
         if isinstance(place, _Link):
-            return self.links.read(self._url(key, part, place))
+            return self._fetch(key, place.address)
         group, row, _ = place
         try:
             data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
@@ -410,43 +398,15 @@ class ParquetSource(FilesSource):
             return self.filesystem.read(place, length)
         return self.read(key)  # the smallest unit of reading is a column of a row group
 
-    @property
-    def requests(self) -> int:  # type: ignore[override]
-        return REQUESTS if self._fetches else super().requests
-
-    @property
-    def is_remote(self) -> bool:
-        return self._fetches or self.filesystem.is_remote
-
-    @property
-    def _fetches(self) -> bool:
-        """Whether the first file is a table of links, as far as can be told."""
-        try:
-            return bool(self.files) and self._names_links(self.files[0])
-        except (OSError, pa.ArrowException, UserError):  # is reported by the listing
-            return False
-
-    @contextmanager
-    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
-        if not self._fetches:
-            yield self.read
-            return
-        with RangePrefetch(_Reads(self.read), ((key, FileRange(key)) for key in keys), self.read, REQUESTS) as prefetch:
-            yield prefetch.read
-
-    def _url(self, key: str, part: str, place: _Link) -> str:
-        """The address in a row.
-
-        Raises:
-            Unreadable: it is another one than when the table was listed.
-        """
+    def _url(self, key: str) -> str | None:
+        part, place = self._locate(key)
+        if not isinstance(place, _Link):
+            return None
         try:
             url = _value(self._group(part, place.group)[place.row])
         except (pa.ArrowException, IndexError, OSError) as error:
             raise Unreadable(f"{escaped(key)}: {escaped(error_text(error))}") from None
-        if not isinstance(url, str) or _address(url) != place.address:
-            raise Unreadable(f"{escaped(key)}: names another link than when it was scanned")
-        return url.strip()
+        return url if isinstance(url, str) else None
 
     def _locate(self, key: str) -> tuple[str, str | _Link | tuple[int, int, int]]:
         """The part of an item, and the file that its row names, its link, or (row group, row in the group, bytes)."""
@@ -523,35 +483,6 @@ class _Link:
     group: int
     row: int
     address: str
-
-
-@dataclass(frozen=True)
-class _Reads:
-    """A function as the remote files of a prefetch."""
-
-    by_key: Callable[[str], bytes]
-    is_remote: bool = True
-
-    def read(self, name: str, limit: int | None = None) -> bytes:
-        return self.by_key(name)
-
-    def read_range(self, name: str, offset: int, length: int) -> bytes:
-        return self.by_key(name)[offset : offset + length]
-
-
-def _is_link(name: str) -> bool:
-    """Whether a name is an address of another machine. One on this disk is an absolute name."""
-    return is_url(name.strip()) and not name.strip().lower().startswith(("file:", "local:"))
-
-
-def _address(url: str) -> str:
-    """The digest of an address that stands for it in the cache, 16 hex digits."""
-    return digest("link", url.strip()).hex()[:16]
-
-
-def _shown(name: str) -> str:
-    """A name for messages. Of a URL only the host is shown: the rest may be a credential."""
-    return f"{name.strip().partition('://')[0]}://{host(name.strip())}/..." if is_url(name.strip()) else escaped(name)
 
 
 @dataclass(frozen=True)
