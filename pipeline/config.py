@@ -199,6 +199,10 @@ class DataConfig(_Section):
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: str | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
+    link_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds that fetching one picture from a web server may take, where a table names pictures by URL."""
+    retry_links: bool = False
+    """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     """Colour behind transparent pixels (red, green, blue)."""
     max_pixels: Positive = 200_000_000
@@ -1103,7 +1107,7 @@ _CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = _options(
     "data",
     "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
-    "image_field image_root max_pixels max_picture_mib",
+    "image_field image_root link_timeout_s max_pixels max_picture_mib",
 )
 _ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
 _JOIN = (

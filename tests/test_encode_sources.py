@@ -38,8 +38,8 @@ COUNT = 8
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """folder/, tars/, set.parquet, list.jsonl."""
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """folder/, tars/, set.parquet, list.jsonl; links.parquet and links.csv of a server."""
     root = tmp_path_factory.mktemp("pictures")
     (root / "folder").mkdir()
     (root / "tars").mkdir()
@@ -59,7 +59,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images = [{"bytes": (root / row["file_name"]).read_bytes(), "path": row["file_name"]} for row in rows]
     table = pa.table({"image": images, "text": [row["text"] for row in rows]})
     pq.write_table(table, root / "set.parquet", row_group_size=3)
-    return root
+    for server in serve(root, True):
+        urls = [f"{server.url}/{row['file_name']}" for row in rows]
+        pq.write_table(pa.table({"url": urls, "text": table["text"]}), root / "links.parquet", row_group_size=3)
+        lines = [f"{url},{row['text']}\n" for url, row in zip(urls, rows, strict=True)]
+        (root / "links.csv").write_text("".join(["url,text\n", *lines]))
+        yield root
 
 
 def members(cache: Path) -> dict[str, bytes]:
@@ -99,7 +104,7 @@ def planned_by_another(config: Config, data: str, monkeypatch: pytest.MonkeyPatc
         yield results
 
 
-@pytest.mark.parametrize("data", ["folder", "tars", "set.parquet", "list.jsonl"])
+@pytest.mark.parametrize("data", ["folder", "tars", "set.parquet", "list.jsonl", "links.parquet", "links.csv"])
 def test_a_process_encodes_what_another_one_planned(
     data: str, pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,8 +174,8 @@ def test_rejects_of_another_process_are_reported_alike(
 
 def test_every_kind_of_source_makes_the_same_records(pictures: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     truth: dict[str, bytes] = {}
-    for data in ("folder", "tars/{0..1}.tar", "set.parquet", "list.jsonl"):
-        config = make_config(tmp_path / data.partition(".")[0].partition("/")[0])
+    for data in ("folder", "tars/{0..1}.tar", "set.parquet", "list.jsonl", "links.parquet", "links.csv"):
+        config = make_config(tmp_path / data.partition("/")[0])
         done = stages.encode.run(config, data=str(pictures / data))
         assert (done["images"], done["captions"], done["rejects"]) == (COUNT, COUNT + 1, 0)
         result = members(Path(config.cache))
@@ -313,7 +318,7 @@ def test_a_member_that_changed_since_the_scan_is_reported_and_mended(
 def test_a_source_is_opened_again_for_reading_without_listing(
     pictures: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    for data in ("folder", "tars", "set.parquet", "list.jsonl"):
+    for data in ("folder", "tars", "set.parquet", "list.jsonl", "links.parquet", "links.csv"):
         config = make_config(tmp_path / data)
         stages.encode.run(config, data=str(pictures / data), source_name="own")
         cache = Cache(config.cache)

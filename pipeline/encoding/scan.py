@@ -49,7 +49,7 @@ from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
 from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
-from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
+from pipeline.sources.links import DEAD, DeadLink
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Item, PartRange, Reject, Seen, Source
 
@@ -91,16 +91,18 @@ HEADS = (1 << 16, 1 << 20)
 """Bytes that `from_header` reads of a picture; the second number if the first was not enough."""
 
 Look = Callable[[Source, str, int, int], dict[str, Any]]
-"""(source, key, max_pixels, max_bytes) -> the known ones of the columns `digest`, `width`, `height`, `reject`."""
+"""(source, key, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
 
 
 def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
     """Digest and size of a picture, from all of its bytes."""
     try:
         data = source.read(key)
+    except DeadLink as error:
+        return {"reject": str(error)}
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
-    return {"digest": layout.digest(data), **_size(data, max_pixels, max_bytes)}
+    return {"size": len(data), "digest": layout.digest(data), **_size(data, max_pixels, max_bytes)}
 
 
 def from_header(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
@@ -115,6 +117,8 @@ def from_header(source: Source, key: str, max_pixels: int, max_bytes: int = deco
             columns = _size(data, max_pixels, max_bytes)
             if "width" in columns or len(data) >= size or _limited(columns["reject"]):
                 return columns
+    except DeadLink as error:
+        return {"reject": str(error)}
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
     return {}
@@ -168,7 +172,7 @@ def begin(
     """
     settings = _Settings(max_pixels, max_bytes, rehash, look, progress, lru_cache(1 << 16)(refuse))
     source.scratch = cache.files.scratch if cache is not None else Scratch()
-    pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
+    pool = ThreadPoolExecutor(max(1, workers, source.requests if source.is_remote else 1))
     try:
         yield Scan(source, name, cache, pool, settings, fragments)
     finally:
@@ -391,7 +395,8 @@ class Scan:
 
     def _cut(self) -> list[_Piece]:
         pieces = []
-        runs = _runs(last) if (last := self._stamps()) is not None else {}
+        again = "^unreadable" + (f"|^{re.escape(DEAD)}" if self.source.retries_links else "")
+        runs = _runs(last, again) if (last := self._stamps()) is not None else {}
         for part in self.source.parts():
             self._check()
             run = runs.get(part.name)
@@ -399,11 +404,17 @@ class Scan:
                 self._reused = True
                 pieces.append(_Piece(run[1:], part.name, part.stamp, count=run[2]))
                 continue
-            if self._known is None and self.last is not None:
-                self._known = _known(self.last, self._scratch)
+            if self._known is None and (last := self._known_before()) is not None:
+                self._known = _known(last, self._scratch, not self.source.retries_links)
             runs_of_part = self.source.runs(part, RUN)
             pieces += [_Piece(None, part.name, part.stamp, each, count=each.count) for each in runs_of_part]
         return pieces
+
+    def _known_before(self) -> pa.Table | None:
+        """The table of the last scan, if its rows may be used: with `rehash`, of links that have died."""
+        if self.settings.rehash and self.source.has_links and self.cache is not None:
+            return _last(self.cache, self._last_body)
+        return self.last
 
     def _stamps(self) -> pa.Table | None:
         """The columns of the last scan that `_runs` needs. One of several processes seldom needs the others."""
@@ -472,10 +483,14 @@ class Scan:
         except OSError as error:
             return _row(item.key, **listed, reject=f"unreadable: {error}")
         before = unchanged_row(last, *stat)
-        if before is not None:
+        if before is not None and not self.settings.rehash:
             return {**before, **listed}
         read = self.settings.look(self.source, item.key, self.settings.max_pixels, self.settings.max_bytes)
-        return _row(item.key, size=stat[0], mtime_ns=stat[1], **listed, **read)
+        if before is not None and before["width"] is not None and "width" not in read and stat[0] < 0:
+            return {**before, **listed}  # a link that died; its record may be in the cache
+        if stat[0] >= 0:
+            read["size"] = stat[0]
+        return _row(item.key, mtime_ns=stat[1], **listed, **read)
 
     def _list(self, piece: _Piece) -> None:
         if piece.count is None and piece.rows is not None:
@@ -604,14 +619,17 @@ def _last(cache: Cache, last: dict[str, Any] | None, columns: list[str] | None =
     return table.select(SCAN.names).cast(SCAN)
 
 
-def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
-    """Part -> (stamp, first row, rows), for parts whose rows can be used again as long as the stamp is unchanged."""
+def _runs(table: pa.Table, retried: str) -> dict[str, tuple[str, int, int]]:
+    """Part -> (stamp, first row, rows), for parts whose rows can be used again as long as the stamp is unchanged.
+
+    retried: matches the reasons of rejects that are tried again.
+    """
     again: set[str] = set()
     runs: list[tuple[str | None, str | None, int]] = []  # part, stamp, first row
     first = 0
     for batch in arrow.batches(table.select(["part", "stamp", "reject"])):
         rejects = batch.filter(pc.is_valid(batch.column("reject"))).to_pylist()
-        again |= {r["part"] for r in rejects if r["reject"].startswith("unreadable") or _limited(r["reject"])}
+        again |= {r["part"] for r in rejects if re.match(retried, r["reject"]) or _limited(r["reject"])}
         ends = [pc.run_end_encode(batch.column(c).combine_chunks()).run_ends.to_numpy() for c in ("part", "stamp")]
         for start in sorted({0, *ends[0].tolist()[:-1], *ends[1].tolist()[:-1]}):
             part, stamp = batch.column("part")[start].as_py(), batch.column("stamp")[start].as_py()
@@ -626,7 +644,8 @@ def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
     }
 
 
-def _known(last: pa.Table, scratch: Scratch) -> ItemRows:
+def _known(last: pa.Table, scratch: Scratch, dead: bool) -> ItemRows:
+    """The rows that stay as they are while their item is unchanged. dead: also those of links without a picture."""
     # An item that was rejected for its captions was never read. Bad bytes stay bad while unchanged, except if a limit
     # was the reason, because the limit may be higher now.
     limits = "|".join(map(re.escape, decoding.LIMITS))
@@ -634,14 +653,17 @@ def _known(last: pa.Table, scratch: Scratch) -> ItemRows:
     def read() -> Iterator[pa.Table]:
         for batch in arrow.batches(last):
             limited = pc.fill_null(pc.match_substring_regex(batch.column("reject"), limits), False)
-            yield batch.filter(pc.and_(pc.is_valid(batch.column("digest")), pc.invert(limited)))
+            known = pc.is_valid(batch.column("digest"))
+            if dead:
+                known = pc.or_(known, pc.fill_null(pc.starts_with(batch.column("reject"), DEAD), False))
+            yield batch.filter(pc.and_(known, pc.invert(limited)))
 
     return ItemRows(scratch.table(SCAN, read()), scratch)
 
 
 def unchanged_row(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str, Any] | None:
-    """The row of the last scan, if size and mtime are unchanged."""
-    return row if row is not None and row["size"] == size and row["mtime_ns"] == mtime else None
+    """The row of the last scan, if size (-1: not known) and mtime are unchanged."""
+    return row if row is not None and size in (-1, row["size"]) and row["mtime_ns"] == mtime else None
 
 
 def _limited(reject: str) -> bool:

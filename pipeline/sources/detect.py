@@ -31,6 +31,8 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
+from pipeline.sources.link_tables import LinkListing, lists_links
+from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import METADATA_NAMES
 from pipeline.sources.remote import RemoteFilesystem, last_part
 from pipeline.sources.sidecars import parse_json
@@ -97,7 +99,7 @@ def open_source(
         return TarSource(filesystem, counts, replace(rule, fallback=("prompt",)), name, "wids", counts)
     if files is None:
         files = _files_of_format(filesystem, format, data)
-    return _of_format(format, filesystem, files, rule, config, name)
+    return _of_format(format, filesystem, files, rule, config, name, patience_s)
 
 
 def _files_of_format(filesystem: Filesystem, format: str, data: str) -> list[str]:
@@ -120,14 +122,28 @@ def _files_of_format(filesystem: Filesystem, format: str, data: str) -> list[str
 
 
 def _of_format(
-    format: str, filesystem: Filesystem, files: Iterable[str], rule: CaptionRule, config: DataConfig, name: str
+    format: str,
+    filesystem: Filesystem,
+    files: Iterable[str],
+    rule: CaptionRule,
+    config: DataConfig,
+    name: str,
+    patience_s: float,
 ) -> Source:
     """The source of some files, of any format but `folder`."""
     if format in ("webdataset", "wids"):
         return TarSource(filesystem, files, rule, name, format)
     field, root = config.image_field, config.image_root
+    links = Links(config.max_bytes, config.link_timeout_s, patience_s)
     if format == "parquet":
-        return ParquetSource(filesystem, files, rule, name, image_field=field, image_root=root)
+        tables = ParquetSource(filesystem, files, rule, name, image_field=field, image_root=root, links=links)
+        tables.retries_links = config.retry_links
+        return tables
+    files = sorted(set(files))
+    if files and lists_links(filesystem, files[0], field):
+        listing = LinkListing(filesystem, files, rule, name, image_field=field, links=links, format=format)
+        listing.retries_links = config.retry_links
+        return listing
     return ListingSource(filesystem, files, rule, name, image_field=field, image_root=root, format=format)
 
 
@@ -153,7 +169,7 @@ def reopen(
         filesystem = _disk(location, location)
     if format == "folder":
         return FolderSource(filesystem, rule, name)
-    return _of_format(format, filesystem, parts, rule, config, name)
+    return _of_format(format, filesystem, parts, rule, config, name, patience_s)
 
 
 def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None, str]:

@@ -13,13 +13,16 @@ import os
 import posixpath
 import stat as stat_module
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 from pipeline.errors import UserError
 from pipeline.sources.filenames import error_text, escaped, unsafe_reason
+
+LINES = 1 << 20
+"""Bytes of a file that are read at once for its lines."""
 
 
 class Unreadable(OSError):
@@ -69,6 +72,11 @@ class Filesystem(ABC):
     @abstractmethod
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         """The file, seekable. spool: the whole file will be read soon, so a remote file is worth a temporary copy."""
+
+    def lines(self, name: str) -> Iterator[bytes]:
+        """The lines of a file, streamed, each with its end."""
+        with self.open(name, spool=True) as file, io.BufferedReader(cast("io.RawIOBase", file), LINES) as stream:
+            yield from stream
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         """`read` of many small files; for a file that fails, the error."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.sources.source import Reject
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
+NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "filename", "file_path", "filepath")
 
 Rows = list[tuple[int, dict[str, Any]]]
 """(line number, values by column)"""
@@ -61,11 +63,10 @@ class MetadataReader:
             raise UserError(
                 f"{self.root}: a file of captions cannot be read", found=error, fix="make it readable, or move it away"
             ) from None
-        columns: dict[str, None] = {}
+        reader = RowReader(file, io.BytesIO(data))
         rows: Rows = []
         problems: list[Reject] = []
-        parse = _csv_rows if file.lower().endswith(".csv") else _jsonl_rows
-        for line, row in parse(data, columns):
+        for line, row in reader:
             if isinstance(row, str):
                 problems.append(Reject(f"{file}:{line}", row))
             else:
@@ -73,25 +74,16 @@ class MetadataReader:
         if not rows and not problems:
             problems.append(Reject(file, "holds no row"))
         self.rejects += problems
-        return rows, list(columns)
+        return rows, list(reader.columns)
 
     @property
     def caption_columns(self) -> str:
         """The columns that the rule reads and the setting that names them, for messages."""
-        return " or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})"
+        return _caption_columns(self.rule)
 
     def check_columns(self, file: str, columns: list[str], file_column: str, alternative: str = "") -> None:
         """Raises a UserError if no caption column exists. alternative: appended to the fix."""
-        if not columns or not self.rule.lacks_captions(columns):
-            return
-        others = [escaped(column) for column in columns if column != file_column]
-        fix = f"--set data.caption_field={others[0]}" if others else f"add a caption column to {self.path(file)}"
-        raise UserError(
-            f"{self.path(file)} has no column {self.rule.columns[0]!r}",
-            expected=f"the columns {file_column!r} and {self.caption_columns}",
-            found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
-            fix=fix + alternative,
-        )
+        check_caption_columns(self.path(file), self.rule, columns, file_column, alternative)
 
     def file_name(self, where: str, row: dict[str, Any], column: str) -> str | None:
         """The file that a row names; None, and a reject, if the name must not be used."""
@@ -118,49 +110,108 @@ class MetadataReader:
             self.rejects.append(Reject(where, reason))
 
 
-def _jsonl_rows(data: bytes, columns: dict[str, None]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(line number, row, or the reason why the line is not a row); fills `columns` in order of appearance."""
-    for line, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        try:
-            row = parse_json(raw.decode("utf-8"))
-        except UnicodeDecodeError:
-            yield line, "is not UTF-8"
-            continue
-        if isinstance(row, dict):
-            columns.update(dict.fromkeys(row))
-        yield line, row
+def check_caption_columns(
+    path: str, rule: CaptionRule, columns: list[str], file_column: str, alternative: str = ""
+) -> None:
+    """Raises a UserError if a table has no caption column. path: its full name; alternative: appended to the fix."""
+    if not columns or not rule.lacks_captions(columns):
+        return
+    others = [escaped(column) for column in columns if column != file_column]
+    fix = f"--set data.caption_field={others[0]}" if others else f"add a caption column to {path}"
+    raise UserError(
+        f"{path} has no column {rule.columns[0]!r}",
+        expected=f"the columns {file_column!r} and {_caption_columns(rule)}",
+        found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
+        fix=fix + alternative,
+    )
 
 
-def _csv_rows(data: bytes, columns: dict[str, None]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """As `_jsonl_rows`; the first record is the header, and a record's number is that of its last line."""
-    text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_CAPTION_BYTES))
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    header: list[str] | None = None
-    while True:
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield reader.line_num, f"is not CSV: {error}"
-            continue
-        if not fields:
-            continue
-        if header is None:
-            header = fields
-            if any(map(has_surrogates, header)):
-                yield reader.line_num, "the header is not UTF-8"
+def _caption_columns(rule: CaptionRule) -> str:
+    return " or ".join(map(repr, rule.columns)) + f" ({rule.setting})"
+
+
+class RowReader:
+    """The rows of a JSONL or CSV file, of which one is in memory at a time.
+
+    Args:
+        file: its name, which decides the format.
+        stream: its lines.
+
+    Attributes:
+        columns: in order of appearance, of the rows read so far.
+        header: the bytes before the first row of a CSV file.
+    """
+
+    def __init__(self, file: str, stream: Iterable[bytes]):
+        self._stream, self._is_csv = stream, file.lower().endswith(".csv")
+        self.columns: dict[str, None] = {}
+        self.header = b""
+        self._before_rows: list[bytes] | None = []
+        self._end = 0
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | str]]:
+        """(line number, row, or the reason why the line is not a row). A CSV record has the number of its last line."""
+        yield from ((line, row) for line, _, row in self.placed())
+
+    def placed(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
+        """As the iteration, with the position of the row: its first byte, and the byte after its last."""
+        yield from self._csv() if self._is_csv else self._jsonl()
+
+    def _jsonl(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
+        for line, raw in enumerate(self._stream, start=1):
+            start, self._end = self._end, self._end + len(raw)
+            text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
+            if not text.strip():
+                continue
+            try:
+                row = parse_json(text.decode("utf-8"))
+            except UnicodeDecodeError:
+                row = "is not UTF-8"
+            if isinstance(row, dict):
+                self.columns.update(dict.fromkeys(row))
+            yield line, (start, self._end), row
+
+    def _texts(self) -> Iterator[str]:
+        """The lines of a CSV file, as `csv` expects them."""
+        for raw in self._stream:
+            for text in io.StringIO(raw.decode("utf-8", errors="surrogateescape"), newline=""):
+                first, data = self._end == 0, text.encode("utf-8", errors="surrogateescape")
+                self._end += len(data)
+                if self._before_rows is not None:
+                    self._before_rows.append(data)
+                yield text.removeprefix("\ufeff") if first else text
+
+    def _csv(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_CAPTION_BYTES))
+        reader = csv.reader(self._texts(), strict=True)
+        header: list[str] | None = None
+        while True:
+            start = self._end
+            try:
+                fields = next(reader)
+            except StopIteration:
                 return
-            columns.update(dict.fromkeys(header))
-            twice = sorted({escaped(name) for name in header if header.count(name) > 1})
-            if twice:
-                yield reader.line_num, f"the header has a column twice ({', '.join(twice)}); the last one counts"
-        elif len(fields) != len(header):
-            yield reader.line_num, f"has {len(fields)} fields, the header has {len(header)}"
-        elif any(map(has_surrogates, fields)):
-            yield reader.line_num, "is not UTF-8"
-        else:
-            yield reader.line_num, dict(zip(header, fields, strict=True))
+            except csv.Error as error:
+                yield reader.line_num, (start, self._end), f"is not CSV: {error}"
+                continue
+            place = start, self._end
+            if not fields:
+                continue
+            if header is None:
+                header = fields
+                self.header = b"".join(self._before_rows or [])
+                self._before_rows = None
+                if any(map(has_surrogates, header)):
+                    yield reader.line_num, place, "the header is not UTF-8"
+                    return
+                self.columns.update(dict.fromkeys(header))
+                twice = sorted({escaped(name) for name in header if header.count(name) > 1})
+                if twice:
+                    reason = f"the header has a column twice ({', '.join(twice)}); the last one counts"
+                    yield reader.line_num, place, reason
+            elif len(fields) != len(header):
+                yield reader.line_num, place, f"has {len(fields)} fields, the header has {len(header)}"
+            elif any(map(has_surrogates, fields)):
+                yield reader.line_num, place, "is not UTF-8"
+            else:
+                yield reader.line_num, place, dict(zip(header, fields, strict=True))

@@ -17,15 +17,25 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.filesystem import Unreadable
 
 GAP = 1 << 20
 REQUEST = 32 << 20
 WINDOW = 128 << 20
 PARALLEL_REQUESTS = 16
-WHOLE = WINDOW // PARALLEL_REQUESTS
-"""Bytes of the window that a file of unknown size occupies."""
+
+
+class RemoteFiles(Protocol):
+    """What is needed of a `Filesystem`."""
+
+    @property
+    def is_remote(self) -> bool: ...
+
+    def read(self, name: str, limit: int | None = None) -> bytes: ...
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -45,10 +55,6 @@ class _Request:
     keys: set[str] = field(default_factory=set)
     future: Future[bytes] | None = None
 
-    @property
-    def weight(self) -> int:
-        return WHOLE if self.length is None else self.length
-
 
 class RangePrefetch:
     """Reads each key once, ahead of its use.
@@ -56,11 +62,17 @@ class RangePrefetch:
     Args:
         places: (key, place) in about the order of reading.
         read_alone: reads a single key: one that is not in `places`, is read again, or whose request failed.
+        requests: how many are in flight; a file of unknown size occupies so large a part of the window.
     """
 
     def __init__(
-        self, filesystem: Filesystem, places: Iterable[tuple[str, FileRange]], read_alone: Callable[[str], bytes]
+        self,
+        filesystem: RemoteFiles,
+        places: Iterable[tuple[str, FileRange]],
+        read_alone: Callable[[str], bytes],
+        requests: int = PARALLEL_REQUESTS,
     ):
+        self._whole = WINDOW // requests
         self._filesystem, self._read_alone = filesystem, read_alone
         self._places = dict(places)
         self._request_of = {key: request for request in _requests(self._places) for key in request.keys}
@@ -68,7 +80,7 @@ class RangePrefetch:
         self._by_id = {id(request): request for request in self._request_of.values()}
         self._bytes_in_window = 0
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(PARALLEL_REQUESTS, thread_name_prefix="range-prefetch")
+        self._pool = ThreadPoolExecutor(requests, thread_name_prefix="range-prefetch")
 
     def __enter__(self) -> RangePrefetch:
         return self
@@ -97,7 +109,7 @@ class RangePrefetch:
             with self._lock:
                 request.keys.discard(key)
                 if not request.keys:
-                    self._bytes_in_window -= request.weight
+                    self._bytes_in_window -= self._weight(request)
                     self._by_id.pop(id(request), None)
                     self._fill()
         place = self._places[key]
@@ -106,9 +118,12 @@ class RangePrefetch:
         start = place.offset - request.offset
         return data[start : start + place.size]
 
+    def _weight(self, request: _Request) -> int:
+        return self._whole if request.length is None else request.length
+
     def _start(self, request: _Request) -> Future[bytes]:
         if request.future is None:
-            self._bytes_in_window += request.weight
+            self._bytes_in_window += self._weight(request)
             request.future = self._pool.submit(self._fetch, request)
         return request.future
 
@@ -117,7 +132,7 @@ class RangePrefetch:
         while self._waiting:
             request = self._by_id.get(self._waiting[0])
             if request is not None and request.future is None:
-                if self._bytes_in_window + request.weight > WINDOW:
+                if self._bytes_in_window + self._weight(request) > WINDOW:
                     return
                 self._start(request)
             self._waiting.popleft()

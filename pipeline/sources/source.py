@@ -33,7 +33,7 @@ from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filesystem import Filesystem, Unreadable
-from pipeline.sources.range_prefetch import FileRange, RangePrefetch
+from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
 
 _PICKLED = pa.schema([("run", pa.large_binary())])
 _PLACES = pa.schema([(name, pa.string()) for name in ("item", "part", "where")])
@@ -116,6 +116,16 @@ class Source(ABC):
 
     _runs: ref[Runs] | None = None
 
+    has_links: bool = False
+    """Whether the last listing may have links (see `links`): items of which only the address is known, so that their
+    `stat` is (-1, a number derived from the address)."""
+
+    retries_links: bool = False
+    """Whether a scan tries links again that gave no picture in an earlier one."""
+
+    requests: int = PARALLEL_REQUESTS
+    """Reads that should be in flight at once, if it is remote."""
+
     ignored: int = 0
     """Files that the last listing skipped because they are neither pictures nor captions of one."""
 
@@ -194,6 +204,7 @@ class Source(ABC):
     @abstractmethod
     def stat(self, key: str) -> tuple[int, int]:
         """(size in bytes, modification time in ns or a number derived from an ETag): equal values mean unchanged bytes.
+        Size -1: not known before the item is read.
 
         Raises:
             Unreadable: the item no longer exists, or the key does not belong to this source.

@@ -1,10 +1,12 @@
-"""Tables of pictures: parquet files with image bytes or file names, and JSONL or CSV listings of files.
+"""Tables of pictures: parquet files with image bytes, file names or links, and JSONL or CSV listings of files.
 
 `ParquetSource` reads parquet files (each is a part of the source) with Hugging Face's image struct {bytes, path}, a
-column of bytes, or a column of names. `ListingSource` reads rows of JSONL or CSV that name files.
+column of bytes, or a column of names or URLs. `ListingSource` reads rows of JSONL or CSV that name files.
 Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
 listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table;
-rows with absolute names, URLs or `..` are rejected.
+rows with absolute names or `..` are rejected.
+The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`); names
+of the other kind are rejected.
 Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory: reading in about the
 order of the table decodes each group once, reading in random order once per picture. A row group above
 `MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
@@ -17,6 +19,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -28,14 +31,18 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.folder import FolderSource, Listing
-from pipeline.sources.metadata_files import FILE_COLUMN, MetadataReader
-from pipeline.sources.source import FilesSource, Item, Reject
+from pipeline.sources.link_tables import LINK_COLUMNS, LINK_RULE, LinkTables, digest_of, is_link, shown
+from pipeline.sources.links import Links
+from pipeline.sources.metadata_files import NAME_COLUMNS, MetadataReader
+from pipeline.sources.source import Item, Part, PartRange, Reject, Seen
 
 RULE = "parquet-1"
+FIRST_ROWS = 1024
+"""Rows that are decoded at once to find the first name in a table."""
+
 GROUP_BYTES = 512 << 20
 MAX_GROUP_BYTES = 1 << 30
 BYTE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
-NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "filename", "file_path", "filepath")
 
 
 class ListingSource(FolderSource):
@@ -105,10 +112,11 @@ class ListingSource(FolderSource):
             metadata.add(where, row, column, _relative(file, name, self.image_root))
 
 
-class ParquetSource(FilesSource):
+class ParquetSource(LinkTables):
     """Parquet files of a filesystem; see the module.
 
-    Args: as for `ListingSource`; `image_field` is the column with the bytes or the name of the picture.
+    Args: as for `ListingSource`; `image_field` is the column with the bytes or the name of the picture; `links` fetches
+        those that are URLs.
     """
 
     format = "parquet"
@@ -122,9 +130,12 @@ class ParquetSource(FilesSource):
         *,
         image_field: str | None = None,
         image_root: str | None = None,
+        links: Links | None = None,
     ):
         super().__init__(filesystem, files, rule, name)
-        self.image_field, self.image_root = image_field, image_root
+        self._values: tuple[str, int, pa.Table] | None = None
+        self.image_field, self.image_root, self.links = image_field, image_root, links or Links()
+        self._link_tables: dict[str, bool] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
         self._lock = threading.Lock()
@@ -133,7 +144,30 @@ class ParquetSource(FilesSource):
 
     def _prepare(self) -> None:
         with self._lock:
-            self._open, self._groups = OrderedDict(), OrderedDict()
+            self._open, self._groups, self._link_tables = OrderedDict(), OrderedDict(), {}
+
+    def parts(self) -> list[Part]:
+        parts = super().parts()
+        self.has_links = any(self._link_tables.values())
+        return parts
+
+    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
+        """As `Source.runs`; but fetching a table of links takes long, so it is cut into ranges of rows, unlisted."""
+        if part.stamp is None or not self._link_tables.get(part.name):
+            yield from super().runs(part, size)
+            return
+        with self._lock:
+            table = self._file(part.name)
+        counts = [table.metadata.row_group(group).num_rows for group in range(table.metadata.num_row_groups)]
+        others = self._other_columns(part.name, table)
+        first = 0
+        for group, count in enumerate(counts):
+            for start in range(0, count, size):
+                stop = min(start + size, count)
+                identity = digest(part.name, part.stamp, str(self.retries_links), str(first + start), str(first + stop))
+                rows = partial(self._rows_of_group, part.name, others, group, first, Counter(), start, stop)
+                yield PartRange(dict, partial(_unlisted, identity), rows, stop - start)
+            first += count
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         try:
@@ -146,29 +180,12 @@ class ParquetSource(FilesSource):
         except (pa.ArrowException, OSError) as error:
             yield Reject(escaped(name), f"is no parquet file: {escaped(error_text(error))}")
             return
-        column, _ = self._picture(name, table.schema_arrow)
-        others = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
-        self._check_captions(name, table, others)
+        others = self._other_columns(name, table)
         first = 0
         unreadable: Counter[str] = Counter()
         for group in range(table.metadata.num_row_groups):
             count = table.metadata.row_group(group).num_rows
-            try:
-                rows, pictures = self._read_group(name, table, group, others)
-            except (pa.ArrowException, OSError) as error:
-                reason = escaped(error_text(error))
-                yield Reject(escaped(name), f"rows {first} to {first + count - 1} cannot be read: {reason}")
-                first += count
-                continue
-            for row, values in enumerate(rows):
-                place = _Row(name, group, row, f"{name}/{first + row:09d}")
-                picture = _value(pictures[row])
-                reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
-                unreadable.update(reasons.keys())
-                if reasons:
-                    yield Reject(place.key, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
-                else:
-                    yield from self._item(place, values, picture)
+            yield from self._rows_of_group(name, others, group, first, unreadable, 0, count)
             first += count
         for field in sorted(field for field, rejected in unreadable.items() if rejected == first):
             kind = table.schema_arrow.field(field).type
@@ -179,9 +196,54 @@ class ParquetSource(FilesSource):
         if not first:
             yield Reject(escaped(name), "holds no row")
 
+    def _rows_of_group(
+        self, name: str, others: list[str], group: int, first: int, unreadable: Counter[str], start: int, stop: int
+    ) -> Iterator[Item | Reject]:
+        """The items of some rows of a row group.
+
+        Args:
+            others: columns beside the picture.
+            first: the number of the group's first row in the file.
+            unreadable: counts values that cannot be read, by column.
+        """
+        try:
+            with self._lock:
+                table = self._file(name)
+            column, _ = self._picture(name, table.schema_arrow)
+            rows, pictures = self._read_group(name, table, group, others, start, stop)
+        except (pa.ArrowException, OSError) as error:
+            reason = escaped(error_text(error))
+            yield Reject(escaped(name), f"rows {first + start} to {first + stop - 1} cannot be read: {reason}")
+            return
+        rule = self._rule_of(name, others)
+        for row, values in enumerate(rows, start):
+            place = _Row(name, group, row, f"{name}/{first + row:09d}")
+            picture = _value(pictures[row])
+            reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
+            unreadable.update(reasons.keys())
+            if reasons:
+                yield Reject(place.key, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
+            else:
+                yield from self._item(place, values, picture, rule)
+
+    def _other_columns(self, name: str, table: ParquetFile) -> list[str]:
+        """The columns beside the picture.
+
+        Raises:
+            UserError: there is no column of pictures, or none of captions.
+        """
+        column, _ = self._picture(name, table.schema_arrow)
+        others = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
+        self._check_captions(name, table, others)
+        return others
+
+    def _rule_of(self, name: str, columns: list[str]) -> CaptionRule:
+        """The rule for a file with these columns beside the picture."""
+        return self._rule(columns) if self._names_links(name) else self.rule
+
     def _check_captions(self, name: str, table: ParquetFile, columns: list[str]) -> None:
         """Raises a UserError if no caption column exists."""
-        if self.rule.lacks_captions(columns):
+        if self._rule_of(name, columns).lacks_captions(columns):
             raise UserError(
                 f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
                 expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
@@ -190,18 +252,40 @@ class ParquetSource(FilesSource):
             )
 
     def _read_group(
-        self, name: str, table: ParquetFile, group: int, columns: list[str]
+        self, name: str, table: ParquetFile, group: int, columns: list[str], start: int, stop: int
     ) -> tuple[list[dict[str, Any]], pa.Array]:
-        """(values of `columns` by row, pictures) of a row group."""
+        """Of a row group: the values of `columns` by row, from `start` to `stop`, and all pictures."""
         count = table.metadata.row_group(group).num_rows
         with self._lock:
-            rows = _rows(table.read_row_group(group, columns=columns))
+            if self._values is None or self._values[:2] != (name, group):
+                self._values = name, group, table.read_row_group(group, columns=columns)
+            values = self._values[2]
+            if stop == count:
+                self._values = None
         pictures = self._group(name, group)
-        if len(pictures) != count or len(rows or pictures) != count:
-            raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(rows)} rows instead of {count}")
-        return rows or [{} for _ in range(count)], pictures
+        if len(pictures) != count or (columns and len(values) != count):
+            raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(values)} rows instead of {count}")
+        return _rows(values.slice(start, stop - start)) or [{} for _ in range(start, stop)], pictures
 
-    def _item(self, place: _Row, values: dict[str, Any], picture: Any) -> Iterator[Item | Reject]:
+    def _names_links(self, name: str) -> bool:
+        """Whether a file is a table of links."""
+        links = self._link_tables.get(name)
+        if links is None:
+            links = self._link_tables[name] = is_link(self._first_name(name))
+        return links
+
+    def _first_name(self, name: str) -> str:
+        """The first picture in a file that is given by a name; "" if there is none."""
+        with self._lock:
+            table = self._file(name)
+            column, holds_bytes = self._picture(name, table.schema_arrow)
+            for batch in () if holds_bytes else table.iter_batches(FIRST_ROWS, columns=[column]):
+                for value in map(_value, batch.column(0)):
+                    if isinstance(value, str) and value:
+                        return value
+        return ""
+
+    def _item(self, place: _Row, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Iterator[Item | Reject]:
         """The item of a row. values: of the columns beside the picture."""
         key = place.key
         data, file = _bytes_and_name(picture)
@@ -210,13 +294,18 @@ class ParquetSource(FilesSource):
         elif file is None:
             yield Reject(key, "has no picture")
             return
+        elif self._names_links(place.part):
+            if not is_link(file):
+                yield Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
+                return
+            where = f"{place.group}:{place.row}@{digest_of(file)}"
         else:
             problem = "is a URL, not a name within the data" if is_url(file) else unsafe_reason(file)
             if problem is not None:
-                yield Reject(key, f"names {escaped(file)!r}: {problem}")
+                yield Reject(key, f"names {shown(file)!r}: {problem}")
                 return
             where = "=" + _relative(place.part, file, self.image_root)
-        row = self.rule.read(values)
+        row = rule.read(values)
         captions = self._weighted(row.candidates, key)
         if any(has_surrogates(text) for text, _ in captions):
             yield Reject(key, "its caption is not valid Unicode")
@@ -225,7 +314,7 @@ class ParquetSource(FilesSource):
         else:
             if row.problems:
                 yield Reject(key + " (caption)", "; ".join(row.problems))
-            meta = {column: value for column, value in values.items() if column not in self.rule.columns}
+            meta = {column: value for column, value in values.items() if column not in rule.columns}
             if data is not None and file:
                 meta.setdefault("path", file)
             self._place(key, place.part, where)
@@ -245,7 +334,7 @@ class ParquetSource(FilesSource):
             binary = [f.name for f in schema if _binary(f.type)]
             structs = [f.name for f in schema if _holds_bytes(f.type) and f.name not in binary]
             named = [n for n in BYTE_COLUMNS if n in binary]
-            texts = [n for n in NAME_COLUMNS if n in schema.names and _text(schema.field(n).type)]
+            texts = [n for n in (*NAME_COLUMNS, *LINK_COLUMNS) if n in schema.names and _text(schema.field(n).type)]
             candidates = structs[:1] or named[:1] or (binary if len(binary) == 1 else []) or texts[:1]
         for name in candidates:
             kind = schema.field(name).type
@@ -270,9 +359,13 @@ class ParquetSource(FilesSource):
         except (OSError, pa.ArrowException):
             return None
         column, holds_bytes = self._picture(file, table.schema_arrow)
-        if not holds_bytes or _nulls(table, column):
+        decisive = (self.rule.identity(), str(self.image_field), *map(str, version))
+        try:
+            if self._names_links(file):
+                return digest(RULE, LINK_RULE, *decisive).hex()
+        except (OSError, pa.ArrowException):
             return None
-        return digest(RULE, self.rule.identity(), str(self.image_field), *map(str, version)).hex()
+        return None if not holds_bytes or _nulls(table, column) else digest(RULE, *decisive).hex()
 
     # ------------------------------------------------------------ reading
 
@@ -280,12 +373,16 @@ class ParquetSource(FilesSource):
         part, place = self._locate(key)
         if isinstance(place, str):
             return self.filesystem.stat(place)
+        if isinstance(place, _Link):
+            return -1, int(place.address, 16) >> 1
         return place[2], self._version(part)
 
     def read(self, key: str) -> bytes:
         part, place = self._locate(key)
         if isinstance(place, str):
             return self.filesystem.read(place)
+        if isinstance(place, _Link):
+            return self._fetch(key, place.address)
         group, row, _ = place
         try:
             data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
@@ -301,14 +398,27 @@ class ParquetSource(FilesSource):
             return self.filesystem.read(place, length)
         return self.read(key)  # the smallest unit of reading is a column of a row group
 
-    def _locate(self, key: str) -> tuple[str, str | tuple[int, int, int]]:
-        """The part of an item, and the file that its row names, or (row group, row in the group, bytes)."""
+    def _url(self, key: str) -> str | None:
+        part, place = self._locate(key)
+        if not isinstance(place, _Link):
+            return None
+        try:
+            url = _value(self._group(part, place.group)[place.row])
+        except (pa.ArrowException, IndexError, OSError) as error:
+            raise Unreadable(f"{escaped(key)}: {escaped(error_text(error))}") from None
+        return url if isinstance(url, str) else None
+
+    def _locate(self, key: str) -> tuple[str, str | _Link | tuple[int, int, int]]:
+        """The part of an item, and the file that its row names, its link, or (row group, row in the group, bytes)."""
         place = self._where(key)
         if place is None:
             raise Unreadable(f"{escaped(key)}: is in none of the tables that were listed")
         part, where = place
         if where.startswith("="):
             return part, where[1:]
+        position, link, address = where.partition("@")
+        if link:
+            return part, _Link(*map(int, position.split(":")), address)
         group, row, size = where.replace("+", ":").split(":")
         return part, (int(group), int(row), int(size))
 
@@ -351,6 +461,11 @@ def _relative(table: str, name: str, image_root: str | None) -> str:
     return posixpath.normpath(posixpath.join(base, name))
 
 
+def _unlisted(identity: bytes, stats: Seen) -> bytes:
+    """`PartRange.identity` of rows that are known without listing them."""
+    return identity
+
+
 @dataclass(frozen=True)
 class _Row:
     """A row of a parquet file. row: within its row group."""
@@ -359,6 +474,15 @@ class _Row:
     group: int
     row: int
     key: str
+
+
+@dataclass(frozen=True)
+class _Link:
+    """Where an address stands, and its digest (16 hex digits)."""
+
+    group: int
+    row: int
+    address: str
 
 
 @dataclass(frozen=True)

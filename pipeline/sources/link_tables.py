@@ -1,0 +1,261 @@
+"""Tables of links: `LinkTables` is what parquet files and listings of URLs share, `LinkListing` reads JSONL and CSV.
+
+A link is known by its address alone: as long as that is unchanged in its row, a scan asks no server. The address is
+read from the table whenever the picture is fetched, since it may hold credentials: the cache has its digest only.
+Rows of a listing are streamed, and each is an item of its own, `<file>/<line, nine digits>`, as in a parquet file.
+Price: a changed picture behind an unchanged link is noticed only by `--rehash`, which fetches every link again, or when
+the picture is fetched to be encoded.
+"""
+
+from __future__ import annotations
+
+import io
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.cache.layout import digest
+from pipeline.errors import UserError
+from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.filenames import escaped, has_surrogates, is_url
+from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.links import REQUESTS, Links, host
+from pipeline.sources.metadata_files import NAME_COLUMNS, RowReader, check_caption_columns
+from pipeline.sources.range_prefetch import FileRange, RangePrefetch
+from pipeline.sources.source import FilesSource, Item, Part, PartRange, Reject
+
+LINK_RULE = "links-1"
+LINK_COLUMNS = ("url", "URL", "image_url", "img_url", "image_link", "link")
+LINK_CAPTIONS = ("TEXT", "caption", "alt_text")
+"""Caption columns of tables of links that have no column `text`, where the configuration names no other."""
+
+FIRST_ROWS = 64
+"""Rows of a listing that are searched for a link, to find out whether it names files or links."""
+
+
+class LinkTables(FilesSource):
+    """Tables of which some may hold links."""
+
+    links: Links
+
+    @abstractmethod
+    def _names_links(self, name: str) -> bool:
+        """Whether a file is a table of links."""
+
+    @abstractmethod
+    def _url(self, key: str) -> str | None:
+        """The address in the row of an item; None if it names no link.
+
+        Raises:
+            Unreadable: the row cannot be read.
+        """
+
+    def _fetch(self, key: str, address: str) -> bytes:
+        """The picture behind a link. address: its digest when the table was listed."""
+        url = self._url(key)
+        if url is None or digest_of(url) != address:
+            raise Unreadable(f"{escaped(key)}: names another link than when it was scanned")
+        return self.links.read(url.strip())
+
+    def _rule(self, columns: Iterable[str]) -> CaptionRule:
+        """The rule for a table of links with these columns."""
+        if self.rule.fields == CaptionRule.fields and "text" not in columns:
+            for column in (column for column in LINK_CAPTIONS if column in columns):
+                return replace(self.rule, fields=((column, 1.0),))
+        return self.rule
+
+    @property
+    def requests(self) -> int:  # type: ignore[override]
+        return REQUESTS if self._fetches else super().requests
+
+    @property
+    def is_remote(self) -> bool:
+        return self._fetches or self.filesystem.is_remote
+
+    @property
+    def _fetches(self) -> bool:
+        """Whether the first file is a table of links, as far as can be told."""
+        try:
+            return bool(self.files) and self._names_links(self.files[0])
+        except (OSError, pa.ArrowException, UserError):  # is reported by the listing
+            return False
+
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+        if not self._fetches:
+            yield self.read
+            return
+        with RangePrefetch(_Reads(self.read), ((key, FileRange(key)) for key in keys), self.read, REQUESTS) as prefetch:
+            yield prefetch.read
+
+
+class LinkListing(LinkTables):
+    """Rows of JSONL or CSV files whose pictures are links.
+
+    Args: as for `pipeline.sources.tables.ListingSource`; `links` fetches the pictures.
+    """
+
+    has_links = True
+
+    def __init__(
+        self,
+        filesystem: Filesystem,
+        files: Iterable[str],
+        rule: CaptionRule,
+        name: str,
+        *,
+        image_field: str | None = None,
+        links: Links | None = None,
+        format: str = "jsonl",
+    ):
+        super().__init__(filesystem, files, rule, name)
+        self.image_field, self.links, self.format = image_field, links or Links(), format
+        self._headers: dict[str, bytes] = {}
+
+    def part(self, name: str) -> Iterator[Item | Reject]:
+        rule: CaptionRule | None = None
+        column, any_row = self.image_field, False
+        try:
+            for line, (start, end), row in RowReader(name, self.filesystem.lines(name)).placed():
+                key = f"{name}/{line:09d}"
+                any_row = True
+                if isinstance(row, str):
+                    yield Reject(key, row)
+                    continue
+                if rule is None:
+                    rule = self._rule(row)
+                    column = column or link_column(row)
+                    self._check(name, column, rule, row)
+                yield from self._item(key, name, f"{start}+{end - start}", row, column or "", rule)
+        except Unreadable as error:
+            yield Reject(escaped(name), f"unreadable: {str(error).removeprefix(escaped(name) + ': ')}")
+            return
+        if not any_row:
+            yield Reject(escaped(name), "holds no row")
+
+    def _check(self, name: str, column: str | None, rule: CaptionRule, row: dict[str, Any]) -> None:
+        """Raises a UserError if the first row has no column of links, or of captions."""
+        if column is None or column not in row:
+            raise UserError(
+                f"{self.location}/{name} has no column " + (repr(column) if column else "of links"),
+                found="the columns " + ", ".join(repr(escaped(other)) for other in row),
+                fix="--set data.image_field=COLUMN",
+            )
+        check_caption_columns(f"{self.location}/{name}", rule, list(row), column)
+
+    def _item(
+        self, key: str, part: str, place: str, row: dict[str, Any], column: str, rule: CaptionRule
+    ) -> Iterator[Item | Reject]:
+        url = row.get(column)
+        if not isinstance(url, str) or not url.strip():
+            yield Reject(key, "has no picture")
+            return
+        if not is_link(url) or has_surrogates(url):
+            yield Reject(key, f"names {shown(url)!r}: is no link, in a table of links")
+            return
+        values = {other: value for other, value in row.items() if other != column}
+        read = rule.read(values)
+        captions = self._weighted(read.candidates, key)
+        if any(has_surrogates(text) for text, _ in captions):
+            yield Reject(key, "its caption is not valid Unicode")
+        elif not captions:
+            yield Reject(key, "; ".join(read.problems))
+        else:
+            if read.problems:
+                yield Reject(key + " (caption)", "; ".join(read.problems))
+            where = f"{place}@{digest_of(url)}"
+            self._place(key, part, where)
+            yield Item(key, captions, {k: v for k, v in values.items() if k not in rule.columns}, where)
+
+    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
+        """As `Source.runs`; but fetching takes long, so also a file with a stamp is cut."""
+        return super().runs(replace(part, stamp=None), size)
+
+    def _prepare(self) -> None:
+        self._headers = {}
+
+    def _stamp(self, file: str) -> str | None:
+        return digest(LINK_RULE, self.rule.identity(), str(self.image_field), *map(str, self._versions[file])).hex()
+
+    def _names_links(self, name: str) -> bool:
+        return True
+
+    def stat(self, key: str) -> tuple[int, int]:
+        return -1, int(self._located(key)[2], 16) >> 1
+
+    def read(self, key: str) -> bytes:
+        return self._fetch(key, self._located(key)[2])
+
+    def _located(self, key: str) -> tuple[str, tuple[int, int], str]:
+        """The file of a row, (first byte, length) in it, and the digest of its address."""
+        place = self._where(key)
+        if place is None:
+            raise Unreadable(f"{escaped(key)}: is in none of the listings that were read")
+        part, where = place
+        position, _, address = where.partition("@")
+        start, length = map(int, position.split("+"))
+        return part, (start, length), address
+
+    def _url(self, key: str) -> str | None:
+        part, (start, length), _ = self._located(key)
+        data = self.filesystem.read_range(part, start, length)
+        if part.lower().endswith(".csv"):
+            if part not in self._headers:
+                reader = RowReader(part, self.filesystem.lines(part))
+                next(iter(reader), None)
+                self._headers[part] = reader.header
+            data = self._headers[part] + data
+        row = next((row for _, row in RowReader(part, io.BytesIO(data)) if isinstance(row, dict)), {})
+        url = row.get(self.image_field or link_column(row) or "")
+        return url if isinstance(url, str) else None
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """A function as the remote files of a prefetch."""
+
+    by_key: Callable[[str], bytes]
+    is_remote: bool = True
+
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        return self.by_key(name)
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        return self.by_key(name)[offset : offset + length]
+
+
+def link_column(row: dict[str, Any]) -> str | None:
+    """The column of a listing that holds the links."""
+    return next((column for column in (*NAME_COLUMNS, *LINK_COLUMNS) if column in row), None)
+
+
+def lists_links(filesystem: Filesystem, file: str, image_field: str | None) -> bool:
+    """Whether a listing is of links: its first row that names a picture decides."""
+    try:
+        for _, row in islice(RowReader(file, filesystem.lines(file)), FIRST_ROWS):
+            name = row.get(image_field or link_column(row) or "") if isinstance(row, dict) else None
+            if isinstance(name, str) and name:
+                return is_link(name)
+    except OSError:  # is reported by the listing
+        pass
+    return False
+
+
+def is_link(name: str) -> bool:
+    """Whether a name is an address of another machine. One on this disk is an absolute name."""
+    return is_url(name.strip()) and not name.strip().lower().startswith(("file:", "local:"))
+
+
+def digest_of(url: str) -> str:
+    """The digest of an address that stands for it in the cache, 16 hex digits."""
+    return digest("link", url.strip()).hex()[:16]
+
+
+def shown(name: str) -> str:
+    """A name for messages. Of a URL only the host is shown: the rest may be a credential."""
+    return f"{name.strip().partition('://')[0]}://{host(name.strip())}/..." if is_url(name.strip()) else escaped(name)

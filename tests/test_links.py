@@ -1,0 +1,316 @@
+"""Tables whose rows name pictures by URL: dead links are rejects, known links are not asked again, nothing leaks."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import stages.bucket
+import stages.encode
+from pipeline import retrying
+from pipeline.cache.root import Cache
+from pipeline.config import Config
+from pipeline.encoding import scan as scanning
+from pipeline.errors import AwayError, RejectRateError
+from pipeline.sources import links
+from pipeline.sources.links import DEAD, DeadLink, Links
+from pipeline.sources.reasons import Kinds
+from pipeline.sources.source import Item
+from tests.support.link_server import LinkServer, serve_links
+from tests.support.lowered import lower_limits
+from tests.support.source_files import listed, opened
+
+MakeConfig = Callable[..., Config]
+COUNT = 6
+
+
+def picture(n: int) -> bytes:
+    pixels = np.random.default_rng(n).integers(0, 255, (8, 8, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).resize((90, 70), Image.Resampling.BICUBIC).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.fixture
+def server() -> Iterator[LinkServer]:
+    for one in serve_links():
+        one.pictures = {f"{n}.png": picture(n) for n in range(COUNT)} | {f"/{n}.png": picture(n) for n in range(COUNT)}
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.02)
+
+
+def write(path: Path, urls: list[str | None], column: str = "url", text: str = "text", group: int = 4) -> Path:
+    captions = [f"picture number {n}" for n in range(len(urls))]
+    pq.write_table(pa.table({"id": range(len(urls)), column: urls, text: captions}), path, row_group_size=group)
+    return path
+
+
+def good(server: LinkServer) -> list[str | None]:
+    return [f"{server.url}/{n}.png" for n in range(COUNT)]
+
+
+def rows_of(config: Config, source: str) -> list[dict[str, Any]]:
+    cache = Cache(config.cache)
+    body = cache.last_scan(source)
+    assert body is not None
+    rows: list[dict[str, Any]] = cache.table(body["table"]).to_pylist()
+    return rows
+
+
+def test_each_kind_of_dead_link_is_a_reject_with_its_reason(
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    here = server.url.removeprefix("http://")
+    dead = {
+        f"{server.url}/404!0.png": "HTTP 404 Not Found",
+        f"{server.url}/410!0.png": "HTTP 410 Gone",
+        f"{server.url}/503!0.png": "HTTP 503 Service Unavailable",
+        f"{server.url}/slow!0.png": "no picture within 1.5 s (data.link_timeout_s)",
+        f"{server.url}/trickle!0.png": "no picture within 1.5 s (data.link_timeout_s)",
+        f"{server.url}/loop!0.png": "more than 10 redirects",
+        f"{server.url}/file!0.png": "no valid address, or redirected to one that is not of the web",
+        f"{server.url}/cut!0.png": "the answer broke off",
+        f"{server.url}/empty": "an empty answer",
+        f"{server.url}/endless": "more than 1,048,576 bytes (data.max_picture_mib)",
+        "http://no.such.host.invalid/0.png": "the host is not known",
+        "http://127.0.0.1:9/0.png": "no connection",
+        "http://[broken/0.png": "no valid address, or redirected to one that is not of the web",
+        "gopher://there/0.png": "addresses of the kind gopher:// are not fetched",
+        f"http://user:wrong@{here}/login!0.png": "HTTP 401 Unauthorized",
+    }
+    alive = [*good(server), f"{server.url}/moved!/0.png", f"http://user:secret@{here}/login!1.png"]
+    page, local = f"{server.url}/page", "../up.png"
+    data = write(tmp_path / "web.parquet", [*alive, *dead, page, local, "file:///etc/hostname", None])
+    config = make_config(tmp_path, "encode.max_reject_rate=0.9", "data.link_timeout_s=1.5", "data.max_picture_mib=1")
+    done = stages.encode.run(config, data=str(data))
+    rows = rows_of(config, "web")
+    rejects = {row["item"]: row["reject"] for row in rows if row["reject"]}
+    assert len(rejects) == len(dead) + 4 == done["rejects"]
+    names = [f"web.parquet/{n:09d}" for n in range(len(rows))]
+    for name, (url, reason) in zip(names[len(alive) :], dead.items(), strict=False):
+        assert rejects[name].startswith(f"{DEAD}: {reason} ('"), url
+    assert rejects[names[-4]] and not rejects[names[-4]].startswith(DEAD), "a page is no picture"
+    assert [rejects[name].rpartition(": ")[2] for name in names[-3:-1]] == ["is no link, in a table of links"] * 2
+    assert rejects[names[-1]] == "has no picture"
+    assert {row["digest"] for row in rows if not row["reject"]} == {row["digest"] for row in rows[:COUNT]}
+    assert done["images"] == COUNT, "equal pictures behind two links are encoded once"
+    assert len(Kinds.of(rejects.items()).counts) < len(rejects), "reasons are grouped"
+
+
+def test_a_known_link_is_not_asked_again(
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower_limits(monkeypatch)
+    urls = [*good(server), f"{server.url}/404!1.png"]
+    data, config = write(tmp_path / "web.parquet", urls), make_config(tmp_path)
+
+    def run(config: Config = config, **options: Any) -> tuple[dict[str, Any], int]:
+        before = server.asked.total()
+        return stages.encode.run(config, data=str(data), **options), server.asked.total() - before
+
+    done, asked = run()
+    assert (done["images"], done["rejects"]) == (COUNT, 1)
+    rows = rows_of(config, "web")
+    assert [row["size"] for row in rows[:COUNT]] == [len(picture(n)) for n in range(COUNT)]
+    done, asked = run()
+    assert (done["images"], done["rejects"], asked) == (0, 1, 0)
+    assert rows_of(config, "web") == rows
+    again = config.model_copy(update={"data": config.data.model_copy(update={"retry_links": True})})
+    assert run(again)[1] == 1, "the dead link alone"
+    write(data, [*urls, f"{server.url}/2.png"])
+    done, asked = run()
+    assert (done["items"], done["images"], done["captions"], asked) == (COUNT + 2, 0, 1, 1)
+    write(data, [*urls, f"{server.url}/3.png"])
+    assert run()[1] == 1, "another link in a known row"
+    # links that die, or lead to a page, keep the pictures that they gave, even where each is fetched again
+    server.gone = {"/0.png", "/1.png"}
+    server.pictures["/2.png"] = b"<html>"
+    server.pictures["/4.png"] = server.pictures["/5.png"]
+    done, asked = run(rehash=True)
+    assert asked == COUNT + 2
+    assert (done["images"], done["rejects"], done["gone"]) == (0, 1, 0)
+    later = rows_of(config, "web")
+    assert [row["digest"] for row in later[:4]] == [row["digest"] for row in rows[:4]]
+    assert later[4]["digest"] == later[5]["digest"] == rows[5]["digest"], "a changed picture"
+    stages.bucket.run(config)
+    assert len(Cache(config.cache).open_snapshot()) == COUNT + 1
+
+
+def test_a_picture_that_changed_since_the_scan_is_a_reject_and_no_record(
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, config = write(tmp_path / "web.parquet", good(server)), make_config(tmp_path)
+    real = stages.encode.planning.plan_images
+
+    def change(*args: Any) -> Any:
+        server.pictures["/1.png"] = picture(99)
+        server.gone = {"/2.png"}
+        return real(*args)
+
+    monkeypatch.setattr(stages.encode.planning, "plan_images", change)
+    done = stages.encode.run(config, data=str(data))
+    assert (done["images"], done["rejects"]) == (COUNT - 2, 2)
+    report = (Path(config.cache) / "reports/rejects-web.csv").read_text()
+    assert "changed since it was scanned" in report and f"{DEAD}: HTTP 404 Not Found" in report
+
+
+def test_credentials_stay_in_the_table(
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    here = server.url.removeprefix("http://")
+    urls = [f"http://user:secret@{here}/login!{n}.png?signature=secret{n}" for n in range(COUNT)]
+    dead = [f"http://user:secret@{here}/404!x?signature=secret", "http://user:secret@[x/?signature=secret"]
+    odd = ["ftp://user:secret@there/x?signature=secret", "file://user:secret@there/x"]
+    data = write(tmp_path / "web.parquet", [*urls, *dead, *odd])
+    config = make_config(tmp_path)
+    done = stages.encode.run(config, data=str(data))
+    assert (done["images"], done["rejects"]) == (COUNT, 4)
+    assert server.queries >= {f"signature=secret{n}" for n in range(COUNT)}, "a query reaches the server"
+    stages.bucket.run(config)
+    cache = Cache(config.cache)
+    tables = [str(cache.table(path.stem).to_pylist()) for path in (cache.files.root / "tables").glob("*.*")]
+    files = [path for path in cache.files.root.rglob("*") if path.is_file()]
+    captured = capfd.readouterr()
+    for text in (*tables, *captured, *(path.read_bytes().decode("latin-1") for path in files)):
+        assert "secret" not in text
+
+
+def test_a_dead_host_ends_nothing_and_a_dead_network_does(
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "SILENT", 3)
+    monkeypatch.setattr(links, "SILENT_FROM_START", 5)
+    nobody: list[str | None] = [f"http://127.0.0.1:9/{n}" for n in range(4)]
+    data = write(tmp_path / "web.parquet", [*nobody, *good(server), *nobody, *nobody, f"{server.url}/moved!/5.png"])
+    config = make_config(tmp_path, "encode.max_reject_rate=0.9", "patience_s=0.2")
+    monkeypatch.setattr(links, "REQUESTS", 1)
+    done = stages.encode.run(config, data=str(data))
+    assert (done["images"], done["rejects"]) == (COUNT, 3 * len(nobody))
+    server.away = True
+    fetch = Links(patience_s=0.2)
+    fetch._witness = f"{server.url}/0.png"
+    for n in range(2):
+        with pytest.raises(DeadLink, match=DEAD):
+            fetch.read(f"{server.url}/{n}.png")
+    with pytest.raises(AwayError, match="no link"):
+        fetch.read(f"{server.url}/2.png")
+    fetch = Links(patience_s=60)
+    fetch._witness = f"{server.url}/0.png"
+    back = threading.Timer(0.5, setattr, (server, "away", False))
+    back.start()
+    for n in range(3):  # the third waits until the network is back
+        with pytest.raises(DeadLink, match=DEAD):
+            fetch.read(f"{server.url}/{n}.png")
+    back.join()
+    assert fetch.read(f"{server.url}/3.png") == picture(3)
+
+
+def test_where_nothing_answers_the_source_is_refused(
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.away = True
+    data, config = write(tmp_path / "web.parquet", good(server)), make_config(tmp_path)
+    with pytest.raises(RejectRateError):
+        stages.encode.run(config, data=str(data))
+    monkeypatch.setattr(links, "SILENT_FROM_START", 3)
+    with pytest.raises(AwayError):
+        stages.encode.run(config, data=str(data), rehash=True)
+
+
+def test_a_killed_scan_goes_on_where_it_was(
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dead links among the fetched ones do not make them be fetched again."""
+    monkeypatch.setattr(scanning, "RUN", 2)
+    urls = [*good(server), *(f"{server.url}/404!{n}.png" for n in range(COUNT))]
+    data = write(
+        tmp_path / "web.parquet", [url for pair in zip(urls[:COUNT], urls[COUNT:], strict=True) for url in pair]
+    )
+    config = make_config(tmp_path)
+    real, fetched = Links.read, list[str]()
+
+    def killed(self: Links, url: str) -> bytes:
+        if len(fetched) >= 2 * 3 and url.endswith("!3.png"):
+            raise KeyboardInterrupt
+        fetched.append(url)
+        return real(self, url)
+
+    monkeypatch.setattr(Links, "read", killed)
+    with pytest.raises(KeyboardInterrupt):
+        stages.encode.run(config, data=str(data))
+    monkeypatch.setattr(Links, "read", real)
+    server.asked.clear()
+    done = stages.encode.run(config, data=str(data))
+    assert (done["images"], done["rejects"]) == (COUNT, COUNT)
+    assert not [n for n in range(3) if server.asked[f"/404!{n}.png"]]
+
+
+@pytest.mark.parametrize(("column", "text"), [("url", "TEXT"), ("URL", "caption"), ("image_url", "alt_text")])
+def test_the_columns_of_published_tables_are_found(tmp_path: Path, column: str, text: str) -> None:
+    items, rejects = listed(opened(write(tmp_path / "t.parquet", [None, "", "https://x/y.png"], column, text)))
+    assert [item.captions for item in items.values()] == [(("picture number 2", 1.0),)]
+    assert [item.meta for item in items.values()] == [{"id": 2}]
+    assert len(rejects) == 2
+
+
+def test_the_first_name_decides_what_a_table_holds(tmp_path: Path) -> None:
+    items, rejects = listed(opened(write(tmp_path / "t.parquet", ["a.png", "https://u:p@x/y?z"])))
+    assert (set(items), set(rejects)) == ({"t.parquet/000000000"}, {"t.parquet/000000001"})
+    assert rejects["t.parquet/000000001"] == "names 'https://x/...': is a URL, not a name within the data"
+    _, rejects = listed(opened(write(tmp_path / "t.parquet", ["file:///etc/passwd", "/etc/passwd"])))
+    assert len(rejects) == 2
+
+
+def test_a_link_that_changed_in_the_table_is_not_read_as_the_scanned_one(server: LinkServer, tmp_path: Path) -> None:
+    data = write(tmp_path / "t.parquet", good(server))
+    items = [item for item in opened(data).items() if isinstance(item, Item)]
+    later = opened(data)
+    later.recall((item.key, "t.parquet", item.where or "") for item in items)
+    assert [later.read(item.key) for item in items] == [picture(n) for n in range(COUNT)]
+    write(data, [None, *good(server)])
+    later = opened(data)
+    later.recall((item.key, "t.parquet", item.where or "") for item in items)
+    for item in items:
+        with pytest.raises(OSError, match="another link"):
+            later.read(item.key)
+
+
+def test_many_links_are_fetched_at_once(server: LinkServer, make_config: MakeConfig, tmp_path: Path) -> None:
+    data = write(tmp_path / "t.parquet", [f"{server.url}/slow!{n}" for n in range(40)], group=40)
+    config = make_config(tmp_path, "data.link_timeout_s=1", "encode.workers=1")
+    with pytest.raises(RejectRateError):
+        stages.encode.run(config, data=str(data))
+    assert server.asked.total() == 40
+    assert server.at_once > 20
+
+
+def test_links_into_an_object_store(s3_bucket: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    import fsspec
+
+    store = fsspec.filesystem("s3")
+    for n in range(COUNT):
+        store.pipe_file(f"{s3_bucket}/links/{n}.png", picture(n))
+    urls = [f"{s3_bucket}/links/{n}.png" for n in range(COUNT)]
+    data = write(tmp_path / "t.parquet", [*urls, f"{s3_bucket}/links/none.png", "s3://no-such-bucket/0.png"])
+    config = make_config(tmp_path)
+    done = stages.encode.run(config, data=str(data))
+    assert (done["images"], done["rejects"]) == (COUNT, 2)
+    reasons = [row["reject"] for row in rows_of(config, "t") if row["reject"]]
+    assert reasons[0] == f"{DEAD}: does not exist ('bucket')"
+    assert reasons[1].startswith(DEAD)
+    config = make_config(tmp_path / "small", "data.max_picture_mib=1")
+    store.pipe_file(f"{s3_bucket}/links/5.png", bytes(2 << 20))
+    assert stages.encode.run(config, data=str(data))["rejects"] == 3
