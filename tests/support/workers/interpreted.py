@@ -17,10 +17,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from pipeline.kernels import gated_convolution_triton, linear_attention_triton
 from pipeline.processes import run_and_exit
 
+_splat = InterpreterBuilder.create_splat
+"""In triton 3.9 it repeats the result of a scalar comparison as int32, which no mask may be."""
+
+
+def _create_splat(self: Any, type_: Any, scalar: Any) -> Any:
+    result = _splat(self, type_, scalar)
+    if scalar.data.dtype == bool:
+        result.data = result.data.astype(bool)
+    return result
+
+
+InterpreterBuilder.create_splat = _create_splat
 MARGIN = 4096
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONVOLUTIONS = {  # (B, height, width, 2H), rows above and below
