@@ -503,6 +503,17 @@ def test_clipping_is_one_product_for_all_gradients() -> None:
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=0)
 
 
+def test_an_attempt_took_the_seconds_of_its_last_logged_step(tmp_path: Path) -> None:
+    begin, logged, validated = (
+        {"event": "start", "step": 0},
+        {"step": 2, "seconds": 7.0},
+        {"event": "validation", "step": 2},
+    )
+    rows = [begin, logged, {**validated, "seconds": 0.5}, {**begin, "step": 2}, {"step": 4, "seconds": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [start["seconds"] for start in metrics.read_events(tmp_path / "metrics.jsonl")["start"]] == [7.0, 3.0]
+
+
 def test_the_samples_of_a_step_are_those_of_all_processes() -> None:
     settings, batch = tiny_run.config(layers=1), tiny_run.global_batch(0)
     step = tiny_run.train_step(ParallelModel(tiny_run.model(settings), data_world=2), settings.train)
