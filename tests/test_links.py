@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,9 +55,22 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(path: Path, urls: list[str | None], column: str = "url", text: str = "text", group: int = 4) -> Path:
-    captions = [f"picture number {n}" for n in range(len(urls))]
-    pq.write_table(pa.table({"id": range(len(urls)), column: urls, text: captions}), path, row_group_size=group)
+    captions = [f"picture\n{n}" for n in range(len(urls))]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"id": range(len(urls)), column: urls, text: captions}), path, row_group_size=group)
+        return path
+    rows = [{"id": n, column: url, text: caption} for n, (url, caption) in enumerate(zip(urls, captions, strict=True))]
+    with open(path, "w", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".jsonl":
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        else:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
     return path
+
+
+TABLES = pytest.mark.parametrize("table", ["web.parquet", "web.jsonl", "web.csv"])
 
 
 def good(server: LinkServer) -> list[str | None]:
@@ -110,12 +125,13 @@ def test_each_kind_of_dead_link_is_a_reject_with_its_reason(
     assert len(Kinds.of(rejects.items()).counts) < len(rejects), "reasons are grouped"
 
 
+@TABLES
 def test_a_known_link_is_not_asked_again(
-    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
     lower_limits(monkeypatch)
     urls = [*good(server), f"{server.url}/404!1.png"]
-    data, config = write(tmp_path / "web.parquet", urls), make_config(tmp_path)
+    data, config = write(tmp_path / table, urls), make_config(tmp_path)
 
     def run(config: Config = config, **options: Any) -> tuple[dict[str, Any], int]:
         before = server.asked.total()
@@ -167,14 +183,15 @@ def test_a_picture_that_changed_since_the_scan_is_a_reject_and_no_record(
     assert "changed since it was scanned" in report and f"{DEAD}: HTTP 404 Not Found" in report
 
 
+@TABLES
 def test_credentials_stay_in_the_table(
-    server: LinkServer, make_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str], table: str
 ) -> None:
     here = server.url.removeprefix("http://")
     urls = [f"http://user:secret@{here}/login!{n}.png?signature=secret{n}" for n in range(COUNT)]
     dead = [f"http://user:secret@{here}/404!x?signature=secret", "http://user:secret@[x/?signature=secret"]
     odd = ["ftp://user:secret@there/x?signature=secret", "file://user:secret@there/x"]
-    data = write(tmp_path / "web.parquet", [*urls, *dead, *odd])
+    data = write(tmp_path / table, [*urls, *dead, *odd])
     config = make_config(tmp_path)
     done = stages.encode.run(config, data=str(data))
     assert (done["images"], done["rejects"]) == (COUNT, 4)
@@ -201,14 +218,14 @@ def test_a_dead_host_ends_nothing_and_a_dead_network_does(
     assert (done["images"], done["rejects"]) == (COUNT, 3 * len(nobody))
     server.away = True
     fetch = Links(patience_s=0.2)
-    fetch._witness = f"{server.url}/0.png"
+    fetch.witness = f"{server.url}/0.png"
     for n in range(2):
         with pytest.raises(DeadLink, match=DEAD):
             fetch.read(f"{server.url}/{n}.png")
     with pytest.raises(AwayError, match="no link"):
         fetch.read(f"{server.url}/2.png")
     fetch = Links(patience_s=60)
-    fetch._witness = f"{server.url}/0.png"
+    fetch.witness = f"{server.url}/0.png"
     back = threading.Timer(0.5, setattr, (server, "away", False))
     back.start()
     for n in range(3):  # the third waits until the network is back
@@ -230,15 +247,14 @@ def test_where_nothing_answers_the_source_is_refused(
         stages.encode.run(config, data=str(data), rehash=True)
 
 
+@TABLES
 def test_a_killed_scan_goes_on_where_it_was(
-    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
     """Dead links among the fetched ones do not make them be fetched again."""
     monkeypatch.setattr(scanning, "RUN", 2)
     urls = [*good(server), *(f"{server.url}/404!{n}.png" for n in range(COUNT))]
-    data = write(
-        tmp_path / "web.parquet", [url for pair in zip(urls[:COUNT], urls[COUNT:], strict=True) for url in pair]
-    )
+    data = write(tmp_path / table, [url for pair in zip(urls[:COUNT], urls[COUNT:], strict=True) for url in pair])
     config = make_config(tmp_path)
     real, fetched = Links.read, list[str]()
 
@@ -259,10 +275,11 @@ def test_a_killed_scan_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize(("column", "text"), [("url", "TEXT"), ("URL", "caption"), ("image_url", "alt_text")])
-def test_the_columns_of_published_tables_are_found(tmp_path: Path, column: str, text: str) -> None:
-    items, rejects = listed(opened(write(tmp_path / "t.parquet", [None, "", "https://x/y.png"], column, text)))
-    assert [item.captions for item in items.values()] == [(("picture number 2", 1.0),)]
-    assert [item.meta for item in items.values()] == [{"id": 2}]
+@TABLES
+def test_the_columns_of_published_tables_are_found(tmp_path: Path, column: str, text: str, table: str) -> None:
+    items, rejects = listed(opened(write(tmp_path / table, [None, "", "https://x/y.png"], column, text)))
+    assert [item.captions for item in items.values()] == [(("picture\n2", 1.0),)]
+    assert [item.meta for item in items.values()] == [{"id": "2" if table.endswith("csv") else 2}]
     assert len(rejects) == 2
 
 
@@ -274,15 +291,18 @@ def test_the_first_name_decides_what_a_table_holds(tmp_path: Path) -> None:
     assert len(rejects) == 2
 
 
-def test_a_link_that_changed_in_the_table_is_not_read_as_the_scanned_one(server: LinkServer, tmp_path: Path) -> None:
-    data = write(tmp_path / "t.parquet", good(server))
+@TABLES
+def test_a_link_that_changed_in_the_table_is_not_read_as_the_scanned_one(
+    server: LinkServer, tmp_path: Path, table: str
+) -> None:
+    data = write(tmp_path / table, good(server))
     items = [item for item in opened(data).items() if isinstance(item, Item)]
     later = opened(data)
-    later.recall((item.key, "t.parquet", item.where or "") for item in items)
+    later.recall((item.key, table, item.where or "") for item in items)
     assert [later.read(item.key) for item in items] == [picture(n) for n in range(COUNT)]
-    write(data, [None, *good(server)])
+    write(data, [*reversed(good(server)), None])
     later = opened(data)
-    later.recall((item.key, "t.parquet", item.where or "") for item in items)
+    later.recall((item.key, table, item.where or "") for item in items)
     for item in items:
         with pytest.raises(OSError, match="another link"):
             later.read(item.key)

@@ -73,6 +73,9 @@ class Links:
         max_bytes: limit on a picture's bytes.
         timeout_s: limit on the time for one picture of a web server, with redirects.
         patience_s: how long to wait for an object store, and for the network, to answer again.
+
+    Attributes:
+        witness: the last link that answered.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Links:
         self._checking = threading.Lock()
         self._stores: dict[str, Connection] = {}
         self._silent = 0
-        self._witness: str | None = None
+        self.witness: str | None = None
 
     def read(self, url: str) -> bytes:
         """The bytes behind a URL.
@@ -95,7 +98,7 @@ class Links:
         """
         answer = self._ask(url)
         if answer.heard:
-            self._silent, self._witness = 0, url
+            self._silent, self.witness = 0, url
         elif answer.heard is False:
             with self._lock:
                 self._silent += 1
@@ -107,7 +110,7 @@ class Links:
     def _check_network(self, reason: str) -> None:
         """Raise AwayError if too many links were silent, and the last one that answered is silent now."""
         with self._checking:  # the others wait for the result
-            witness = self._witness
+            witness = self.witness
             if self._silent < (SILENT if witness is not None else SILENT_FROM_START):
                 return
 

@@ -418,9 +418,10 @@ class ParquetSource(LinkTables):
             return part, where[1:]
         position, link, address = where.partition("@")
         if link:
-            return part, _Link(*map(int, position.split(":")), address)
-        group, row, size = where.replace("+", ":").split(":")
-        return part, (int(group), int(row), int(size))
+            group, row = map(int, position.split(":"))
+            return part, _Link(group, row, address)
+        group, row, size = map(int, where.replace("+", ":").split(":"))
+        return part, (group, row, size)
 
     def _file(self, name: str) -> ParquetFile:
         """The open file; called with the lock held."""
