@@ -236,10 +236,10 @@ def test_a_server_that_fails_now_and_then_is_asked_again(objects: ObjectFiles, m
     assert objects.read("a") == b"1"
     assert len(asked) == fine
     asked.clear()
-    fine, objects.connection.patience_s = 10**9, 0.2
+    fine, objects.connection.patience_s = 10**9, 1.0
     with pytest.raises(AwayError, match="503 slow down"):
         objects.read("a")
-    assert len(asked) > 3
+    assert len(asked) > 1
 
 
 def test_no_such_bucket_and_no_such_scheme_are_reported(s3_bucket: str, mirror: MirrorConfig) -> None:
