@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,21 @@ def test_metadata_that_is_more_than_a_list_of_tensors_is_refused(
     with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata"):
         fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_checkpoints_go_from_one_python_to_another(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    """Python 3.13 alone names the class of paths by `pathlib._local`."""
+    shutil.copytree(written, tmp_path / "run")
+    folder = tmp_path / "run/checkpoints/step-00000001"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, pathlib)
+        patch.setattr(pathlib.PosixPath, "__module__", module)
+        forge(folder, lambda found, _: found, tmp_path)
+    assert module.encode() + b"\x94\x8c\tPosixPath" in (folder / ".metadata").read_bytes()
+    assert checkpoint.load_model_state(folder)[1]
 
 
 def test_torchs_own_reader_is_used_nowhere() -> None:

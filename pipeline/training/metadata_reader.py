@@ -85,6 +85,7 @@ _FIX = "use a checkpoint that sana-pipe wrote, from a source you trust"
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _CLASSES:
