@@ -58,6 +58,7 @@ def serve_links() -> Iterator[LinkServer]:
                 closing.wait(2)
                 with lock:
                     server.slow -= 1
+                self.answer(b"")
             elif kind == "trickle":
                 self.answer(picture, len(picture), 0.05)
             elif kind == "cut":
