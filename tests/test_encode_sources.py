@@ -200,7 +200,8 @@ def documents(cache: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "data", ["tars/{0..1}.tar", *(pytest.param(data, marks=pytest.mark.slow) for data in ("folder", "set.parquet"))]
+    "data",
+    ["tars/{0..1}.tar", *(pytest.param(d, marks=pytest.mark.slow) for d in ("folder", "set.parquet", "list.jsonl"))],
 )
 def test_no_limit_of_memory_changes_a_byte(
     pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str

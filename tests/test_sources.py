@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -19,8 +20,13 @@ import webdataset
 from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.sources import tables
+from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
+from pipeline.sources.filesystem import LocalFilesystem
+from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
 from pipeline.sources.source import Item, Unreadable
+from pipeline.sources.tables import ListingSource
+from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.source_files import Rows, listed, make_tar, opened
 
@@ -521,6 +527,52 @@ def test_listings(tmp_path: Path, kind: str) -> None:
         "is a URL, not a name within the data",
         "has an empty 'text'",
     }
+
+
+def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every limit of memory lowered, too; and of a folder's metadata file alike."""
+    (tmp_path / "pictures").mkdir()
+    rows = [
+        {"file_name": f"{n % 3}.png", "text": f"said {n}" if n else "", f"of {n % 2}": n, "all": n} for n in range(12)
+    ]
+    names = ("a.jsonl", "b.jsonl", "pictures/metadata.jsonl")
+    for name, part in zip(names, (rows[:7], rows[7:], rows), strict=True):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    for n in range(3):
+        (tmp_path / f"pictures/{n}.png").write_bytes(b"")
+    rule = CaptionRule.column("text")
+    expected = {
+        f"{n}.png": (
+            tuple(f"said {row}" for row in range(n, 12, 3) if row),
+            {f"of {n % 2}": n, "all": n, f"of {(n + 1) % 2}": n + 3},
+        )
+        for n in range(3)
+    }
+    for _ in range(2):
+        for source, rejecting in (
+            (ListingSource(LocalFilesystem(tmp_path), names[:2], rule, "x"), "a.jsonl"),
+            (FolderSource(tmp_path / "pictures", rule, "x"), "metadata.jsonl"),
+        ):
+            entries = list(source.items())
+            items = {e.key: (tuple(text for text, _ in e.captions), e.meta) for e in entries if isinstance(e, Item)}
+            assert items == expected
+            assert [list(meta) for _, meta in items.values()] == [list(meta) for _, meta in expected.values()]
+            assert [e.key for e in entries if not isinstance(e, Item)] == [f"{rejecting}:1"]
+        lower_limits(monkeypatch)
+
+
+def test_rows_are_not_in_memory(tmp_path: Path) -> None:
+    count = 4 * SIDECAR_BATCH
+    rows = [json.dumps({"file_name": f"{n:04d}.png", "text": f"said {n}"}) for n in range(count)]
+    (tmp_path / "list.jsonl").write_text("\n".join(rows))
+    alive, items = [], 0
+    source = ListingSource(LocalFilesystem(tmp_path), ["list.jsonl"], CaptionRule.column("text"), "x")
+    for items, _ in enumerate(source.items(), 1):
+        if items % 100 == 0:
+            alive.append(sum(isinstance(one, CaptionCandidate) for one in gc.get_objects()))
+    assert items == count and 0 < max(alive) <= SIDECAR_BATCH
 
 
 def test_a_listing_elsewhere(tmp_path: Path) -> None:

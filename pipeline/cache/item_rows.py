@@ -1,4 +1,4 @@
-"""Rows of a table by item: sorted digests of the items, 24 bytes an item in temporary files."""
+"""Rows of a table by item: sorted digests of the items, 24 bytes an item or row in temporary files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_last
+from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, is_last
 from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import Scratch
 
@@ -33,7 +33,33 @@ class ItemRows:
         return rows
 
 
-def _sorted(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
+class ItemGroups:
+    """Finds all rows of an item.
+
+    Args:
+        table: with a column `item`.
+    """
+
+    def __init__(self, table: pa.Table, scratch: Scratch):
+        types = {"high": np.uint64, "low": np.uint64, "start": np.int64, "row": np.int64}
+        found = scratch.arrays(_grouped(table, scratch), types)
+        self._keys, self._starts, self._rows = SortedKeys(found["high"], found["low"]), found["start"], found["row"]
+
+    def find(self, items: Sequence[str]) -> list[list[int]]:
+        """For each item its rows, ascending."""
+        return [self._of(group) for group in self._keys.find(item_keys(items)).tolist()]
+
+    def _of(self, group: int) -> list[int]:
+        if group < 0:
+            return []
+        start, *after = self._starts[group : group + 2].tolist()
+        rows: list[int] = self._rows[start : after[0] if after else None].tolist()
+        return rows
+
+
+def _sorted_keys(table: pa.Table, scratch: Scratch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(keys of the items, S16, ascending; row numbers); equal keys are in one part, their rows ascending."""
+
     def keyed() -> Iterator[pa.Table]:
         first = 0
         for batch in batches(table.select(["item"])):
@@ -42,7 +68,20 @@ def _sorted(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]
             first += len(keys)
 
     for part in scratch.sorted_by_key(keyed()):
-        keys = fixed(part.column("key"))
+        yield fixed(part.column("key")), part.column("row").to_numpy()
+
+
+def _grouped(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
+    before = 0
+    for keys, rows in _sorted_keys(table, scratch):
+        first = is_first(keys)
+        high, low = halves(keys[first])
+        yield {"high": high, "low": low, "start": before + np.flatnonzero(first), "row": rows}
+        before += len(rows)
+
+
+def _sorted(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
+    for keys, rows in _sorted_keys(table, scratch):
         last = is_last(keys)
         high, low = halves(keys[last])
-        yield {"high": high, "low": low, "row": part.column("row").to_numpy()[last]}
+        yield {"high": high, "low": low, "row": rows[last]}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,20 @@ from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, stem, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
-from pipeline.sources.metadata_files import FILE_COLUMN, METADATA_NAMES, MetadataReader, PictureRows
+from pipeline.sources.metadata_files import (
+    FILE_COLUMN,
+    METADATA_NAMES,
+    REJECTS,
+    MetadataReader,
+    PictureRows,
+    Pictures,
+)
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, read_sidecar
 from pipeline.sources.source import Item, Part, PartRange, PrefetchedSource, Reject, Seen
+
+METADATA_BATCH = 4096
+"""Rows of a metadata file whose pictures are looked up at once."""
 
 SIDECAR_BATCH = 256
 """Pictures whose caption files are requested at once; an object store answers the requests in parallel."""
@@ -38,7 +48,6 @@ _TEXT, _OBJECT, _PREFIXED = range(3)
 """Kinds of caption files, by precedence: X.txt, X.json, and .json with a longer name than the picture's."""
 
 _PICTURES = pa.schema([("item", pa.string())])
-_REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 FILES = pa.schema([("kind", pa.int8()), ("name", pa.string())])
 _SIDECARS = pa.schema([("row", pa.int64()), *FILES])
 
@@ -47,19 +56,19 @@ class _Found:
     """Files of a folder while it is listed. refused: pictures among the rejects."""
 
     def __init__(self, scratch: Scratch):
-        self.captions, self.rejects = scratch.row_writer(FILES), scratch.row_writer(_REJECTS)
+        self.captions, self.rejects = scratch.row_writer(FILES), scratch.row_writer(REJECTS)
         self.metadata: list[str] = []
         self.refused = 0
 
 
 class Listing:
-    """The pictures of a source with their caption files, in temporary files. Rows of metadata files are in memory.
+    """The pictures of a source with their caption files, in temporary files.
 
     Args:
         pictures: names in any order, each once.
         captions: caption files, columns `kind` and `name`.
         rejects: columns `item` and `reason`.
-        rows: picture -> what the metadata files say about it; filled before items are asked for.
+        rows: what the metadata files say about them; set before items are asked for.
 
     Attributes:
         rejects: ascending by item. orphans: caption files without a picture, by kind.
@@ -70,11 +79,11 @@ class Listing:
         scratch: Scratch,
         pictures: Iterable[str],
         captions: Callable[[], pa.Table] = FILES.empty_table,
-        rows: dict[str, PictureRows] | None = None,
+        rows: Pictures | None = None,
     ):
-        self.rows = {} if rows is None else rows
+        self.rows = rows
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
-        self.rejects = _REJECTS.empty_table()
+        self.rejects = REJECTS.empty_table()
         self.orphans: Counter[int] = Counter()
         self._scratch = scratch
         self._assign(captions())
@@ -82,15 +91,19 @@ class Listing:
     def __len__(self) -> int:
         return len(self.pictures)
 
-    def reject(self, rejects: Iterable[tuple[str, str]]) -> None:
+    def reject(self, rejects: Iterable[tuple[str, ...]]) -> None:
         """Take over all rejects: (item, reason)."""
         numbered = ((item, f"{number:020d}", reason) for number, (item, reason) in enumerate(rejects))
         ordered = ((item, reason) for item, _, reason in self._scratch.sorted_rows(numbered))
-        self.rejects = self._scratch.rows(_REJECTS, ordered)
+        self.rejects = self._scratch.rows(REJECTS, ordered)
 
     def keys(self, start: int, stop: int) -> list[str]:
         """Some pictures, by their position."""
         return self.pictures.column("item").slice(start, stop - start).to_pylist()
+
+    def metadata(self, keys: list[str]) -> list[PictureRows | None]:
+        """What the metadata files say about pictures."""
+        return [None] * len(keys) if self.rows is None else self.rows.find(keys)
 
     def sidecars(self, start: int, stop: int) -> list[list[str]]:
         """The caption files of some pictures."""
@@ -249,10 +262,10 @@ class FolderSource(PrefetchedSource):
         sidecars = dict(zip(keys, listing.sidecars(start, stop), strict=True))
         files = self.filesystem.stat_many(sorted({name for names in sidecars.values() for name in names}))
 
-        def described(key: str) -> str:
-            return repr((key, stats[key], [(name, files[name]) for name in sidecars[key]], listing.rows.get(key)))
+        def described(key: str, rows: PictureRows | None) -> str:
+            return repr((key, stats[key], [(name, files[name]) for name in sidecars[key]], rows))
 
-        return digest("files", self.rule.identity(), *map(described, keys))
+        return digest("files", self.rule.identity(), *map(described, keys, listing.metadata(keys)))
 
     def path(self, key: str) -> Path:
         """The item's path on this disk.
@@ -289,7 +302,7 @@ class FolderSource(PrefetchedSource):
             files = ((key, unsafe_reason(key)) for key in disk.find())
         pictures = (key for key, problem in files if self._is_picture(key, problem, found))
         listing = Listing(self.scratch, pictures, found.captions.finish)
-        metadata = MetadataReader(self.filesystem, self.rule)
+        metadata = MetadataReader(self.filesystem, self.rule, self.scratch)
         if not len(listing) and not found.refused:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.ignored_kinds.items()))
             raise UserError(
@@ -302,8 +315,8 @@ class FolderSource(PrefetchedSource):
         for file in sorted(found.metadata):
             assert rows is not None
             self._read_metadata(metadata, file, rows)
-        listing.rows = metadata.pictures
-        listing.reject(chain(_pairs(found.rejects.finish()), ((r.key, r.reason) for r in metadata.rejects)))
+        _, listing.rows, rejects = metadata.finish()
+        listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
         for kind, name in ((_TEXT, "txt"), (_OBJECT, "json")):
             if listing.orphans[kind]:
                 self._ignore(f".{name} file without a picture", listing.orphans[kind])
@@ -358,21 +371,26 @@ class FolderSource(PrefetchedSource):
             )
         alternative = f", or remove {path} if the captions are in .txt files"
         metadata.check_columns(file, columns, FILE_COLUMN, alternative)
-        folder, named = posixpath.dirname(file), []
-        for line, row in rows:
-            name = metadata.file_name(f"{file}:{line}", row, FILE_COLUMN)
-            if name is not None:
-                named.append((f"{file}:{line}", row, name, posixpath.normpath(posixpath.join(folder, name))))
-        known = pictures.find([key for *_, key in named]) >= 0
-        for (where, row, name, key), usable in zip(named, known.tolist(), strict=True):
-            if usable:
-                metadata.add(where, row, FILE_COLUMN, key)
-                continue
-            disk = self.filesystem if isinstance(self.filesystem, LocalFilesystem) else None
-            exists = disk is not None and os.path.lexists(os.path.join(disk.root, key))
-            state = "is not usable" if exists else "does not exist"
-            reason = f"names {name!r}, which {state} as a picture under {posixpath.dirname(key) or '.'}"
-            metadata.rejects.append(Reject(where, reason))
+        folder = posixpath.dirname(file)
+
+        def names() -> Iterator[tuple[str, dict[str, Any], str, str]]:
+            for line, row in rows:
+                name = metadata.file_name(f"{file}:{line}", row, FILE_COLUMN)
+                if name is not None:
+                    yield f"{file}:{line}", row, name, posixpath.normpath(posixpath.join(folder, name))
+
+        source = names()
+        while named := list(islice(source, METADATA_BATCH)):
+            known = pictures.find([key for *_, key in named]) >= 0
+            for (where, row, name, key), usable in zip(named, known.tolist(), strict=True):
+                if usable:
+                    metadata.add(where, row, FILE_COLUMN, key)
+                    continue
+                disk = self.filesystem if isinstance(self.filesystem, LocalFilesystem) else None
+                exists = disk is not None and os.path.lexists(os.path.join(disk.root, key))
+                state = "is not usable" if exists else "does not exist"
+                reason = f"names {name!r}, which {state} as a picture under {posixpath.dirname(key) or '.'}"
+                metadata.reject(where, reason)
 
     # ------------------------------------------------------------ items
 
@@ -383,9 +401,9 @@ class FolderSource(PrefetchedSource):
             sidecars = dict(zip(batch, listing.sidecars(start, stop), strict=True))
             names = sorted({name for files in sidecars.values() for name in files})
             data = dict(zip(names, self.filesystem.read_many(names, MAX_CAPTION_BYTES), strict=True))
-            for key in batch:
+            for key, rows in zip(batch, listing.metadata(batch), strict=True):
                 contents = {name: read_sidecar(name, data[name]) for name in sidecars[key]}
-                yield from self._item(key, contents, listing.rows.get(key))
+                yield from self._item(key, contents, rows)
 
     def _item(
         self, key: str, contents: dict[str, str | dict[str, Any] | Reject], rows: PictureRows | None
@@ -455,8 +473,9 @@ class FolderSource(PrefetchedSource):
                 picture.without.append(f"{file} {reason}")
 
 
-def _pairs(rejects: pa.Table) -> Iterator[tuple[str, str]]:
-    for batch in batches(rejects):
+def texts(table: pa.Table) -> Iterator[tuple[str, ...]]:
+    """The rows of a table of text."""
+    for batch in batches(table):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 

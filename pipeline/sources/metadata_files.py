@@ -1,27 +1,37 @@
-"""JSONL and CSV files whose rows name pictures: metadata.jsonl / metadata.csv in a folder, and listings."""
+"""JSONL and CSV files whose rows name pictures: metadata.jsonl / metadata.csv in a folder, and listings.
+
+Rows pass through temporary files, since those that name one picture may stand anywhere: memory does not grow with them.
+Price: a row is written twice, since the columns of JSON rows are known at the end of the file only.
+"""
 
 from __future__ import annotations
 
 import codecs
 import csv
 import io
+import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
+
+from pipeline.cache.arrow import batches
+from pipeline.cache.item_rows import ItemGroups
+from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.sources.filenames import escaped, has_surrogates, short_repr, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, short_repr, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
-from pipeline.sources.source import Reject
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
 NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "filename", "file_path", "filepath")
 
-Rows = list[tuple[int, dict[str, Any]]]
-"""(line number, values by column)"""
+_ROWS = pa.schema([("line", pa.int64()), ("row", pa.large_binary())])
+_NAMED = pa.schema([("item", pa.string()), ("row", pa.large_binary())])
+REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 
 
 @dataclass
@@ -37,44 +47,82 @@ class PictureRows:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+class Pictures:
+    """What the rows say about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
+
+    def __init__(self, table: pa.Table, scratch: Scratch):
+        self._table, self._groups = table, ItemGroups(table, scratch)
+
+    def find(self, keys: list[str]) -> list[PictureRows | None]:
+        """What the rows say about each picture; None where no row names it."""
+        return [self._merged(rows) if rows else None for rows in self._groups.find(keys)]
+
+    def _merged(self, rows: list[int]) -> PictureRows:
+        picture = PictureRows()
+        for row in rows:
+            candidates, problems, meta = pickle.loads(self._table.column("row")[row].as_buffer())
+            picture.candidates += candidates
+            picture.problems += problems
+            for column, value in meta.items():
+                picture.meta.setdefault(column, value)
+        return picture
+
+
+class _Rows:
+    """(line number, values by column) of a file, in temporary files."""
+
+    def __init__(self, table: pa.Table):
+        self._table = table
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for batch in batches(self._table):
+            for line, row in zip(*batch.columns, strict=True):
+                yield line.as_py(), pickle.loads(row.as_buffer())
+
+
 class MetadataReader:
-    """Reads metadata files of one source.
+    """Reads metadata files of one source. Rows that name pictures and rejects are in temporary files."""
 
-    Attributes:
-        pictures: key -> what the rows say about it.
-        rejects: rows that cannot be used.
-    """
-
-    def __init__(self, filesystem: Filesystem, rule: CaptionRule):
-        self.filesystem, self.rule = filesystem, rule
+    def __init__(self, filesystem: Filesystem, rule: CaptionRule, scratch: Scratch):
+        self.filesystem, self.rule, self._scratch = filesystem, rule, scratch
+        self._named, self._rejects = scratch.row_writer(_NAMED), scratch.row_writer(REJECTS)
         self.root = str(filesystem.root) if isinstance(filesystem, LocalFilesystem) else filesystem.location
-        self.pictures: dict[str, PictureRows] = {}
-        self.rejects: list[Reject] = []
+
+    def finish(self) -> tuple[pa.Table, Pictures, pa.Table]:
+        """The rows that name a picture (column `item`), what they say, and the rejects (`REJECTS`); nothing can be read
+        any more."""
+        named = self._named.finish()
+        return named, Pictures(named, self._scratch), self._rejects.finish()
+
+    def reject(self, where: str, reason: str) -> None:
+        """Note a row that cannot be used."""
+        self._rejects.add(where, reason)
 
     def path(self, file: str) -> str:
         """The file's full name, for messages."""
         return f"{self.root.rstrip('/')}/{file}"
 
-    def read(self, file: str) -> tuple[Rows, list[str]]:
-        """The rows of a file and its columns in order of appearance; lines that are no row become rejects."""
+    def read(self, file: str) -> tuple[Iterable[tuple[int, dict[str, Any]]], list[str]]:
+        """(line number, values by column) of the rows of a file, and its columns in order of appearance; lines that are
+        no row become rejects."""
+        rows, any_line = self._scratch.row_writer(_ROWS), False
+        reader = RowReader(file, self.filesystem.lines(file))
         try:
-            data = self.filesystem.read(file)
-        except Unreadable as error:
+            for line, row in reader:
+                any_line = True
+                if isinstance(row, str):
+                    self.reject(f"{file}:{line}", row)
+                else:
+                    rows.add(line, pickle.dumps(row))
+        except OSError as error:
             raise UserError(
-                f"{self.root}: a file of captions cannot be read", found=error, fix="make it readable, or move it away"
+                f"{self.root}: a file of captions cannot be read",
+                found=error if isinstance(error, Unreadable) else f"{escaped(file)}: {error_text(error)}",
+                fix="make it readable, or move it away",
             ) from None
-        reader = RowReader(file, io.BytesIO(data))
-        rows: Rows = []
-        problems: list[Reject] = []
-        for line, row in reader:
-            if isinstance(row, str):
-                problems.append(Reject(f"{file}:{line}", row))
-            else:
-                rows.append((line, row))
-        if not rows and not problems:
-            problems.append(Reject(file, "holds no row"))
-        self.rejects += problems
-        return rows, list(reader.columns)
+        if not any_line:
+            self.reject(file, "holds no row")
+        return _Rows(rows.finish()), list(reader.columns)
 
     @property
     def caption_columns(self) -> str:
@@ -89,25 +137,22 @@ class MetadataReader:
         """The file that a row names; None, and a reject, if the name must not be used."""
         name = row.get(column)
         if not isinstance(name, str) or not name:
-            self.rejects.append(Reject(where, f"names no file ({column} is {short_repr(name)})"))
+            self.reject(where, f"names no file ({column} is {short_repr(name)})")
             return None
         problem = unsafe_reason(name)
         if problem is not None:
-            self.rejects.append(Reject(where, f"names {escaped(name)!r}: {problem}"))
+            self.reject(where, f"names {escaped(name)!r}: {problem}")
             return None
         return name
 
     def add(self, where: str, row: dict[str, Any], column: str, key: str) -> None:
         """Add a row to the picture `key`. column: names the file."""
-        picture = self.pictures.setdefault(key, PictureRows())
-        for other, value in row.items():
-            if other != column and other not in self.rule.columns:
-                picture.meta.setdefault(other, value)
+        meta = {other: value for other, value in row.items() if other != column and other not in self.rule.columns}
         captions = self.rule.read(row)
-        picture.candidates += captions.candidates
+        problems = [f"{where} {reason}" for reason in captions.problems]
+        self._named.add(key, pickle.dumps((captions.candidates, problems, meta)))
         for reason in captions.problems:
-            picture.problems.append(f"{where} {reason}")
-            self.rejects.append(Reject(where, reason))
+            self.reject(where, reason)
 
 
 def check_caption_columns(

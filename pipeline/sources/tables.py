@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
@@ -30,7 +31,7 @@ from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, Unreadable
-from pipeline.sources.folder import FolderSource, Listing
+from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.link_tables import LINK_COLUMNS, LINK_RULE, LinkTables, digest_of, is_link, shown
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import NAME_COLUMNS, MetadataReader
@@ -78,11 +79,13 @@ class ListingSource(FolderSource):
         self.filesystem.refresh()
         self.filesystem.require(self.files)
         self._reset_ignored()
-        metadata = MetadataReader(self.filesystem, self.rule)
+        metadata = MetadataReader(self.filesystem, self.rule, self.scratch)
         for file in self.files:
             self._read_listing(metadata, file)
-        listing = Listing(self.scratch, metadata.pictures, rows=metadata.pictures)
-        listing.reject((reject.key, reject.reason) for reject in metadata.rejects)
+        named, pictures, rejects = metadata.finish()
+        names = self.scratch.sorted_rows(texts(named.select(["item"])))
+        listing = Listing(self.scratch, (name for (name,), _ in groupby(names)), rows=pictures)
+        listing.reject(texts(rejects))
         if not len(listing) and not len(listing.rejects):
             raise UserError(f"{self.location}: the listing names no picture", fix="sana-pipe encode --data LISTING")
         return listing
@@ -107,7 +110,7 @@ class ListingSource(FolderSource):
                 continue
             if is_url(name):
                 reason = f"names {escaped(name)!r}: is a URL, not a name within the data"
-                metadata.rejects.append(Reject(where, reason))
+                metadata.reject(where, reason)
                 continue
             metadata.add(where, row, column, _relative(file, name, self.image_root))
 

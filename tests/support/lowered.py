@@ -7,7 +7,7 @@ import pytest
 from pipeline.cache import arrow, index, key_columns, scratch, snapshot
 from pipeline.encoding import scan
 from pipeline.snapshots import join
-from pipeline.sources import source
+from pipeline.sources import folder, source
 
 
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +19,8 @@ def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BATCH", 2)
     monkeypatch.setattr(snapshot, "OPEN_CHUNKS", 1)
     monkeypatch.setattr(scan, "RUN", 2)
+    monkeypatch.setattr(folder, "METADATA_BATCH", 2)
+    monkeypatch.setattr(folder, "SIDECAR_BATCH", 2)
     monkeypatch.setattr(scratch, "LIMIT", 1)
     monkeypatch.setattr(scratch, "RUN", 3)
     monkeypatch.setattr(scratch, "TEXTS", 2)
