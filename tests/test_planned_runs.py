@@ -468,19 +468,20 @@ def test_the_limits_of_all_control_groups_above_count(tmp_path: Path, deep: bool
 
 @pytest.mark.slow
 def test_auto_leaves_a_tenth_free() -> None:
+    narrow = replace(NARROW, num_layers=4)
     data = Data({(384, 384): 6}, None, 32)
     config = tiny_run.config(microbatch="auto", residual="fp32", activation_checkpointing="none")
     machine = Machine(cards.card("h100"), 1 << 40, 1)
     given = config.train.model_copy(update={"microbatch": 6})
-    needed = predict.predict(given, NARROW, data, machine).total
+    needed = predict.predict(given, narrow, data, machine).total
     tight = replace(machine, memory=round(needed * 1.05))
-    decided, _ = auto.decide(config, lambda: NARROW, data, tight)
+    decided, _ = auto.decide(config, lambda: narrow, data, tight)
     assert decided.train.microbatch < 6
-    assert predict.predict(decided.train, NARROW, data, machine).total <= 0.9 * tight.memory
-    decided, _ = auto.decide(config, lambda: NARROW, data, replace(machine, memory=round(needed * 1.25)))
+    assert predict.predict(decided.train, narrow, data, machine).total <= 0.9 * tight.memory
+    decided, _ = auto.decide(config, lambda: narrow, data, replace(machine, memory=round(needed * 1.25)))
     assert decided.train.microbatch == 6
     with pytest.raises(search.NothingFitsError):
-        auto.decide(config, lambda: NARROW, data, replace(machine, memory=1 << 29))
+        auto.decide(config, lambda: narrow, data, replace(machine, memory=1 << 29))
 
 
 def test_what_is_not_decided_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import json
@@ -9,7 +10,7 @@ import os
 import random
 import re
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -573,6 +574,19 @@ def test_rows_are_not_in_memory(tmp_path: Path) -> None:
         if items % 100 == 0:
             alive.append(sum(isinstance(one, CaptionCandidate) for one in gc.get_objects()))
     assert items == count and 0 < max(alive) <= SIDECAR_BATCH
+
+
+def test_a_listing_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "l.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n')
+    source, lines = opened(tmp_path / "l.jsonl"), LocalFilesystem.lines
+
+    def broken(self: LocalFilesystem, name: str) -> Iterator[bytes]:
+        yield from lines(self, name)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(LocalFilesystem, "lines", broken)
+    with pytest.raises(UserError, match=naming("l.jsonl", os.strerror(errno.EIO))):
+        list(source.items())
 
 
 def test_a_listing_elsewhere(tmp_path: Path) -> None:
