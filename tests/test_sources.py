@@ -406,6 +406,16 @@ def test_parquet_columns_of_bytes_and_bad_rows(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("column", ["file_name", "url"])
+def test_parquet_whose_names_are_damaged_is_rejected(tmp_path: Path, column: str) -> None:
+    pq.write_table(pa.table({column: ["https://x/a.png"] * 9, "text": ["said"] * 9}), tmp_path / "a.parquet")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[4:40] = b"\xff" * 36
+    (tmp_path / "a.parquet").write_bytes(data)
+    entries = list(opened(tmp_path / "a.parquet").items())
+    assert [type(entry).__name__ for entry in entries] == ["Reject"]
+
+
 def test_parquet_of_names_reads_files_and_refuses_hostile_ones(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(b"A")

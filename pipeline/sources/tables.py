@@ -274,7 +274,11 @@ class ParquetSource(LinkTables):
         """Whether a file is a table of links."""
         links = self._link_tables.get(name)
         if links is None:
-            links = self._link_tables[name] = is_link(self._first_name(name))
+            try:
+                links = is_link(self._first_name(name))
+            except (pa.ArrowException, OSError):  # is reported where the rows are read
+                links = False
+            self._link_tables[name] = links
         return links
 
     def _first_name(self, name: str) -> str:
@@ -363,11 +367,8 @@ class ParquetSource(LinkTables):
             return None
         column, holds_bytes = self._picture(file, table.schema_arrow)
         decisive = (self.rule.identity(), str(self.image_field), *map(str, version))
-        try:
-            if self._names_links(file):
-                return digest(RULE, LINK_RULE, *decisive).hex()
-        except (OSError, pa.ArrowException):
-            return None
+        if self._names_links(file):
+            return digest(RULE, LINK_RULE, *decisive).hex()
         return None if not holds_bytes or _nulls(table, column) else digest(RULE, *decisive).hex()
 
     # ------------------------------------------------------------ reading
