@@ -519,7 +519,8 @@ def test_listings(tmp_path: Path, kind: str) -> None:
         ("p/b c.png", "three"),
         ("/abs.png", "x"),
         ("p/../../up.png", "x"),
-        ("https://x/y.png", "x"),
+        (" https://user:secret@x/secret.png?token=secret", "x"),
+        ("https://user:secret@x/../secret.png", "x"),
         ("p/a.png", ""),
     ]
     if kind == "jsonl":
@@ -531,7 +532,7 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     items, rejects = listed(source)
     assert {key: texts(item) for key, item in items.items()} == {"p/a.png": ["one", "two"], "p/b c.png": ["three"]}
     assert source.read("p/b c.png") == b"b c.png"
-    assert len(rejects) == 4
+    assert len(rejects) == 5 and "secret" not in str(rejects)
     assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
         "the name is absolute",
         "the name climbs with '..'",

@@ -9,7 +9,11 @@ from __future__ import annotations
 import posixpath
 import re
 import unicodedata
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
+
+from pipeline.urls import strip_credentials
 
 # Formats that `images` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
 _EXTENSIONS = (
@@ -18,7 +22,7 @@ _EXTENSIONS = (
     "rw2"
 )
 EXTENSIONS = frozenset(_EXTENSIONS.split())
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def extension(name: str) -> str:
@@ -59,6 +63,19 @@ def escaped(text: str) -> str:
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
         for character in text
     )
+
+
+def host(url: str) -> str:
+    """The host or bucket of a URL, without credentials, path and query."""
+    with suppress(ValueError):
+        return escaped(urlsplit(strip_credentials(url)).hostname or "") or "?"
+    return "?"
+
+
+def shown(name: str) -> str:
+    """A name for messages. Of a URL only the host is shown: the rest may be a credential."""
+    name = name.strip() if is_url(name) else name
+    return f"{name.partition('://')[0]}://{host(name)}/..." if is_url(name) else escaped(name)
 
 
 def short_repr(value: Any) -> str:

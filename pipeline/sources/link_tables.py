@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import pyarrow as pa
-
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import escaped, has_surrogates, is_url
+from pipeline.sources.filenames import escaped, has_surrogates, is_url, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable
-from pipeline.sources.links import REQUESTS, Links, host
+from pipeline.sources.links import REQUESTS, Links
 from pipeline.sources.metadata_files import NAME_COLUMNS, RowReader, check_caption_columns
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
 from pipeline.sources.source import FilesSource, Item, Part, PartRange, Reject
@@ -82,7 +80,7 @@ class LinkTables(FilesSource):
         """Whether the first file is a table of links, as far as can be told."""
         try:
             return bool(self.files) and self._names_links(self.files[0])
-        except (OSError, pa.ArrowException, UserError):  # is reported by the listing
+        except UserError:  # is reported by the listing
             return False
 
     @contextmanager
@@ -248,14 +246,9 @@ def lists_links(filesystem: Filesystem, file: str, image_field: str | None) -> b
 
 def is_link(name: str) -> bool:
     """Whether a name is an address of another machine. One on this disk is an absolute name."""
-    return is_url(name.strip()) and not name.strip().lower().startswith(("file:", "local:"))
+    return is_url(name) and not name.strip().lower().startswith(("file:", "local:"))
 
 
 def digest_of(url: str) -> str:
     """The digest of an address that stands for it in the cache, 16 hex digits."""
     return digest("link", url.strip()).hex()[:16]
-
-
-def shown(name: str) -> str:
-    """A name for messages. Of a URL only the host is shown: the rest may be a credential."""
-    return f"{name.strip().partition('://')[0]}://{host(name.strip())}/..." if is_url(name.strip()) else escaped(name)

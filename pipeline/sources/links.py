@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
 import fsspec
 
 from pipeline import retrying
 from pipeline.cache.drivers import Connection, ObjectAwayError, RequestFailed
 from pipeline.errors import AwayError, UserError
-from pipeline.sources.filenames import escaped
+from pipeline.sources.filenames import escaped, host
 from pipeline.sources.filesystem import Unreadable
 from pipeline.urls import strip_credentials
 
@@ -154,13 +153,6 @@ class Links:
         except RequestFailed as error:
             return _Answer(None, type(error.__cause__ or error).__name__)
         return _Answer(None, _too_large(self.max_bytes)) if len(data) > self.max_bytes else _Answer(data)
-
-
-def host(url: str) -> str:
-    """The host or bucket of a URL, for messages: without credentials, path and query."""
-    with suppress(ValueError):
-        return escaped(urlsplit(strip_credentials(url)).hostname or "") or "?"
-    return "?"
 
 
 def _is_silence(error: BaseException) -> bool:

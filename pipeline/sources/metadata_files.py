@@ -21,7 +21,7 @@ from pipeline.cache.item_rows import ItemGroups
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, short_repr, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, short_repr, shown, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
 
@@ -141,7 +141,7 @@ class MetadataReader:
             return None
         problem = unsafe_reason(name)
         if problem is not None:
-            self.reject(where, f"names {escaped(name)!r}: {problem}")
+            self.reject(where, f"names {shown(name)!r}: {problem}")
             return None
         return name
 

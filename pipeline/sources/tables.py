@@ -29,10 +29,10 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, shown, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.folder import FolderSource, Listing, texts
-from pipeline.sources.link_tables import LINK_COLUMNS, LINK_RULE, LinkTables, digest_of, is_link, shown
+from pipeline.sources.link_tables import LINK_COLUMNS, LINK_RULE, LinkTables, digest_of, is_link
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import NAME_COLUMNS, MetadataReader
 from pipeline.sources.source import Item, Part, PartRange, Reject, Seen
@@ -109,7 +109,7 @@ class ListingSource(FolderSource):
             if name is None:
                 continue
             if is_url(name):
-                reason = f"names {escaped(name)!r}: is a URL, not a name within the data"
+                reason = f"names {shown(name)!r}: is a URL, not a name within the data"
                 metadata.reject(where, reason)
                 continue
             metadata.add(where, row, column, _relative(file, name, self.image_root))
