@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import shutil
@@ -18,6 +17,7 @@ from filelock import FileLock
 from PIL import Image
 
 from pipeline.config import Config, load
+from tests.support.forked import lose_permissions
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job ignores it, and so would our children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -129,18 +129,12 @@ def pixel_limit() -> Iterator[None]:
 
 @pytest.fixture
 def bound_by_permissions(tmp_path: Path) -> Callable[[], None]:
-    """What `subprocess` takes as `preexec_fn`: root loses what lets it write where permission bits forbid it."""
-
-    def drop() -> None:
-        if os.geteuid() == 0:
-            for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-                ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
-
+    """For `preexec_fn` of `subprocess` and `before` of `Forked`: root loses what lets it write where bits forbid it."""
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o555)
-    if not subprocess.run(["touch", str(folder / "x")], preexec_fn=drop, capture_output=True).returncode:
+    if not subprocess.run(["touch", str(folder / "x")], preexec_fn=lose_permissions, capture_output=True).returncode:
         pytest.skip("permission bits bind no process here")
-    return drop
+    return lose_permissions
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
-from tests.support.launched import ROOT, found, run_worker, torchrun
+from tests.support.forked import ranks, succeed
+from tests.support.launched import ROOT, found, torchrun
 from tests.support.workers import failing_run, tiny_run
 
 pytestmark = pytest.mark.dist
@@ -27,7 +28,9 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("two")
-    run_worker("two_processes", folder, processes=2, timeout_s=400)
+    process = torchrun("tests.support.workers.two_processes", folder)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
     return found(folder)
 
 
@@ -140,7 +143,7 @@ def test_an_error_of_one_process_is_printed_once_and_ends_the_others_soon(tmp_pa
 
 
 def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
-    """The command line under torchrun, the cache's own loader, against one process."""
+    """The command line in a launch, the cache's own loader, against one process."""
     runs, padded = {}, {}
     pipeline = ["train.parallel.pp_size=2", "train.microbatch=2"]
     rows = ["train.parallel.cp_size=2", "train.text=packed", "train.packed_attention=true"]
@@ -157,9 +160,7 @@ def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any,
             *more,
         ]
         options = [word for text in sets for word in ("--set", text)]
-        process = torchrun("pipeline.cli", "train", "--config", "tiny", *options, processes=processes)
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
+        succeed(ranks(processes, "train", "--config", "tiny", *options), timeout=200)
         journal = metrics.read(tmp_path / name / "metrics.jsonl")
         runs[name] = [row["loss"] for row in journal]
         padded[name] = [row["padded_tokens"] for row in journal]

@@ -10,10 +10,8 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import pytest
 import yaml
 
 from pipeline.config import Config, dump
-from pipeline.processes import command
+from tests.support.forked import Forked
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -35,21 +33,13 @@ UNITS = (
 
 
 def encode(
-    config: Config, folder: Path, photos: Path, stderr: Path | None = None, lowered: bool = False, **options: Any
-) -> subprocess.Popen[bytes]:
+    config: Config, folder: Path, photos: Path, *, lowered: bool = False, log: Path | None = None, **options: Any
+) -> Forked:
     path = folder / "config.yaml"
     path.write_text(dump(config))
     assert yaml.safe_load(path.read_text())["cache"] == config.cache
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    start = [sys.executable, "-m", "tests.support.workers.lowered"] if lowered else command()
-    with open(stderr, "wb") if stderr else nullcontext(subprocess.PIPE) as printed:
-        return subprocess.Popen(
-            [*start, "encode", "--config", str(path), "--data", str(photos)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=printed,
-            **options,
-        )
+    words = ("encode", "--config", str(path), "--data", str(photos))
+    return Forked(*words, worker="lowered" if lowered else None, log=log, **options)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +47,7 @@ def undisturbed(
     photos: Path, make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, bytes], float]:
     folder = tmp_path_factory.mktemp("undisturbed")
+    Forked("--version").wait()  # imports the packages
     began = time.monotonic()
     process = encode(make_config(folder, *UNITS), folder, photos)
     assert process.wait() == 0
@@ -88,8 +79,7 @@ def test_killed_at_random_then_finished(
                 process.wait()
                 kills += 1
         process = encode(config, folder, photos, lowered=lowered)
-        _, error = process.communicate()
-        assert process.returncode == 0, error.decode()
+        assert process.wait() == 0, process.output()
         assert files(folder / "cache") == truth, f"after {kills} kills"
 
 
@@ -130,13 +120,13 @@ def remount(disk: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
 
 
-def refused(process: subprocess.Popen[bytes], code: int, said: str) -> None:
+def refused(process: Forked, code: int, said: str) -> None:
     """The process ended with an error for people."""
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == code, error.decode()
-    assert said in error.decode()
-    assert "fix:" in error.decode()
-    assert "Traceback" not in error.decode()
+    output = process.output(timeout=300)
+    assert process.wait() == code, output
+    assert said in output
+    assert "fix:" in output
+    assert "Traceback" not in output
 
 
 def nothing_half(cache: Path, truth: dict[str, bytes]) -> None:
@@ -145,10 +135,10 @@ def nothing_half(cache: Path, truth: dict[str, bytes]) -> None:
     assert {name: data for name, data in truth.items() if name in result} == result
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_for(condition: Callable[[], bool], process: Forked) -> None:
     end = time.monotonic() + 200
     while not condition():
-        assert process.poll() is None, process.communicate()[1].decode()
+        assert process.poll() is None, process.output()
         assert time.monotonic() < end
         time.sleep(0.002)
 
@@ -163,8 +153,7 @@ def test_a_full_disk_is_an_error_for_people_and_continues(
     nothing_half(cache, undisturbed[0])
     remount(small_disk, "size=64m")
     process = encode(config, tmp_path, photos)
-    _, error = process.communicate()
-    assert process.returncode == 0, error.decode()
+    assert process.wait() == 0, process.output()
     assert files(cache) == undisturbed[0]
 
 
@@ -177,8 +166,8 @@ def test_a_full_disk_pauses_it_and_more_room_lets_it_go_on(
     config = make_config(tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0")
     log = tmp_path / "log"
 
-    def start() -> subprocess.Popen[bytes]:
-        process = encode(config, tmp_path, photos, stderr=log)
+    def start() -> Forked:
+        process = encode(config, tmp_path, photos, log=log)
         wait_for(lambda: "paused:" in log.read_text(), process)
         return process
 
@@ -219,8 +208,7 @@ def test_a_read_only_file_system_is_an_error_for_people_and_continues(
     assert files(cache) == before
     remount(small_disk, "rw")
     process = encode(config, tmp_path, photos)
-    _, error = process.communicate()
-    assert process.returncode == 0, error.decode()
+    assert process.wait() == 0, process.output()
     assert files(cache) == undisturbed[0]
 
 
@@ -243,12 +231,11 @@ def test_a_cache_without_permission_is_an_error_for_people_and_continues(
     (tmp_path / "cache").mkdir()
     config = make_config(tmp_path, *UNITS)
     allow(tmp_path / "cache", 0o555)
-    refused(encode(config, tmp_path, photos, preexec_fn=bound_by_permissions), 3, "Permission denied")
+    refused(encode(config, tmp_path, photos, before=bound_by_permissions), 3, "Permission denied")
     assert list((tmp_path / "cache").iterdir()) == []
     allow(tmp_path / "cache", 0o755)
-    process = encode(config, tmp_path, photos, preexec_fn=bound_by_permissions)
-    _, error = process.communicate()
-    assert process.returncode == 0, error.decode()
+    process = encode(config, tmp_path, photos, before=bound_by_permissions)
+    assert process.wait() == 0, process.output()
     assert files(tmp_path / "cache") == undisturbed[0]
 
 
@@ -264,7 +251,7 @@ def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
 ) -> None:
     cache = tmp_path / "cache"
     config = make_config(tmp_path, *UNITS)
-    process = encode(config, tmp_path, photos, preexec_fn=bound_by_permissions)
+    process = encode(config, tmp_path, photos, before=bound_by_permissions)
     wait_for(lambda: any(cache.glob(f"units/{kind}-*/*/*.json")), process)
     process.send_signal(signal.SIGSTOP)
     allow(cache, 0o555)
@@ -276,7 +263,6 @@ def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
     result = files(cache)
     assert result.keys() < undisturbed[0].keys() | {name for name in result if name.startswith("claims/")}
     nothing_half(cache, undisturbed[0])
-    process = encode(config, tmp_path, photos, preexec_fn=bound_by_permissions)
-    _, error = process.communicate()
-    assert process.returncode == 0, error.decode()
+    process = encode(config, tmp_path, photos, before=bound_by_permissions)
+    assert process.wait() == 0, process.output()
     assert files(cache) == undisturbed[0]

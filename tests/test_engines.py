@@ -28,13 +28,13 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config, EncodeConfig, dump, load
 from pipeline.errors import NoSpaceError, UserError
-from pipeline.processes import command
 from pipeline.work import claims, engine, ray_engine
 from pipeline.work.claims import Claims
 from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Meter, Progress
 from pipeline.work.stop import SIGNALS, Stop, Stopped
 from tests.support.empty_units import Maker, claimed, planned
+from tests.support.forked import Forked
 from tests.support.messages import naming
 from tests.support.trees import files
 
@@ -475,22 +475,16 @@ def test_launch_recipes_are_no_configurations_but_are_shipped() -> None:
 # ---------------------------------------------------------------- real processes
 
 
-def encode(config: Config, photos: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
+def encode(config: Config, photos: Path, *options: str, **variables: str) -> Forked:
     path = Path(config.cache).parent / "config.yaml"
     path.write_text(dump(config))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(
-        command("encode", "--config", str(path), "--data", str(photos), *options),
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    environment = {"OMP_NUM_THREADS": "1", **variables}
+    return Forked("encode", "--config", str(path), "--data", str(photos), *options, environ=environment)
 
 
-def ended(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+def ended(process: Forked) -> str:
+    output = process.output(timeout=300)
+    assert process.wait() == 0, output
     return output
 
 
@@ -502,7 +496,7 @@ def truth(photos: Path, make_config: MakeConfig, tmp_path_factory: pytest.TempPa
     return files(folder / "cache")
 
 
-def stop_with_a_claim(process: subprocess.Popen[str], cache: Path) -> None:
+def stop_with_a_claim(process: Forked, cache: Path) -> None:
     """SIGSTOP to a process at a moment at which it holds a claim."""
 
     def holds() -> bool:
@@ -516,7 +510,7 @@ def stop_with_a_claim(process: subprocess.Popen[str], cache: Path) -> None:
 
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.output()
         if holds():
             process.send_signal(signal.SIGSTOP)
             time.sleep(0.05)

@@ -36,9 +36,9 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from pipeline.loader.loader import Loader, LoaderSettings
-from pipeline.processes import command
 from pipeline.work.claims import Claims
 from tests.support import tiny_cache
+from tests.support.forked import Forked
 from tests.support.messages import naming
 
 MakeConfig = Callable[..., Config]
@@ -567,11 +567,10 @@ def test_killed_over_s3_then_finished(
     (tmp_path / "whole").mkdir()
     config = make_config(tmp_path, *units, f"cache={place}", f"mirror.path={tmp_path / 'mirror'}")
 
-    def start(which: Config) -> subprocess.Popen[bytes]:
+    def start(which: Config) -> Forked:
         path = tmp_path / "config.yaml"
         path.write_text(dump(which))
-        argv = command("encode", "--config", str(path), "--data", str(photos))
-        return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return Forked("encode", "--config", str(path), "--data", str(photos))
 
     assert start(whole).wait() == 0
     chance, seen = random.Random(fault_seed), Cache.of(config, create=True).files
@@ -584,8 +583,7 @@ def test_killed_over_s3_then_finished(
             done.set()
     process.wait()
     process = start(config)
-    _, error = process.communicate()
-    assert process.returncode == 0, error.decode()
+    assert process.wait() == 0, process.output()
     assert content(seen) == content(Files(tmp_path / "whole" / "cache"))
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 
 from pipeline.training import checkpoint, metrics
 from tests.support import tiny_cache
-from tests.support.launched import children
+from tests.support.forked import Forked, ranks, succeed
 from tests.support.workers import phase_chain, tiny_run
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,26 +21,8 @@ ATTEMPTS = 3
 """Kills at most; then the chain is left to end."""
 
 
-def start(folder: Path, name: str, processes: int, *arguments: str) -> subprocess.Popen[str]:
-    """Start the chain under torchrun, or alone."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else [])]
-    command += ["-m", "tests.support.workers.phase_chain", str(folder), name, *arguments]
-    return subprocess.Popen(
-        command,
-        env=tiny_run.environ(),
-        cwd=tiny_run.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    return output
+def start(folder: Path, name: str, processes: int, *arguments: str) -> list[Forked]:
+    return ranks(processes, str(folder), name, *arguments, worker="phase_chain")
 
 
 def learned(run: Path) -> dict[str, Any]:
@@ -79,29 +58,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tiny_cache, "_bits", lambda rng, shape: (rng.standard_normal(shape, "f4").view("u4") >> 16).astype("u2")
         )
         tiny_cache.build(folder / "cache")
-    finished(start(folder, "undisturbed", 1))
+    succeed(start(folder, "undisturbed", 1), 240)
     return folder
 
 
 @pytest.mark.dist
 def test_a_chain_on_two_processes_is_that_of_one(folder: Path) -> None:
     """Groups open and close several times in each process."""
-    output = finished(start(folder, "two", 2))
+    both = start(folder, "two", 2)
+    succeed(both, 240)
+    output = both[0].output()
     assert output.count("begins from") == 2 and output.count("training ") == 3
     check_alike(learned(folder / "two"), learned(folder / "undisturbed"))
 
 
 @pytest.mark.dist
 def test_a_signal_ends_the_chain_and_the_next_start_goes_on(folder: Path) -> None:
-    process = start(folder, "stopped", 2, "1.0")  # seconds a step: phase b is not over when the signal arrives
-    assert process.stdout is not None
-    assert any("begins from" in line for line in process.stdout)
-    process.send_signal(signal.SIGTERM)
-    output = process.stdout.read()
-    process.wait(120)
+    both = start(folder, "stopped", 2, "1.0")  # seconds a step: phase b is not over when the signal arrives
+    assert both[0].says("begins from")
+    for process in both:
+        process.send_signal(signal.SIGTERM)
+    output = both[0].output(120)
+    assert [process.wait(60) for process in both] == [0, 0]
     assert "stopped by SIGTERM" in output and "phase c (3 of 3)" not in output, output
     assert not (folder / "stopped/c").exists()
-    output = finished(start(folder, "stopped", 3))
+    three = start(folder, "stopped", 3)
+    succeed(three, 240)
+    output = three[0].output()
     assert "phase a (1 of 3): finished after step 5" in output and "resumed from" in output
     check_alike(learned(folder / "stopped"), learned(folder / "undisturbed"))
 
@@ -111,22 +94,15 @@ def test_a_chain_killed_at_any_moment_is_the_undisturbed_one(fault_seed: int, fo
     """SIGKILL of all processes at a random instant, again and again, each time resumed on another number of them."""
     chance, name, kills = random.Random(fault_seed), f"killed-{fault_seed}", 0
     for _ in range(ATTEMPTS):
-        process = start(folder, name, chance.choice([1, 2, 3]), "0.1")
-        assert process.stdout is not None
-        wanted = chance.randrange(3)  # let some phases begin
-        for line in process.stdout:
-            wanted -= line.startswith("training ")
-            if wanted < 0:
-                break
+        processes = start(folder, name, chance.choice([1, 2, 3]), "0.1")
+        processes[0].says("^training ", 1 + chance.randrange(3))  # let some phases begin
         time.sleep(chance.uniform(0.0, 1.0))
-        if process.poll() is None:
-            for pid in (*children(process.pid), process.pid):
-                os.kill(pid, signal.SIGKILL)
-            kills += 1
-        process.stdout.close()
-        process.wait()
+        kills += processes[0].poll() is None
+        for process in processes:
+            process.kill()
+            process.wait()
     assert kills > 0
-    finished(start(folder, name, 2))
+    succeed(start(folder, name, 2), 240)
     check_alike(learned(folder / name), learned(folder / "undisturbed"))
     for phase in phase_chain.PHASES:
         assert not checkpoint.leftovers(folder / name / phase["name"] / "checkpoints")

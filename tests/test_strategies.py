@@ -1,10 +1,11 @@
-"""Every strategy gives what one plain process gives: gradients, norm, and the losses of twenty steps.
+"""Every strategy gives what one plain process gives: gradients, norm, and the losses of twenty steps (variants: six).
 
 One launch (`tests/support/workers/strategies.py`) runs all of them; the tests below judge what it results.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,15 @@ def test_parity(results: dict[int, dict[str, Any]], world: int, name: str) -> No
     assert row["loss"] <= 2e-6
     assert row["norm"] <= 2e-6
     assert row["losses"] <= 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_parity_with_twenty_steps_in_all_variants(tmp_path: Path) -> None:
+    run_worker("strategies", tmp_path, "--long", timeout_s=3500)
+    results = found_by_size(tmp_path, strategies.CASES)
+    for world, name in ROWS:
+        test_parity(results, world, name)
 
 
 @pytest.mark.dist

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -43,6 +42,7 @@ from pipeline.training.profiling import Profiler
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.training.trainer import closing_on_exit, fit
 from tests.support import tiny_cache
+from tests.support.forked import Forked
 from tests.support.messages import naming
 from tests.support.runs import fit_tiny, same_checkpoints
 from tests.support.workers import tiny_run
@@ -1041,12 +1041,8 @@ def test_on_a_gpu_a_bad_number_is_named_though_it_is_read_later(tmp_path: Path) 
 # --------------------------------------------------------------------------------------------------------- faults
 
 
-def _doomed(run: Path, point: str) -> list[str]:
-    return [sys.executable, "-m", "tests.support.workers.killed_while_saving", str(run), point]
-
-
-def _environ() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def _doomed(run: Path, point: str) -> Forked:
+    return Forked(str(run), point, worker="killed_while_saving")
 
 
 @pytest.mark.fault
@@ -1057,8 +1053,7 @@ def test_killed_while_saving(point: str, left: int, finished: Path, tmp_path: Pa
     """SIGKILL at each stage of publishing the second checkpoint: the reader sees the old one or the new one, and the
     resumed run ends as if nothing had happened."""
     run = tmp_path / "run"
-    done = subprocess.run(_doomed(run, point), env=_environ(), timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    assert _doomed(run, point).wait(120) == -signal.SIGKILL
     newest = checkpoint.newest(run / "checkpoints")
     assert newest is not None
     assert newest.name == f"step-{left:08d}"
@@ -1077,15 +1072,13 @@ def test_killed_at_any_time(fault_seed: int, finished: Path, tmp_path: Path) -> 
     chance = random.Random(fault_seed)
     kills = 0
     for _ in range(6):
-        process = subprocess.Popen(_doomed(run, "never"), env=_environ(), stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        started = any(line.startswith("training") for line in process.stdout)
+        process = _doomed(run, "never")
+        started = process.says("^training")
         try:
             process.wait(timeout=chance.uniform(0.0, 0.6) if started else 60)
         except subprocess.TimeoutExpired:
             process.kill()
             kills += 1
-        process.stdout.close()
         if process.wait() == 0:
             break
     assert kills > 0

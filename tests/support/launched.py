@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.support.forked import Forked, ranks, succeed
 from tests.support.workers import tiny_run
 
 ROOT = tiny_run.ROOT
@@ -25,13 +26,12 @@ def torchrun(module: str, *arguments: object, processes: int = 2) -> subprocess.
 
 
 def run_worker(name: str, *arguments: object, processes: int = 0, timeout_s: float) -> None:
-    """Run a worker to its end, which must be a success: alone, or `processes` of it under torchrun."""
-    launcher = [*TORCHRUN, str(processes)] if processes else []
-    command = [sys.executable, *launcher, "-m", f"tests.support.workers.{name}", *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=tiny_run.environ(), capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Run a worker to its end, which must be a success: alone, or a launch of `processes`."""
+    words = [str(argument) for argument in arguments]
+    if processes:
+        succeed(ranks(processes, *words, worker=name), timeout_s)
+    else:
+        succeed([Forked(*words, worker=name, environ={"GLOO_SOCKET_IFNAME": "lo"})], timeout_s)
 
 
 def found(folder: Path) -> Any:

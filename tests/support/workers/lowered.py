@@ -7,6 +7,11 @@ import pytest
 from pipeline.cli import console
 from tests.support.lowered import lower_limits
 
-if __name__ == "__main__":
+
+def main() -> None:
     lower_limits(pytest.MonkeyPatch())
     console()
+
+
+if __name__ == "__main__":
+    main()

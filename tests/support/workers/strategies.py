@@ -1,4 +1,4 @@
-"""Every strategy against one process: python -m tests.support.workers.strategies FOLDER [WORLD ...].
+"""Every strategy against one process: python -m tests.support.workers.strategies FOLDER [--long] [WORLD ...].
 
 Imports once, then forks the processes of each launch. What one process alone does is worked out first and kept in
 FOLDER; the first process of each launch writes what it found to FOLDER/found-WORLD.json, and the tests judge.
@@ -29,6 +29,8 @@ from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
 STEPS = 20
+SHORT = {"steps": 6}
+"""Of variants of a strategy that has a case of `STEPS` steps. With `--long` all have as many."""
 FSDP2, HSDP, DDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 TP = {"dp_shard": 1, "tp_size": 2}
 CP = {"dp_shard": 1, "cp_size": 2}
@@ -43,32 +45,40 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "parallel": TP,
             "microbatch": 3,
             "activation_checkpointing": "full",
+            **SHORT,
         },
-        "TP, norm": {"parallel": TP, "norm": True},
+        "TP, norm": {"parallel": TP, "norm": True, **SHORT},
         "TP, bf16": {"parallel": TP, "precision": "bf16", "residual": "fp32"},
         "DDP, bf16": {"parallel": DDP, "precision": "bf16"},
-        "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED},
-        "TP, compiled": {"parallel": TP, **COMPILED},
+        "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED, **SHORT},
+        "TP, compiled": {"parallel": TP, **COMPILED, **SHORT},
         "CP": {"parallel": CP},
         "CP, microbatch 3 (3 + 3 + 2), recomputed": {
             "parallel": CP,
             "microbatch": 3,
             "activation_checkpointing": "full",
+            **SHORT,
         },
-        "CP, norm, selective": {"parallel": CP, "norm": True, "activation_checkpointing": "selective"},
-        "CP, bf16": {"parallel": CP, "precision": "bf16", "residual": "fp32"},
-        "CP, fp16": {"parallel": CP, "precision": "fp16", "residual": "fp32"},
+        "CP, norm, selective": {"parallel": CP, "norm": True, "activation_checkpointing": "selective", **SHORT},
+        "CP, bf16": {"parallel": CP, "precision": "bf16", "residual": "fp32", **SHORT},
+        "CP, fp16": {"parallel": CP, "precision": "fp16", "residual": "fp32", **SHORT},
         "CP, update in the backward pass": {
             "parallel": CP,
             "microbatch": 8,
             "optim": {**UNCLIPPED, "in_backward": True},
+            **SHORT,
         },
-        "CP, recomputed, compiled": {"parallel": CP, "activation_checkpointing": "full", **COMPILED},
+        "CP, recomputed, compiled": {"parallel": CP, "activation_checkpointing": "full", **COMPILED, **SHORT},
     },
     3: {
         "CP of 3": {"parallel": {"dp_shard": 1, "cp_size": 3}},
-        "CP of 3, packed": {"parallel": {"dp_shard": 1, "cp_size": 3}, "text": "packed", "packed_attention": True},
-        "CP of 3, norm": {"parallel": {"dp_shard": 1, "cp_size": 3}, "norm": True},
+        "CP of 3, packed": {
+            "parallel": {"dp_shard": 1, "cp_size": 3},
+            "text": "packed",
+            "packed_attention": True,
+            **SHORT,
+        },
+        "CP of 3, norm": {"parallel": {"dp_shard": 1, "cp_size": 3}, "norm": True, **SHORT},
     },
     4: {
         "HSDP": {"parallel": HSDP},
@@ -77,17 +87,19 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "parallel": {"tp_size": 2},
             "norm": True,
             "activation_checkpointing": "full",
+            **SHORT,
         },
-        "DDP x TP": {"parallel": {**DDP, "tp_size": 2}},
-        "FSDP2 x TP, bf16": {"parallel": {"tp_size": 2}, "precision": "bf16", "residual": "fp32"},
+        "DDP x TP": {"parallel": {**DDP, "tp_size": 2}, **SHORT},
+        "FSDP2 x TP, bf16": {"parallel": {"tp_size": 2}, "precision": "bf16", "residual": "fp32", **SHORT},
         "FSDP2 x CP": {"parallel": {"cp_size": 2}},
         "DDP x CP, norm, recomputed": {
             "parallel": {**DDP, "cp_size": 2},
             "norm": True,
             "activation_checkpointing": "full",
+            **SHORT,
         },
-        "CP of 4": {"parallel": {"dp_shard": 1, "cp_size": 4}},
-        "FSDP2 x CP, bf16": {"parallel": {"cp_size": 2}, "precision": "bf16", "residual": "fp32"},
+        "CP of 4": {"parallel": {"dp_shard": 1, "cp_size": 4}, **SHORT},
+        "FSDP2 x CP, bf16": {"parallel": {"cp_size": 2}, "precision": "bf16", "residual": "fp32", **SHORT},
     },
     8: {"HSDP x TP": {"parallel": {**HSDP, "tp_size": 2}}},
 }
@@ -97,7 +109,7 @@ embedding."""
 
 def settings_of(case: dict[str, Any]) -> Config:
     norm = {"qk_norm": "rms_norm_across_heads", "interpolation_scale": 1.0} if case.get("norm") else {}
-    return tiny_run.config(arch=norm, **{name: value for name, value in case.items() if name != "norm"})
+    return tiny_run.config(arch=norm, **{name: value for name, value in case.items() if name not in ("norm", "steps")})
 
 
 def alone(case: dict[str, Any]) -> Config:
@@ -209,7 +221,7 @@ def reference(folder: Path) -> None:
         torch.save(kept, folder / f"alone-{norm}.pt")
 
 
-def compare(launch: Launch, folder: Path) -> None:
+def compare(launch: Launch, folder: Path, long: bool) -> None:
     loss_scale.INITIAL = 4.0  # the tiny model's gradients overflow fp16 at the scale of a run's first step
     result = {}
     for number, (name, case) in enumerate(CASES[launch.world].items()):
@@ -222,8 +234,9 @@ def compare(launch: Launch, folder: Path) -> None:
             what, tokens = wrapping(parallel_model), tokens_of(parallel_model)
             loss, norm, mine = tiny_run.gradients(parallel_model, settings, pieces(settings, here))
             parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
+            steps = STEPS if long else case.get("steps", STEPS)
             losses = tiny_run.train_losses(
-                parallel_model, settings, STEPS, layout.data_rank(here.rank), layout.data_world
+                parallel_model, settings, steps, layout.data_rank(here.rank), layout.data_world
             )
         clipped = "losses" if settings.train.optim.clip is not None else "unclipped"
         result[name] = {
@@ -235,18 +248,18 @@ def compare(launch: Launch, folder: Path) -> None:
             "norm": abs(norm / expected["norm"] - 1),
             "gradient": tiny_run.distance(mine, expected["gradients"]),
             "plain_bf16": expected["bf16"],
-            "losses": max(abs(a - b) for a, b in zip(losses, expected[clipped], strict=True)),
+            "losses": max(abs(a - b) for a, b in zip(losses, expected[clipped][:steps], strict=True)),
         }
     if launch.is_main:
         (folder / f"found-{launch.world}.json").write_text(json.dumps(result))
 
 
 def main() -> None:
-    folder, worlds = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]] or list(CASES)
+    folder, words = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     launches(1, folder, lambda launch: reference(folder))
-    for world in worlds:
-        launches(world, folder, lambda launch: compare(launch, folder))
+    for world in [int(word) for word in words if word != "--long"] or list(CASES):
+        launches(world, folder, lambda launch: compare(launch, folder, "--long" in words))
 
 
 if __name__ == "__main__":
