@@ -70,6 +70,7 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
         assert tiny_run.distance(ours, plain) <= 1e-6
 
 
+@pytest.mark.slow
 def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     where = "pipeline.parallel.parallelize."
@@ -83,7 +84,8 @@ def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counter.frame_count == frames
 
 
-@pytest.mark.parametrize("text", [pytest.param("padded", marks=pytest.mark.slow), "packed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["padded", "packed"])
 def test_one_graph_serves_all_buckets_and_text_lengths(text: str) -> None:
     """40 buckets and 3 text lengths, forward and backward; nothing is compiled after the first batch."""
     model, counter = tiny_run.model(tiny_run.config(layers=2)), CompileCounterWithBackend("aot_eager")

@@ -610,7 +610,9 @@ def test_two_tasks_make_the_same_cache_as_one(source: Path, make_config: MakeCon
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(7, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"]
+)
 def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
     step: int, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

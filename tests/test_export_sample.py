@@ -361,6 +361,7 @@ def test_no_checkpoint_yet(trained: Trained, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- sample
 
 
+@pytest.mark.slow
 def test_sample_writes_pictures_a_table_and_a_sheet(trained: Trained, tmp_path: Path) -> None:
     result = sample.run(trained.config, "auto", None, tmp_path / "samples", 4)
     assert result.count == 4

@@ -147,7 +147,7 @@ def test_a_shard_that_is_made_again_while_gc_removes_it_stays(cache: Cache, monk
     assert collect(cache) == [], "it is young now"
 
 
-@BOTH
+@BOTH_IN_TIME
 def test_a_table_that_is_put_again_while_gc_removes_it_stays(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = cache.files.put_content(b"content", "tables", "arrow")
     name = Paths.table(digest, "arrow")

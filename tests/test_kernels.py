@@ -55,6 +55,7 @@ def within_limits(results: dict[str, dict[str, float]]) -> bool:
     return bool(results)
 
 
+@pytest.mark.slow
 @triton
 def test_values_and_gradients_in_the_interpreter_are_those_of_fp64() -> None:
     results = interpreted()

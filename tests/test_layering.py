@@ -270,6 +270,7 @@ def test_memory_is_never_measured_by_tracemalloc() -> None:
     assert [path for path in paths if any("tracemalloc" in name for _, name in imports(path, ROOT))] == []
 
 
+@pytest.mark.slow
 def test_training_imports_no_encoder() -> None:
     loaded = _loaded("import stages.train, pipeline.models.sampler")
     assert _heavy(loaded) == [] and "accelerate" not in loaded

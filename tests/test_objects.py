@@ -364,6 +364,7 @@ fetched_into(mirrors.Mirror(Path({str(tmp_path)!r}), 10_000), 10)
     assert mirror.counted_bytes() == held(mirror) <= 10_000
 
 
+@pytest.mark.slow
 def test_two_processes_count_the_copies_of_both(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom pipeline.cache.mirror import Mirror\n"

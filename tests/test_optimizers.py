@@ -574,6 +574,7 @@ def test_the_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) 
     assert not loss_scale.LossScale(dynamic=False).overflowed()
 
 
+@pytest.mark.slow
 def test_overflows_are_counted_in_the_metrics_and_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -669,7 +670,8 @@ def test_interrupted_and_resumed_is_uninterrupted(name: str, precision: str, tmp
             )
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp16", marks=pytest.mark.slow), "bf16_pure"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16_pure"])
 def test_a_precision_trains_like_fp32(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "INITIAL", 2.0**8)  # from 2^16 the first steps are left out
 

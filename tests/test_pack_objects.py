@@ -126,6 +126,7 @@ def test_an_epoch_reads_each_packed_shard_about_once(
     assert plain.most <= size
 
 
+@pytest.mark.slow
 def test_a_mirror_that_is_too_small_is_reported(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_mirror_that_is_too_small_is_reported(
         assert shard_prefetch.advice(plain) is None
 
 
+@pytest.mark.slow
 def test_epochs_that_follow_and_resumed_runs_stay_sequential(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

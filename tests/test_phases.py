@@ -292,6 +292,7 @@ def run_phases(settings: Config, **options: Any) -> tuple[Report, list[str]]:
     return stages.train.run(settings, log=printed.append, **options), printed
 
 
+@pytest.mark.slow
 def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_path: Path) -> None:
     """Bit for bit what `--from` gives by hand; nothing of a phase is in memory when the next is built."""
     import stages.train

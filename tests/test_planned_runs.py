@@ -320,6 +320,7 @@ def test_auto_on_a_cpu_is_a_fixed_choice(change: dict[str, Any], monkeypatch: py
     assert [*lines, *more] == ([] if name == "compile" else [f"auto: train.{name}: {fixed[name]} (on a CPU)"])
 
 
+@pytest.mark.slow
 def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
     config = tiny_run.config(parallel="auto", microbatch="auto", activation_checkpointing="auto", residual="fp32")
     machine = Machine(cards.card("cpu"), 1 << 34, 2, assumed=True)
@@ -438,6 +439,7 @@ def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
         load("tiny", ["train.parallel=auto", "train.parallel.tp_size=2", "train.parallel.offload=all"])
 
 
+@pytest.mark.slow
 def test_a_microbatch_that_does_not_fit_after_all_is_followed_by_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of parts may be too small; the whole trace decides."""
     real, asked = predict.predict, []

@@ -109,6 +109,7 @@ def test_a_forgotten_buffer_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert real_peak(train, NARROW, SHAPE) > 1.03 * before
 
 
+@pytest.mark.slow
 def test_few_blocks_extrapolate_exactly() -> None:
     train = TrainConfig.model_validate(COMPUTE)
     deep = SanaConfig(**{**NARROW.__dict__, "num_layers": 6})
@@ -124,7 +125,7 @@ def test_few_blocks_extrapolate_exactly() -> None:
     [
         pytest.param("none", "none", 2, marks=pytest.mark.slow),
         pytest.param("selective", "none", 1, marks=pytest.mark.slow),
-        ("full", "none", 2),
+        pytest.param("full", "none", 2, marks=pytest.mark.slow),
         ("none", "int8", 1),
     ],
 )

@@ -186,6 +186,7 @@ cli.console()
 """
 
 
+@pytest.mark.slow
 def test_a_command_shows_no_notes_of_libraries_unless_python_was_asked_for_them() -> None:
     pytest.importorskip("torchao")
     assert child(NOISE).stderr == "an error\n"

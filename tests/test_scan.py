@@ -557,6 +557,7 @@ def tables(tmp_path: Path) -> list[Path]:
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_items_of_tables_that_name_files_are_not_in_memory(
     folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, shared: bool
