@@ -71,7 +71,7 @@ dist: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile -m 'dist and not fault and not gpu' --timeout 600 $(PYTEST_ARGS)
 
 fault: $(STAMP)
-	$(PYTEST) -n $(JOBS) --dist loadfile -m 'fault and not gpu' --timeout 900 --fault-seeds 3 $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile -m 'fault and not gpu' --timeout 900 --fault-seeds 2 $(PYTEST_ARGS)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)

@@ -39,7 +39,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fault-seeds", type=int, default=3, metavar="N", help="how many seeds each `fault_seed` test runs with"
+        "--fault-seeds", type=int, default=2, metavar="N", help="how many seeds each `fault_seed` test runs with"
     )
 
 

@@ -63,7 +63,7 @@ def test_killed_at_random_then_finished(
     make_config: MakeConfig,
     tmp_path: Path,
 ) -> None:
-    """The first of three seeds also with limits of memory so low that every array and table is in files."""
+    """Every third seed also with limits of memory so low that every array and table is in files."""
     truth, seconds = undisturbed
     for lowered in (False, True) if fault_seed % 3 == 0 else (False,):
         chance, folder = random.Random(fault_seed), tmp_path / str(lowered)

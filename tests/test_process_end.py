@@ -211,7 +211,7 @@ def busy() -> Iterator[None]:
 def test_short_commands_end_with_documented_codes_on_a_busy_machine(
     photos: Path, small_cache_copy: Path, make_config: Callable[..., Config], busy: None, fault_seed: int
 ) -> None:
-    """Each command once in three seeds (`make fault`); `make fault-long` makes about 200 runs of each, and
+    """Each command once in two seeds (`make fault`); `make fault-long` makes about 200 runs of each, and
     100 of `train` and `export`."""
     config = make_config(small_cache_copy.parent)
     output = ["--set", f"train.output={config.train.output}"]

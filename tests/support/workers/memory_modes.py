@@ -57,51 +57,64 @@ def laid_out(train: Any) -> tuple[mesh.Layout, DeviceMesh]:
     return layout, init_device_mesh("cpu", layout.sizes, mesh_dim_names=mesh.DIMS)
 
 
-def parallel_model(device_mesh: Any, train: Any, layers: int = 4) -> ParallelModel:
+def parallel_model(device_mesh: Any, train: Any, layers: int) -> ParallelModel:
     return parallelize(saved_activations.model(torch.float32, layers=layers), device_mesh, train)
 
 
-def block_bytes(device_mesh: Any, train: Any) -> tuple[float, float, dict[str, Tensor]]:
+def block_bytes(
+    device_mesh: Any, train: Any, sizes: tuple[int, int] = (1, 2)
+) -> tuple[float, float, dict[str, Tensor]]:
     """MB that one block keeps on the device and in host memory, and the gradients of the longer of two models."""
     dtype = saved_activations.PRECISIONS[train.precision]
     given, counts = saved_activations.inputs(dtype), []
-    for layers in (2, 4):
+    for layers in sizes:
         module = parallel_model(device_mesh, train, layers).module
         total, out = saved_bytes(lambda m=module: m(*given), [*module.parameters(), *given])  # type: ignore[misc]
         host = sum(offloader.host_bytes() for offloader in saved_activations.offloaders(module))
         counts.append((total - host, host))
         out.float().square().mean().backward()
-    device, host = ((long - short) / 2e6 for short, long in zip(*counts, strict=True))
+    blocks = sizes[1] - sizes[0]
+    device, host = ((long - short) / blocks / 1e6 for short, long in zip(*counts, strict=True))
     gradients = {name: whole(p.grad) for name, p in module.named_parameters()}
     return device, host, gradients
 
 
+def alone(precision: str, layers: int) -> dict[str, Tensor]:
+    dtype = saved_activations.PRECISIONS[precision]
+    _, _, gradients = saved_activations.measure(saved_activations.model(dtype, layers=layers), dtype)
+    return {name: gradient.float() for name, gradient in gradients.items()}
+
+
 def sharded(device_mesh: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for precision, dtype in saved_activations.PRECISIONS.items():
-        _, _, alone = saved_activations.measure(saved_activations.model(dtype), dtype)
-        plain = {name: gradient.float() for name, gradient in alone.items()}
-        for name in WAYS if precision == "fp32" else IN_BF16:
-            device, host, gradients = block_bytes(device_mesh, settings(precision, **WAYS[name]))
+    by_one = [name for name in WAYS if name != "every-2"]
+    for precision, sizes, names in (
+        ("fp32", (2, 4), ["none", "every-2"]),
+        ("fp32", (1, 2), by_one),
+        ("bf16", (1, 2), IN_BF16),
+    ):
+        plain = alone(precision, sizes[1])
+        for name in names:
+            device, host, gradients = block_bytes(device_mesh, settings(precision, **WAYS[name]), sizes)
+            if name == "none":
+                reference = gradients
             result[f"{precision} {name}"] = {
                 "device": device,
                 "host": host,
                 "distance": tiny_run.distance(gradients, plain),
+                "from none": tiny_run.distance(gradients, reference),
             }
-            if name == "none":
-                reference = gradients
-            result[f"{precision} {name}"]["from none"] = tiny_run.distance(gradients, reference)
     return result
 
 
 def cut(device_mesh: Any) -> dict[str, Any]:
     """The same where every process has a slice of each matrix."""
     result: dict[str, Any] = {}
-    _, _, alone = saved_activations.measure(saved_activations.model(torch.float32), torch.float32)
+    plain = alone("fp32", 2)
     for name in ("none", "selective", "int8", "full, int8", "offload"):
         train = settings("fp32", **WAYS[name], parallel={"dp_shard": 1, "tp_size": 2})
         device, host, gradients = block_bytes(laid_out(train)[1], train)
-        result[name] = {"device": device, "host": host, "distance": tiny_run.distance(gradients, alone)}
+        result[name] = {"device": device, "host": host, "distance": tiny_run.distance(gradients, plain)}
     return result
 
 
