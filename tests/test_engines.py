@@ -964,7 +964,7 @@ def test_an_address_without_a_cluster_is_an_error_for_people(
     photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     process = encode(make_config(tmp_path), photos, "--engine", "ray", RAY_ADDRESS="127.0.0.1:1", **RAY)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 2, output
+    output = process.output(timeout=200)
+    assert process.wait() == 2, output
     assert "the Ray cluster cannot be reached" in output
     assert "Traceback" not in output
