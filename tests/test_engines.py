@@ -925,7 +925,7 @@ def test_a_ray_cluster_makes_the_same_cache_while_nodes_join_and_die(
     doomed = cluster.add_node(num_cpus=1)  # joins while the driver waits or scans
     end = time.monotonic() + 200
     while not units_done(tmp_path / "cache"):
-        assert driver.poll() is None, driver.communicate()[0]
+        assert driver.poll() is None, driver.output()
         assert time.monotonic() < end
         time.sleep(0.005)
     cluster.remove_node(doomed, allow_graceful=False)
@@ -947,7 +947,7 @@ def test_a_signal_to_the_driver_cancels_the_tasks_and_it_continues(
     driver = encode(config, photos, "--engine", "ray", **RAY)  # without RAY_ADDRESS: a local cluster
     end = time.monotonic() + 200
     while not units_done(tmp_path / "cache"):
-        assert driver.poll() is None, driver.communicate()[0]
+        assert driver.poll() is None, driver.output()
         assert time.monotonic() < end
         time.sleep(0.005)
     driver.send_signal(signal.SIGTERM)
