@@ -6,6 +6,7 @@ from that of a command: tests of the start use `subprocess`.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import multiprocessing
@@ -18,12 +19,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from weakref import WeakSet
 
 from pipeline import cli, processes
 
 _SERVER = multiprocessing.get_context("forkserver")
+_started: WeakSet[Forked] = WeakSet()
 
 
 class Forked:
@@ -53,6 +57,7 @@ class Forked:
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
+        _started.add(self)
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -80,10 +85,18 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+@atexit.register
+def _end() -> None:
+    """What a test that failed has left, also if it is stopped: Python would wait for it."""
+    for process in list(_started):
+        process.kill()
 
 
 def ranks(processes: int, *arguments: str, worker: str | None = None) -> list[Forked]:
