@@ -38,7 +38,7 @@ ROOMS = {
     ),
     "sources": (
         ["pipeline/sources/*"],
-        "caption_rules captions documents edges encode_sources fuzz reasons remote scan source sources urls",
+        "caption_rules captions documents edges encode_sources fuzz links reasons remote scan source sources urls",
     ),
     "images": (["pipeline/images/*"], "bucket buckets edges encode image"),
     "snapshots": (
@@ -63,8 +63,8 @@ ROOMS = {
             "pipeline/models/objective.py",
             "pipeline/models/sampler.py",
         ],
-        "checkpoint feeding float8 foreign_checkpoint lock loss_band objective optimizers phases sampler throughput "
-        "training training_pictures validation",
+        "checkpoint feeding float8 foreign_checkpoint lock loss_band memory_modes nvlabs_recipe objective optimizers "
+        "phases planned_runs residual sampler terminal throughput training training_pictures validation",
     ),
 }
 SETTINGS = """

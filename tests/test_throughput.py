@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
-from pipeline.errors import UserError
+from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.models.sana_flops import forward_flops, training_flops
 from pipeline.parallel.mesh import Layout, open_mesh
-from pipeline.training import memory, metrics, throughput, trackers
+from pipeline.training import checks, memory, metrics, throughput, trackers
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
@@ -129,6 +130,67 @@ def test_a_full_gpu_is_reported_once_with_what_would_help(monkeypatch: pytest.Mo
             assert len(printed) == (share > 0.92)
     assert "process 0 is nearly full: 7.0 GiB, 93 %" in printed[0]
     assert "--set train.activation_checkpointing=full" in printed[0]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device]]:
+    """Stands in for a GPU of 4 GiB; lists what is asked of it."""
+    asked: list[tuple[str, torch.device]] = []
+    answers = {
+        "max_memory_reserved": 3 * 2**30,
+        "max_memory_allocated": 2 * 2**30,
+        "reset_peak_memory_stats": None,
+        "get_device_properties": SimpleNamespace(total_memory=4 * 2**30),
+        "get_device_name": "NVIDIA L4",
+        "get_device_capability": (7, 5),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(
+            torch.cuda, name, lambda device, name=name, answer=answer: (asked.append((name, device)), answer)[1]
+        )
+    return asked
+
+
+def test_on_a_gpu_peaks_are_those_since_the_last_row_and_the_peak_is_the_cards(
+    card: list[tuple[str, torch.device]],
+) -> None:
+    device, settings, printed = torch.device("cuda", 1), tiny_run.config(precision="fp32"), []
+    shape = tiny_run.model(settings).config
+    counts = throughput.Throughput(settings.train, shape, Layout(1, 1, 1, 1), device, printed.append)
+    assert counts.peak == 30.3
+    given = settings.train.model_copy(update={"peak_tflops": 7.0})
+    assert throughput.Throughput(given, shape, Layout(1, 1, 1, 1), device, printed.append).peak == 7.0
+    assert sum(name == "reset_peak_memory_stats" for name, _ in card) == 2, "a run begins with fresh peaks"
+    card.clear()
+    assert counts.memory.peaks()[1:] == (2 * 2**30, 3 * 2**30, 0.75)
+    assert [name for name, _ in card[:3]][-1] == "reset_peak_memory_stats"
+    assert {place for _, place in card} == {device}
+    row = counts.memory.row([2**30, 2**31], [2**31, 2**30], [2.0**30, 2.0**32], [0.1, 0.93])
+    assert row == {
+        "memory_gib": 2.0,
+        "memory_rank": 0,
+        "reserved_gib": 4.0,
+        "reserved_rank": 1,
+        "rss_gib": 2.0,
+        "rss_rank": 1,
+    }
+    assert "process 1 is nearly full: 4.0 GiB, 93 %" in printed[0]
+
+
+def test_packed_attention_is_refused_where_it_has_no_kernel(
+    card: list[tuple[str, torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = TrainConfig(text="packed", packed_attention=True, precision="bf16")
+    device = torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match=naming("packed_attention", "NVIDIA L4")):
+        checks._check_packed_attention(packed, device)
+    assert {place for _, place in card} == {device}
+    checks._check_packed_attention(packed, CPU)
+    checks._check_packed_attention(TrainConfig(precision="bf16"), device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    checks._check_packed_attention(packed, device)
+    with pytest.raises(ConfigError, match="fp32"):
+        checks._check_packed_attention(packed.model_copy(update={"precision": "fp32"}), device)
 
 
 def configured(**options: Any) -> TrainConfig:
