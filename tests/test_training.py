@@ -947,7 +947,7 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
     expected = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, False, None, {"processes": 2})
     journal = metrics.Metrics(tmp_path / "metrics.jsonl", printed.append, service, expected)  # type: ignore[arg-type]
     journal.start(step=8)
-    speed = {"images_per_s": 8.0, "data_wait": 0.25, "mfu": 0.4, "model_tflops": 1.6, "forward_tokens": 500}
+    speed = {"images_per_s": 8.0, "data_wait": 0.75, "mfu": 0.6, "model_tflops": 1.6, "forward_tokens": 500}
     memory = {"memory_gib": 8.0, "memory_rank": 1, "reserved_gib": 9.0, "rss_gib": 3.0}
     row = {"step": 9, "loss": 0.5, "grad_norm": 1.5, "lr": 1e-4, "bucket": [64, 32], "seconds": 20.0, **speed, **memory}
     journal.row(100, {**row, "skipped_steps": 2, "quarantined": 1})
@@ -959,13 +959,13 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
     journal.validation(100, {**values, "loss": None, "ema_by_sigma": None, "by_age": None})
     journal.close()
     assert printed == [
-        "step   9/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 40%  data 25%  64x32  2 skipped  "
+        "step   9/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  2 skipped  "
         "1 quarantined  8.0 GiB on process 1, 9.0 reserved  30m20s left",
-        "step  10/100  loss 0.5000  grad overflow  lr 1.00e-04  8.0 images/s  data 25%  64x32  "
+        "step  10/100  loss 0.5000  grad overflow  lr 1.00e-04  8.0 images/s  data 75%  64x32  "
         "8.0 GiB on process 1, 9.0 reserved  15m00s left",
         "predicted and measured until step 10: memory 8 and 8 GiB (+0%), speed 10 and 8 images/s (-20%)",
         "warning: the speed is 20% below the prediction; sana-pipe plan --calibrate measures this device",
-        "step  11/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 40%  data 25%  64x32  "
+        "step  11/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  "
         "3.0 GiB of main memory",
         "validation after step 11/100  loss 0.2500  EMA is not a finite number  old samples 0.2000  5 samples  1.0 s",
         "validation after step 11/100  loss is not a finite number  5 samples  1.0 s",
@@ -984,6 +984,70 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
     }
     assert (document["until_step"], document["processes"], event["until_step"]) == (10, 2, 10)
     assert event["images_per_s"] == 8.0 and event["time"]
+
+
+def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
+    path, printed, shown = tmp_path / "metrics.jsonl", list[str](), list[str]()
+    line: Any = SimpleNamespace(live=True, show=shown.append, end=lambda: shown.append("end"))
+    row = {"grad_norm": 1.0, "lr": 1.0, "images_per_s": 2.0, "data_wait": 0.0, "bucket": [8, 8]}
+    check = {"ema_loss": 0.5, "by_sigma": {}, "ema_by_sigma": {}, "samples": 5, "seconds": 1.0}
+    picture = {"count": 3, "prompt_set": "p", "file": "pictures/x", "seconds": 2.0}
+    path.write_bytes(b'[1]\n{"step": "1"}\nno row\n{"step": 1, "loss": 1.0}')
+    with closing(metrics.Metrics(path, printed.append, line=line)) as journal:
+        journal.start(step=0, device="cpu")
+        assert b'1.0}\n{"event": "start"' in path.read_bytes(), "what a kill tore off is a line of its own"
+        for step in range(1, 5):
+            journal.row(9, {"step": step, "loss": 1.0 / step, **row, "seconds": 10.0 * step})
+        journal.validation(9, {"step": 2, "loss": 0.75, "snapshot": "a", **check})
+        journal.validation(9, {"step": 2, "loss": 9.0, "snapshot": "b", **check})
+        journal.pictures(9, {"step": 2, **picture})
+        journal.pictures(9, {"step": 4, **picture})
+        journal.row(9, {"step": 4, "loss": 0.125, **row, "seconds": 60.0})
+    with closing(metrics.Metrics(path, printed.append, line=line)) as journal:
+        assert not journal.has_pictures(2) and not journal.has_validation(2, "b")
+        journal.start(step=2, device="cpu")
+        assert journal.has_pictures(2) and not journal.has_pictures(4)
+        assert journal.has_validation(2, "b") and not journal.has_validation(2, "a")
+        assert not journal.has_validation(3, "b"), "the last of a step"
+        journal.validation(9, {"step": 3, "loss": 8.5, "snapshot": "b", **check, "ema_loss": 0.25})
+        journal.validation(9, {"step": 3, "loss": None, "snapshot": "c", **check, "ema_loss": None})
+        journal.row(9, {"step": 3, "loss": 0.5, **row})
+        with pytest.raises(ValueError):
+            journal.row(9, {"step": 3, "loss": math.nan, **row})
+    assert shown == [
+        "step 1/9  loss 1.0000  2.0 images/s  1m20s left",
+        "step 2/9  loss 0.5000 (-0.5000)  2.0 images/s  1m10s left",
+        "step 3/9  loss 0.3333 (-0.6667)  2.0 images/s  1m00s left",
+        "step 4/9  loss 0.2500 (-0.4583)  2.0 images/s  50s left",
+        "step 4/9  loss 0.1250 (-0.5625)  2.0 images/s  validation 9.0000",
+        "end",
+        "step 3/9  loss 0.5000  2.0 images/s",
+        "end",
+    ]
+    place = tmp_path / "pictures/x"
+    assert printed == [
+        "validation after step 2/9  loss 0.7500  EMA 0.5000  5 samples  1.0 s",
+        "validation after step 2/9  loss 9.0000  EMA 0.5000  5 samples  1.0 s",
+        f"pictures after step 2/9  3 prompts  2.0 s  {place}",
+        f"pictures after step 4/9  3 prompts  2.0 s  {place}",
+        "validation after step 3/9  loss 8.5000 (-0.5000)  EMA 0.2500 (-0.2500)  5 samples  1.0 s",
+        "validation after step 3/9  loss is not a finite number  EMA is not a finite number  5 samples  1.0 s",
+    ]
+    events = metrics.read_events(path)
+    assert [(start["step"], start["seconds"], start["device"]) for start in events["start"]] == [
+        (0, 60.0, "cpu"),
+        (2, 0.0, "cpu"),
+    ]
+    assert [row["loss"] for row in events[None]] == [1.0, 0.5, 0.5] and metrics.read(path) == events[None]
+    assert [(row["step"], row["snapshot"]) for row in events["validation"]] == [(2, "b"), (3, "c")]
+    assert [row["step"] for row in events["pictures"]] == [2]
+    times = {row["time"][-6:] for rows in events.values() for row in rows}
+    assert times == {"+00:00"}, "of every row, in UTC"
+    (tmp_path / "empty.jsonl").touch()
+    metrics.Metrics(tmp_path / "empty.jsonl", print).close()
+    assert metrics.read(tmp_path / "empty.jsonl") == [] and not (tmp_path / "empty.jsonl").stat().st_size
+    with pytest.raises(UserError):
+        metrics.read(tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("differing", [1, 2])
