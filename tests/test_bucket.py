@@ -300,6 +300,7 @@ COLUMNS = {
     "score": pa.array(["1.5", "2", None, "10"], pa.large_string()),
     "name": pa.array(["cat", "dog", None, "Cat dog"], pa.large_string()),
     "flag": pa.array([True, False, None, True]),
+    "deep.x": pa.array([1, 2, 3, 4]),
 }
 
 
@@ -314,10 +315,10 @@ COLUMNS = {
         ("-+?-", ["1 < width < 4", "width in [2, 9]", "flag == False", "not flag", "width * 3 - 1 == 5"]),
         ("-+?-", ["width + 1 == 3", "width / 4 == 0.5", "abs(1 - width) == 1", "name == 'dog'", "2 * width - 4 == 0"]),
         ("+-?+", ["width not in (2, 9)", "flag", "flag == True", "endswith(name, 't') or contains(name, ' ')"]),
-        ("-+?+", ["max(3, width, 2) + min(width, 0) + width >= 5", "contains(name, 'dog')"]),
+        ("-+?+", ["max(3, width, 2) + min(width, 0) + width >= 5", "contains(name, 'dog')", "score * 2 > 3.5"]),
         ("+-?-", ["startswith(name, 'c')", "matches(name, '^c.t$')", "'cat' == name", "width < 2 and flag"]),
         ("--?+", ["flag and width > 1", "width > 1 and flag", "flag and score > 2 and width > 1"]),
-        ("-+++", ["width == 2 or name is None or width == 4"]),
+        ("-+++", ["width == 2 or name is None or width == 4", "deep.x > 1", "column('deep.x') > 1"]),
     ],
 )
 def test_expressions_decide_row_by_row(selected: str, expressions: list[str]) -> None:
@@ -325,6 +326,16 @@ def test_expressions_decide_row_by_row(selected: str, expressions: list[str]) ->
         chosen, undecided = Filter(expression, "setting").select(COLUMNS.__getitem__, 4, sorted(COLUMNS))
         signs = ("?" if n else "+" if c else "-" for c, n in zip(chosen.to_pylist(), undecided.to_pylist()))
         assert "".join(signs) == selected, expression
+        assert not any(c for c, n in zip(chosen.to_pylist(), undecided.to_pylist()) if n)
+    if selected == "++++":
+        none, undecided = Filter("True", "setting").select(COLUMNS.__getitem__, 0, [])
+        assert none.type == undecided.type == pa.bool_()
+
+
+def test_an_expression_has_at_most_500_parts() -> None:
+    Filter("not not " + "+".join("1" * 166), "setting")
+    with pytest.raises(UserError, match="more than 500 parts"):
+        Filter("not " + "+".join("1" * 167), "setting")
 
 
 def test_expressions_of_the_wrong_kinds_name_what_is_wrong() -> None:
@@ -355,7 +366,7 @@ def test_expressions_of_the_wrong_kinds_name_what_is_wrong() -> None:
             Filter(expression, "setting").select(COLUMNS.__getitem__, 4, sorted(COLUMNS))
     with pytest.raises(UserError) as caught:
         Filter("zzz > 1", "setting").select(COLUMNS.__getitem__, 4, sorted(COLUMNS))
-    assert caught.value.fix is None and caught.value.expected == "flag, name, score, width"
+    assert caught.value.fix is None and caught.value.expected == "deep.x, flag, name, score, width"
 
 
 def test_fields_have_one_type_each() -> None:
@@ -363,7 +374,7 @@ def test_fields_have_one_type_each() -> None:
     rows = [
         {"a": 1, "b": True, "c": "x", "d": {"e": 1}, "f.g": 5, "f": {"g": 6}, "big": largest},
         {"a": 2.5, "c": 3, "d": 4, "f": {"g": 7}, "big": 2 * largest},
-        {"a": None, "d": {"e": {"h": 2}}, "big": -2 * largest, "nothing": None},
+        {"a": None, "c": 2.5, "d": {"e": {"h": 2}}, "big": -2 * largest, "nothing": None},
     ]
     meta = pa.chunked_array([[json.dumps(rows[0]), None], [json.dumps(row) for row in rows[1:]]])
     fields = Fields({"a", "b", "c", "d.e.h", "f.g", "big", "nothing"})
@@ -375,7 +386,7 @@ def test_fields_have_one_type_each() -> None:
     assert {name: column.to_pylist() for name, column in columns.items()} == {
         "a": [1.0, None, 2.5, None],
         "b": [True, None, None, None],
-        "c": ["x", None, "3", None],
+        "c": ["x", None, "3", "2.5"],
         "d.e.h": [None, None, None, 2.0],
         "f.g": [5.0, None, 7.0, None],
         "big": [float(largest), None, None, None],

@@ -29,6 +29,7 @@ from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
+NO_GPU = ("memory_gib", "memory_rank", "reserved_gib", "reserved_rank")
 
 
 # ---------------------------------------------------------------------------------------------------------- FLOPs
@@ -105,6 +106,54 @@ def test_without_a_known_peak_there_is_no_utilisation() -> None:
     assert values["mfu"] is None
     assert values["loss"] == 1.0
     assert values["grad_norm"] == 2.0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that share a model; the second has twice the counts of this one."""
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: 104.0))
+    monkeypatch.setattr(throughput, "_all_gather", lambda numbers, device: [[n, 2 * n] for n in numbers])
+    monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (2.0**30, 1.0, 1.0, 0.0))
+    settings = tiny_run.config(peak_tflops=0.5).train.model_copy(update={"packed_attention": packed})
+    shape = replace(tiny_run.model(tiny_run.config()).config, patch_size=2)
+    counts = throughput.Throughput(settings, shape, Layout(1, 1, 1, 2), CPU, print)
+    counts._window.began = 100.0
+    pieces: list[Any] = [
+        SimpleNamespace(latents=torch.zeros(n, 4, 8, 4), mask=(torch.arange(5 * n) < shown).view(n, 5))
+        for n, shown in ((3, 9), (1, 2))
+    ]
+    counts.add(Outcome(1, torch.tensor(1.0), torch.tensor(3.0), 8, (8, 4)), pieces, 0.5)
+    counts.add(Outcome(2, torch.tensor(2.0), torch.tensor(9.0), 8, (8, 4), skipped=True), pieces[1:], 0.25)
+    row = counts.row(3)
+    computed = (9, 2, 2) if packed else (15, 5, 5)
+    flops = sum(training_flops(shape, n, 8, rows) for n, rows in zip((3, 1, 1), computed))
+    expected = {"loss": 1.5, "grad_norm": 3.0, "images_per_s": 4.0, "data_wait": 0.375, "forward_tokens": 24}
+    expected |= {"tokens_per_s": (5 * 8 + 9 + 2 + 2) * 1.5 / 4, "padded_tokens": 18, "quarantined": 4}
+    expected |= {"model_tflops": flops * 1.5 / 4 / 1e12, "mfu": flops * 1.5 / 4 / 0.5e12 / 2}
+    assert row == pytest.approx({**expected, "rss_gib": 2.0, "rss_rank": 1} | dict.fromkeys(NO_GPU))
+    counts._window.began = 100.0
+    counts.add(Outcome(3, torch.tensor(4.0), torch.tensor(9.0), 4, (8, 4), skipped=True), [], 0.0)
+    later = counts.row(0)
+    assert (later["loss"], later["grad_norm"], later["images_per_s"], later["quarantined"]) == (4.0, None, 1.0, 0)
+    assert later["tokens_per_s"] == later["forward_tokens"] == later["padded_tokens"] == 0
+
+
+def test_memory_of_other_systems_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3))
+    for platform, peak in (("linux", 3072), ("darwin", 3)):
+        monkeypatch.setattr(memory, "sys", SimpleNamespace(platform=platform))
+        assert memory.peak_rss() == peak
+    replicas = configured(parallel=ParallelConfig(dp_replicate=2))
+    assert memory._shards(replicas) == 1
+    for world in (2, 4):
+        monkeypatch.setattr(
+            memory, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda world=world: world)
+        )
+        assert memory._shards(replicas) == world // 2
+        assert memory._shards(configured()) == world
+        assert not any("reshard" in line for line in memory.memory_advice(configured(precision="fp32")))
+    unsharded = configured(parallel=ParallelConfig(reshard_after_forward=False), precision="fp32")
+    assert any("reshard_after_forward=true" in line for line in memory.memory_advice(unsharded))
 
 
 def test_a_checkpoint_takes_no_time_of_the_steps() -> None:
@@ -202,6 +251,9 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
     keys = [line.partition("=")[0].removeprefix("--set train.") for line in memory.memory_advice(configured())]
     assert keys[0] == "microbatch"  # blocks are recomputed by default
     plain = memory.memory_advice(configured(activation_checkpointing="none", microbatch=6))
+    assert not any("ema." in line or "dp_replicate" in line for line in plain), "what the run does not have"
+    for other in (configured(precision="fp16"), configured(parallel=ParallelConfig(dp_shard=2))):
+        assert not any("precision=" in line or "dp_replicate" in line for line in memory.memory_advice(other))
     assert plain[0].startswith("--set train.activation_checkpointing=selective ")
     assert plain[1].startswith("--set train.activation_checkpointing=full ")
     fused = configured(optim=OptimConfig(in_backward=True, clip=None))

@@ -1002,16 +1002,17 @@ def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
         journal.validation(9, {"step": 2, "loss": 9.0, "snapshot": "b", **check})
         journal.pictures(9, {"step": 2, **picture})
         journal.pictures(9, {"step": 4, **picture})
+        assert journal.has_pictures(4)
         journal.row(9, {"step": 4, "loss": 0.125, **row, "seconds": 60.0})
     with closing(metrics.Metrics(path, printed.append, line=line)) as journal:
         assert not journal.has_pictures(2) and not journal.has_validation(2, "b")
         journal.start(step=2, device="cpu")
-        assert journal.has_pictures(2) and not journal.has_pictures(4)
+        assert [journal.has_pictures(step) for step in (1, 2, 4)] == [False, True, False]
         assert journal.has_validation(2, "b") and not journal.has_validation(2, "a")
         assert not journal.has_validation(3, "b"), "the last of a step"
+        journal.row(9, {"step": 3, "loss": 0.5, **row})
         journal.validation(9, {"step": 3, "loss": 8.5, "snapshot": "b", **check, "ema_loss": 0.25})
         journal.validation(9, {"step": 3, "loss": None, "snapshot": "c", **check, "ema_loss": None})
-        journal.row(9, {"step": 3, "loss": 0.5, **row})
         with pytest.raises(ValueError):
             journal.row(9, {"step": 3, "loss": math.nan, **row})
     assert shown == [
@@ -1021,7 +1022,7 @@ def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
         "step 4/9  loss 0.2500 (-0.4583)  2.0 images/s  50s left",
         "step 4/9  loss 0.1250 (-0.5625)  2.0 images/s  validation 9.0000",
         "end",
-        "step 3/9  loss 0.5000  2.0 images/s",
+        "step 3/9  loss 0.5000  2.0 images/s  validation 9.0000",
         "end",
     ]
     place = tmp_path / "pictures/x"
@@ -1034,6 +1035,7 @@ def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
         "validation after step 3/9  loss is not a finite number  EMA is not a finite number  5 samples  1.0 s",
     ]
     events = metrics.read_events(path)
+    assert b"\n\n" not in path.read_bytes()
     assert [(start["step"], start["seconds"], start["device"]) for start in events["start"]] == [
         (0, 60.0, "cpu"),
         (2, 0.0, "cpu"),
