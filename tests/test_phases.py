@@ -373,13 +373,17 @@ def test_a_summary_and_a_table_of_what_the_journal_says(tmp_path: Path) -> None:
     done = summarize(place, None)
     assert done == {
         **empty,
-        **{"loss": 19.5, "lr": 1e-3, "seconds": 38, "images_per_s": 20.0, "validation": rows[-1]},
+        "loss": 19.5,
+        "lr": 1e-3,
+        "seconds": 38,
+        "images_per_s": 20.0,
+        "validation": rows[-1],
     }
     assert json.loads((tmp_path / "summary.json").read_text()) == done
     assert [line.split() for line in table([early, {**done, "samples": 1234}])] == [
-        "phase snapshot steps samples rate loss validation old new images/s time".split(),
-        "second 5eed5eed5eed 20 - 2.00e+00 9.0000 - - - 7.0 0s".split(),
-        "second 5eed5eed5eed 20 1234 1.00e-03 19.5000 0.2000 0.5000 - 20.0 38s".split(),
+        ["phase", "snapshot", "steps", "samples", "rate", "loss", "validation", "old", "new", "images/s", "time"],
+        ["second", "5eed5eed5eed", "20", "-", "2.00e+00", "9.0000", "-", "-", "-", "7.0", "0s"],
+        ["second", "5eed5eed5eed", "20", "1234", "1.00e-03", "19.5000", "0.2000", "0.5000", "-", "20.0", "38s"],
     ]
     plain = table([early, {**done, "validation": {"loss": None}}])
     assert plain[0].split()[-3:] == ["validation", "images/s", "time"] and "- " in plain[2]
