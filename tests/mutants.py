@@ -34,8 +34,8 @@ WANTED = 0.95
 ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
-        "audit cache cache_layout documents edges fuzz gc golden integrity_law large_tables objects pack patience "
-        "prompts reads repair scratch snapshot_chunks snapshot_head storage web_cache",
+        "audit cache cache_layout claims documents edges fuzz gc golden integrity_law large_tables missing_work "
+        "objects pack patience prompts reads repair scratch snapshot_chunks snapshot_head storage urls web_cache",
     ),
     "sources": (
         ["pipeline/sources/*"],

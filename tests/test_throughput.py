@@ -397,3 +397,37 @@ def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monke
     assert [line for line in printed if "left out" in line] == [
         "warning: the tracker tensorboard failed and is left out: ConnectionError: no network"
     ]
+
+
+def test_each_service_is_opened_under_its_names() -> None:
+    for name, has_folder, expected in (
+        ("tensorboard", True, (("tensorboard",), {"logging_dir": "runs/a", "purge_step": 8})),
+        ("wandb", False, ((trackers.PROJECT,), {"name": "a", "dir": "runs/a"})),
+        ("comet_ml", False, ((trackers.PROJECT,), {})),
+        ("aim", True, ((trackers.PROJECT,), {"logging_dir": "runs/a"})),
+    ):
+
+        class Kind:
+            requires_logging_directory = has_folder
+
+            def __init__(self, *given: Any, **named: Any) -> None:
+                self.given = given, named
+
+        assert trackers._make(Kind, name, Path("runs/a"), 7).given == expected
+    printed: list[str] = []
+    services = trackers.Trackers([], Path("runs/a"), 0, {}, printed.append)
+    calls: list[Any] = []
+
+    def fail() -> None:
+        raise OSError("no network")
+
+    good: Any = SimpleNamespace(
+        log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("end")
+    )
+    services._open = {"bad": SimpleNamespace(log=lambda values, step: fail(), finish=fail), "good": good}
+    services.log(3, {"step": 3, "loss": 0.5, "count": 2, "name": "x", "none": None})
+    assert calls == [({"train/loss": 0.5, "train/count": 2}, 3)] and list(services._open) == ["good"]
+    services._open["bad"] = SimpleNamespace(finish=fail)
+    services.close()
+    assert calls[1:] == ["end"] and not services._open
+    assert ["bad" in line and "OSError: no network" in line for line in printed] == [True, True]
