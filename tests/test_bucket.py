@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -38,6 +40,7 @@ from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
 from pipeline.snapshots import selection
+from pipeline.snapshots.filters import Fields, Filter
 from tests.support import synthetic
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
@@ -290,6 +293,112 @@ def test_a_wrong_filter_says_what_is_wrong(root: Path, expression: str, named: s
     assert named in str(caught.value)
     assert "bucket.filter" in str(caught.value)
     assert files(root) == before
+
+
+COLUMNS = {
+    "width": pa.array([1, 2, None, 4]),
+    "score": pa.array(["1.5", "2", None, "10"], pa.large_string()),
+    "name": pa.array(["cat", "dog", None, "Cat dog"], pa.large_string()),
+    "flag": pa.array([True, False, None, True]),
+    "deep.x": pa.array([1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize(
+    ("selected", "expressions"),
+    [
+        ("++++", ["True", "not False", "1 < 2", "'a' != 'b'", "2 in [1, 2]", "width > 1 or True", "2 < 4 == 4"]),
+        ("----", ["False", "not True", "2 < 2", "2 not in [1, 2]", "True and False", "width > 1 and False"]),
+        ("--+-", ["width is None", "flag is None", "score is None"]),
+        ("++-+", ["width is not None", "name is not None", "not name is None"]),
+        ("-+?+", ["width >= 2", "2 <= width", "score > 1.75", "1.75 < score", "-width < -1", "min(width, 2) == 2"]),
+        ("-+?-", ["1 < width < 4", "width in [2, 9]", "flag == False", "not flag", "width * 3 - 1 == 5"]),
+        ("-+?-", ["width + 1 == 3", "width / 4 == 0.5", "abs(1 - width) == 1", "name == 'dog'", "2 * width - 4 == 0"]),
+        ("+-?+", ["width not in (2, 9)", "flag", "flag == True", "endswith(name, 't') or contains(name, ' ')"]),
+        ("-+?+", ["max(3, width, 2) + min(width, 0) + width >= 5", "contains(name, 'dog')", "score * 2 > 3.5"]),
+        ("+-?-", ["startswith(name, 'c')", "matches(name, '^c.t$')", "'cat' == name", "width < 2 and flag"]),
+        ("--?+", ["flag and width > 1", "width > 1 and flag", "flag and score > 2 and width > 1"]),
+        ("-+++", ["width == 2 or name is None or width == 4", "deep.x > 1", "column('deep.x') > 1"]),
+    ],
+)
+def test_expressions_decide_row_by_row(selected: str, expressions: list[str]) -> None:
+    for expression in expressions:
+        chosen, undecided = Filter(expression, "setting").select(COLUMNS.__getitem__, 4, sorted(COLUMNS))
+        signs = ("?" if n else "+" if c else "-" for c, n in zip(chosen.to_pylist(), undecided.to_pylist()))
+        assert "".join(signs) == selected, expression
+        assert not any(c for c, n in zip(chosen.to_pylist(), undecided.to_pylist()) if n)
+    if selected == "++++":
+        none, undecided = Filter("True", "setting").select(COLUMNS.__getitem__, 0, [])
+        assert none.type == undecided.type == pa.bool_()
+
+
+def test_an_expression_has_at_most_500_parts() -> None:
+    Filter("not not " + "+".join("1" * 166), "setting")
+    with pytest.raises(UserError, match="more than 500 parts"):
+        Filter("not " + "+".join("1" * 167), "setting")
+
+
+def test_expressions_of_the_wrong_kinds_name_what_is_wrong() -> None:
+    for expression, named in (
+        ("width", "is no condition"),
+        ("1", "is no condition"),
+        ("name", "is no condition"),
+        ("width is 1", "only a column can be tested"),
+        ("1 is None", "only a column can be tested"),
+        ("width in 3", "a list of values"),
+        ("width in [score]", "a list of values"),
+        ("width in [[1]]", "a list of values"),
+        ("None == width", "is not None"),
+        ("name == 1", "'name' as a number, but it has text"),
+        ("1 == name", "'name' as a number, but it has text"),
+        ("name == True", "compares a column of text with True"),
+        ("True == name", "compares True with a column of text"),
+        ("flag == 'x'", "compares a column of booleans with 'x'"),
+        ("flag + 1 > 0", "a column of booleans, as a number"),
+        ("True + 1 > 0", "which is True, as a number"),
+        ("not width", "a column of numbers, as a condition"),
+        ("flag and 1", "which is 1, as a condition"),
+        ("contains('cat', 'c')", "to 'cat', which is not text"),
+        ("contains(flag, 'c')", "to a column of booleans, which is not text"),
+        ("wide > 1", "did you mean 'width'"),
+    ):
+        with pytest.raises(UserError, match=re.escape(named)):
+            Filter(expression, "setting").select(COLUMNS.__getitem__, 4, sorted(COLUMNS))
+    with pytest.raises(UserError) as caught:
+        Filter("zzz > 1", "setting").select(COLUMNS.__getitem__, 4, sorted(COLUMNS))
+    assert caught.value.fix is None and caught.value.expected == "deep.x, flag, name, score, width"
+
+
+def test_fields_have_one_type_each() -> None:
+    largest = int(sys.float_info.max)
+    rows = [
+        {"a": 1, "b": True, "c": "x", "d": {"e": 1}, "f.g": 5, "f": {"g": 6}, "big": largest},
+        {"a": 2.5, "c": 3, "d": 4, "f": {"g": 7}, "big": 2 * largest},
+        {"a": None, "c": 2.5, "d": {"e": {"h": 2}}, "big": -2 * largest, "nothing": None},
+    ]
+    meta = pa.chunked_array([[json.dumps(rows[0]), None], [json.dumps(row) for row in rows[1:]]])
+    fields = Fields({"a", "b", "c", "d.e.h", "f.g", "big", "nothing"})
+    fields.look(meta.slice(0, 2))
+    fields.look(meta.slice(2))
+    fields.finish()
+    columns, too_large = fields.columns(meta)
+    assert too_large.tolist() == [False, False, True, True]
+    assert {name: column.to_pylist() for name, column in columns.items()} == {
+        "a": [1.0, None, 2.5, None],
+        "b": [True, None, None, None],
+        "c": ["x", None, "3", "2.5"],
+        "d.e.h": [None, None, None, 2.0],
+        "f.g": [5.0, None, 7.0, None],
+        "big": [float(largest), None, None, None],
+    }
+    assert {name: str(kind) for name, kind in fields.types.items()}["c"] == "large_string"
+    assert fields.valid == ["a", "b", "big", "c", "d", "f", "f.g", "nothing"]
+    assert fields.has("nothing") and fields.has("d.e.h") and not fields.has("e")
+    for values in ([True, 1], [[1], 2], [{"x": 1}, "text"], [2 * largest]):
+        fields = Fields({"x"})
+        fields.look(pa.chunked_array([[json.dumps({"x": value}) for value in values]]))
+        with pytest.raises(UserError, match="'x'"):
+            fields.finish()
 
 
 def test_a_filter_of_one_source_leaves_the_others_alone(root: Path) -> None:

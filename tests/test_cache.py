@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from hypothesis import strategies as st
 from pipeline.cache import arrow, index, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import SortedKeys, as_keys, halves
+from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit
+from pipeline.cache.status import status
 from pipeline.errors import CacheError, IntegrityError
-from tests.support import tiny_cache
+from tests.support import synthetic, tiny_cache
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.synthetic import LATENT as LATENTS
@@ -515,3 +519,41 @@ def test_the_names_of_shards_are_decoded_once_for_a_table(tmp_path: Path, monkey
     assert pa.concat_tables(parts).to_pydict() == {"key": list(range(10)), "shard": ["abc".index(s) for s in shards]}
     assert Counted.asked == 3
     assert list(index._numbered(table.slice(0, 0), Counted())) == []
+
+
+def test_status_counts_what_is_made_and_how_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "PER_UNIT", 10)
+    items = [*pictures(45), replace(pictures(1, "bad-")[0], reject="broken")]
+    cache = add(config(tmp_path / "cache"), "s", items)
+    name, root, now = LATENTS.name, tmp_path / "cache", time.time() + 10_000
+    (plan,) = cache.plans(name)
+    *made, missing = plan.units
+    for document in (Paths.segment(name, 0), Paths.unit(name, 0, missing.unit)):
+        for place in (document, Paths.copy(document)):
+            (root / place).unlink()
+
+    def store(*ages: float) -> dict[str, Any]:
+        for unit, age in zip(made, ages, strict=True):
+            os.utime(root / Paths.unit(name, 0, unit.unit), (now - age,) * 2)
+        result = status(Cache(root), now)
+        assert not result["complete"] and not result["damaged"]
+        assert result["sources"]["s"].items() >= {"items": 46, "rejected": 1, "root": "/nowhere"}.items()
+        (text,) = (counts for key, counts in result["stores"].items() if key != name)
+        assert (text["units_done"], text["records_missing"], text["rate"], text["eta_s"]) == (text["units"], 0, 0, None)
+        return dict(result["stores"][name])
+
+    assert [unit.count for unit in plan.units] == [10, 10, 10, 10, 5]
+    assert store(601.0, 601.0, 100.0, 50.0) == {
+        "plans": 1,
+        "units": 5,
+        "units_done": 4,
+        "records": 40,
+        "records_missing": 5,
+        "rejects": 0,
+        "bytes": sum(commit.bytes for commit in index.commits(cache.files, name, 0)),
+        "rate": pytest.approx(0.2),
+        "eta_s": pytest.approx(25.0),
+    }
+    assert store(601.0, 601.0, 600.5, 40.0)["rate"] == pytest.approx(0.25)
+    for ages in ((601.0,) * 4, (601.0, 601.0, 0.9, 0.5)):
+        assert (store(*ages)["rate"], store(*ages)["eta_s"]) == (0, None)

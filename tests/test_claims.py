@@ -283,3 +283,32 @@ def test_a_claim_that_cannot_be_removed_is_no_error_of_the_unit(
     assert claim_file(tmp_path).exists(), "not known to be ours"
     claim_file(tmp_path).unlink()
     holder.release(*UNIT)
+
+
+def test_a_process_has_ended_only_where_that_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = owner.place()
+    assert here["process"] == str(os.getpid())
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    assert here["started"] == started and owner.is_owned_by_live_process(f"{owner.name_prefix()}-name")
+    assert not owner.ended("", started) and not owner.ended("x1", started)
+    for state, ended in (("S", False), ("R", False), ("D", False), ("Z", True), ("X", True)):
+        monkeypatch.setattr(owner, "_stat", lambda process, state=state: (state, "17"))
+        assert owner.ended("1", "17") == ended and owner.ended("1", "18")
+
+    def hidden(process: str) -> tuple[str, str]:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(owner, "_stat", hidden)
+    asked: list[tuple[int, int]] = []
+    for error, ended in ((ProcessLookupError, True), (OverflowError, True), (PermissionError, False), (None, False)):
+
+        def kill(process: int, signal: int, error: type[Exception] | None = error) -> None:
+            asked.append((process, signal))
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(os, "kill", kill)
+        assert owner.ended("12", "17") is ended
+    assert asked == [(12, 0)] * 4, "it is asked whether it is there, and not ended"
+    assert owner.place() == {} and owner.name_prefix() == f"{os.getpid():x}"
+    assert not owner.is_owned_by_live_process(f"{os.getpid():x}")

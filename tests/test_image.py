@@ -331,6 +331,17 @@ def test_orientation_behind_the_pixels_of_a_png() -> None:
     assert np.array_equal(load(late, (48, 32)), np.asarray(scene().transpose(Image.Transpose.ROTATE_270)))
 
 
+def test_the_metadata_of_a_png_are_all_its_chunks_that_may_hold_an_orientation() -> None:
+    start, end = b"\x89PNG\r\n\x1a\n", chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    kept = [chunk(kind, kind * 3) for kind in (b"IHDR", b"eXIf", b"iTXt", b"zTXt", b"tEXt")]
+    other = [chunk(kind, b"x" * 50) for kind in (b"IDAT", b"gAMA", b"PLTE", b"iCCP", b"IDAT")]
+    mixed = b"".join(part for pair in zip(kept, other) for part in pair)
+    late = chunk(b"tEXt", b"")
+    for after in (b"", chunk(b"IEND", b"") + kept[1], kept[1][:-1], late[:11]):
+        assert pillow_decoder._png_metadata(start + mixed + after) == start + b"".join(kept) + end
+    assert pillow_decoder._png_metadata(start + mixed + late) == start + b"".join(kept) + late + end
+
+
 def test_a_damaged_tiff_is_rejected_without_libtiffs_words(capfd: pytest.CaptureFixture[str]) -> None:
     data = bytearray(encoded(scene(), "TIFF", compression="tiff_lzw"))
     data[200:1000] = bytes(800)
@@ -606,6 +617,16 @@ def test_profiles_under_transparency_and_palettes() -> None:
     assert out[0, 15].tolist() == list(BACKGROUND)
     palette = encoded(Image.new("RGB", (16, 16), (220, 30, 30)).quantize(2), icc_profile=shifted_profile())
     assert np.abs(load(palette, (16, 16))[0, 0].astype(int) - (30, 220, 30)).max() <= 2
+
+
+def test_profiles_in_every_mode() -> None:
+    for mode in ("RGB", "P", "RGBX", "YCbCr", "HSV"):
+        strip = scene().convert(mode)
+        plain, strip.info["icc_profile"] = strip.convert("RGB"), shifted_profile()
+        expected = pillow_decoder.apply_profile(plain, shifted_profile())
+        assert expected is not None and gap(pixels(expected), pixels(plain)) > 10
+        actual = pillow_decoder._strip_to_srgb(strip, None, BACKGROUND)
+        assert np.array_equal(pixels(actual), pixels(expected)), mode
 
 
 @pytest.mark.parametrize("profile", [b"nonsense", shifted_profile()[:200], b"\x00" * 128])

@@ -11,6 +11,7 @@ import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from pipeline.cache.root import Cache
 from pipeline.config import SHIPPED, Config, dump, load
 from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
-from pipeline.loader.loader import Batch
+from pipeline.loader.loader import Batch, LoaderState
 from pipeline.training import checkpoint, metrics, trainer
+from pipeline.training.phases import PhaseState, summarize, table
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
 from tests.support.command_lines import dry_run, words_of
@@ -334,6 +336,63 @@ def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_pat
     assert summaries[1]["validation"] is None and summaries[1]["seconds"] >= rows[-1]["seconds"]
     table = [line.split()[0] for line in printed[-4:]]
     assert table == ["phase", "a", "b", "c"]
+
+
+def test_a_summary_and_a_table_of_what_the_journal_says(tmp_path: Path) -> None:
+    state = LoaderState("5eed" * 8, seed=0, phase=2, step=20)
+    last: Any = checkpoint.Resumed(tmp_path / "checkpoints/step-00000020", SimpleNamespace(state=state))  # type: ignore[arg-type]
+    place = PhaseState("second", tmp_path, last, True)
+    empty = {
+        "name": "second",
+        "phase": 2,
+        "snapshot": "5eed" * 8,
+        "steps": 20,
+        "samples": None,
+        "loss": None,
+        "lr": None,
+    }
+    empty |= {"seconds": 0, "images_per_s": None, "validation": None, "checkpoint": "step-00000020"}
+    assert summarize(place, None) == empty
+    rows: list[dict[str, Any]] = [
+        {"event": "start", "step": 0},
+        {"step": 9, "loss": 9.0, "lr": 2.0, "images_per_s": 7.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    early = summarize(place, None)
+    assert (early["loss"], early["lr"], early["images_per_s"]) == (9.0, 2.0, 7.0), "the last row there is"
+    rows = [
+        {"event": "start", "step": 0},
+        *(
+            {"step": n, "loss": float(n), "lr": 1e-3 * (n == 5), "images_per_s": 30.0 - n, "seconds": n}
+            for n in (5, 18)
+        ),
+        {"event": "start", "step": 18},
+        *({"step": n, "loss": float(n), "lr": 1e-4, "images_per_s": 1.0 * n, "seconds": n} for n in (19, 20)),
+        *({"event": "validation", "step": n, "loss": n / 100, "by_age": {"old": 0.5, "new": None}} for n in (5, 20)),
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = summarize(place, None)
+    assert done == {
+        **empty,
+        "loss": 19.5,
+        "lr": 1e-3,
+        "seconds": 38,
+        "images_per_s": 20.0,
+        "validation": rows[-1],
+    }
+    assert json.loads((tmp_path / "summary.json").read_text()) == done
+    assert [line.split() for line in table([early, {**done, "samples": 1234}])] == [
+        ["phase", "snapshot", "steps", "samples", "rate", "loss", "validation", "old", "new", "images/s", "time"],
+        ["second", "5eed5eed5eed", "20", "-", "2.00e+00", "9.0000", "-", "-", "-", "7.0", "0s"],
+        ["second", "5eed5eed5eed", "20", "1234", "1.00e-03", "19.5000", "0.2000", "0.5000", "-", "20.0", "38s"],
+    ]
+    plain = table([early, {**done, "validation": {"loss": None}}])
+    assert plain[0].split()[-3:] == ["validation", "images/s", "time"] and "- " in plain[2]
+    assert plain[0].index("snapshot") == plain[1].index("5eed") == plain[2].index("5eed") == len("second  ")
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(UserError, match=naming("summary.json", "--resume auto")):
+        summarize(place, None)
 
 
 def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..., Config], tmp_path: Path) -> None:

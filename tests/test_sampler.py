@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.sampler import draw_noise, pad_rows, prompt_noise, sample, scheduler
+from pipeline.models.sampler import SEED_STRIDE, draw_noise, noise_of, pad_rows, prompt_noise, sample, scheduler
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_files import save_weights
 from tests.support.hub_layouts import SMALL
@@ -178,6 +179,29 @@ def test_noise_of_a_prompt_depends_on_its_text_and_the_seed_alone() -> None:
     assert torch.equal(prompt_noise(["ein Hund", "a dog", "a cat"], shape, 0)[1:], first.flip(0))
     seen = torch.cat([first, prompt_noise(["a cat", "a dog", "a cat "], shape, 1)]).flatten(1)
     assert len(torch.unique(seen, dim=0)) == 5
+
+
+def test_noise_is_the_same_in_every_version() -> None:
+    """A published picture can be drawn again."""
+    shape = (4, 2, 3)
+    second = torch.randn(shape, generator=torch.Generator().manual_seed(7 * 1_000_003 + 1))
+    assert torch.equal(draw_noise(2, shape, seed=7)[1], second)
+    identity = 0x0123456789ABCDEF
+    assert torch.equal(noise_of(identity, shape, 3), draw_noise(1, shape, (3 * SEED_STRIDE + identity) % 2**40))
+    text = int.from_bytes(hashlib.blake2b(b"a cat", digest_size=8).digest(), "little")
+    assert torch.equal(prompt_noise(["a cat"], shape, 3), noise_of(text, shape, 3))
+
+
+def test_defaults_are_those_of_the_published_pipeline() -> None:
+    class Toy(nn.Linear):
+        def forward(self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor) -> Tensor:
+            return latents * captions.mean((1, 2))[:, None, None, None] + timesteps[0] / 1000
+
+    texts = torch.ones(1, 2, 8), torch.ones(1, 2).bool(), torch.zeros(2, 8), torch.ones(2).bool()
+    noise, seen = draw_noise(1, (4, 2, 3), 0), list[int]()
+    drawn = sample(Toy(1, 1), *texts, noise=noise, on_step=lambda done, of: seen.append(of))
+    assert seen == [20] * 20
+    assert torch.equal(drawn, sample(Toy(1, 1), *texts, noise=noise, steps=20, guidance=4.5, flow_shift=3.0))
 
 
 def test_a_callable_draws_what_its_module_draws(

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from pipeline.cache import local_files
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
+from pipeline.sources import filenames
 from pipeline.sources import folder as folder_source
 from pipeline.sources.filenames import stem
 from pipeline.sources.filesystem import LocalFilesystem
@@ -535,3 +536,38 @@ def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
         assert [(r.key, r.reason) for r in listing.rejected(0, count)] == sorted(rejects, key=lambda r: r[0])
         assert list(listing.rejected(1, 3)) == list(listing.rejected(0, count))[1:3]
     assert not list(tmp_path.iterdir())
+
+
+def test_names_that_other_people_chose() -> None:
+    for name, reason in (
+        ("a/b..c/d.png", None),
+        ("\u00e9\u4e2d/\U0001f600.png", None),
+        ("a\ud7ff\ue000", None),
+        ("a\ud800", "not valid UTF-8"),
+        ("\udfffa", "not valid UTF-8"),
+        ("a\nb", "control characters"),
+        ("a\x7fb", "control characters"),
+        ("a\\b", "a backslash"),
+        ("/a", "is absolute"),
+        ("", "is empty"),
+        ("../a", "climbs"),
+        ("a/..", "climbs"),
+    ):
+        actual = filenames.unsafe_reason(name)
+        assert (actual is None) if reason is None else actual is not None and reason in actual, name
+    for name, is_url in (
+        ("s3://x", True),
+        ("Git+http.1-x://", True),
+        ("http:/x", False),
+        ("/http://x", False),
+        ("1s://", False),
+    ):
+        assert filenames.is_url(name) == is_url
+    assert (filenames.extension("a.b/C.JPG"), filenames.extension("a.b/c")) == ("jpg", "")
+    assert filenames.escaped("a\tb\u200e\ud800 \u00e9\\") == "a\\tb\\u200e\\ud800 \u00e9\\"
+    assert filenames.short_repr("x" * 58) == repr("x" * 58)
+    assert filenames.short_repr("x" * 59) == "'" + "x" * 56 + "..."
+    assert filenames.error_text(FileNotFoundError(2, "No such file", "secret/name")) == "No such file"
+    assert [filenames.error_text(error) for error in (ValueError("why"), OSError("odd"), ValueError())] == [
+        *("why", "odd", "ValueError")
+    ]

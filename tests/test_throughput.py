@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
-from pipeline.errors import UserError
+from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.models.sana_flops import forward_flops, training_flops
 from pipeline.parallel.mesh import Layout, open_mesh
-from pipeline.training import memory, metrics, throughput, trackers
+from pipeline.training import checks, memory, metrics, throughput, trackers
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
@@ -28,6 +29,7 @@ from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
+NO_GPU = ("memory_gib", "memory_rank", "reserved_gib", "reserved_rank")
 
 
 # ---------------------------------------------------------------------------------------------------------- FLOPs
@@ -106,6 +108,54 @@ def test_without_a_known_peak_there_is_no_utilisation() -> None:
     assert values["grad_norm"] == 2.0
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that share a model; the second has twice the counts of this one."""
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: 104.0))
+    monkeypatch.setattr(throughput, "_all_gather", lambda numbers, device: [[n, 2 * n] for n in numbers])
+    monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (2.0**30, 1.0, 1.0, 0.0))
+    settings = tiny_run.config(peak_tflops=0.5).train.model_copy(update={"packed_attention": packed})
+    shape = replace(tiny_run.model(tiny_run.config()).config, patch_size=2)
+    counts = throughput.Throughput(settings, shape, Layout(1, 1, 1, 2), CPU, print)
+    counts._window.began = 100.0
+    pieces: list[Any] = [
+        SimpleNamespace(latents=torch.zeros(n, 4, 8, 4), mask=(torch.arange(5 * n) < shown).view(n, 5))
+        for n, shown in ((3, 9), (1, 2))
+    ]
+    counts.add(Outcome(1, torch.tensor(1.0), torch.tensor(3.0), 8, (8, 4)), pieces, 0.5)
+    counts.add(Outcome(2, torch.tensor(2.0), torch.tensor(9.0), 8, (8, 4), skipped=True), pieces[1:], 0.25)
+    row = counts.row(3)
+    computed = (9, 2, 2) if packed else (15, 5, 5)
+    flops = sum(training_flops(shape, n, 8, rows) for n, rows in zip((3, 1, 1), computed))
+    expected = {"loss": 1.5, "grad_norm": 3.0, "images_per_s": 4.0, "data_wait": 0.375, "forward_tokens": 24}
+    expected |= {"tokens_per_s": (5 * 8 + 9 + 2 + 2) * 1.5 / 4, "padded_tokens": 18, "quarantined": 4}
+    expected |= {"model_tflops": flops * 1.5 / 4 / 1e12, "mfu": flops * 1.5 / 4 / 0.5e12 / 2}
+    assert row == pytest.approx({**expected, "rss_gib": 2.0, "rss_rank": 1} | dict.fromkeys(NO_GPU))
+    counts._window.began = 100.0
+    counts.add(Outcome(3, torch.tensor(4.0), torch.tensor(9.0), 4, (8, 4), skipped=True), [], 0.0)
+    later = counts.row(0)
+    assert (later["loss"], later["grad_norm"], later["images_per_s"], later["quarantined"]) == (4.0, None, 1.0, 0)
+    assert later["tokens_per_s"] == later["forward_tokens"] == later["padded_tokens"] == 0
+
+
+def test_memory_of_other_systems_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3))
+    for platform, peak in (("linux", 3072), ("darwin", 3)):
+        monkeypatch.setattr(memory, "sys", SimpleNamespace(platform=platform))
+        assert memory.peak_rss() == peak
+    replicas = configured(parallel=ParallelConfig(dp_replicate=2))
+    assert memory._shards(replicas) == 1
+    for world in (2, 4):
+        monkeypatch.setattr(
+            memory, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda world=world: world)
+        )
+        assert memory._shards(replicas) == world // 2
+        assert memory._shards(configured()) == world
+        assert not any("reshard" in line for line in memory.memory_advice(configured(precision="fp32")))
+    unsharded = configured(parallel=ParallelConfig(reshard_after_forward=False), precision="fp32")
+    assert any("reshard_after_forward=true" in line for line in memory.memory_advice(unsharded))
+
+
 def test_a_checkpoint_takes_no_time_of_the_steps() -> None:
     import time
 
@@ -131,6 +181,67 @@ def test_a_full_gpu_is_reported_once_with_what_would_help(monkeypatch: pytest.Mo
     assert "--set train.activation_checkpointing=full" in printed[0]
 
 
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device]]:
+    """Stands in for a GPU of 4 GiB; lists what is asked of it."""
+    asked: list[tuple[str, torch.device]] = []
+    answers = {
+        "max_memory_reserved": 3 * 2**30,
+        "max_memory_allocated": 2 * 2**30,
+        "reset_peak_memory_stats": None,
+        "get_device_properties": SimpleNamespace(total_memory=4 * 2**30),
+        "get_device_name": "NVIDIA L4",
+        "get_device_capability": (7, 5),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(
+            torch.cuda, name, lambda device, name=name, answer=answer: (asked.append((name, device)), answer)[1]
+        )
+    return asked
+
+
+def test_on_a_gpu_peaks_are_those_since_the_last_row_and_the_peak_is_the_cards(
+    card: list[tuple[str, torch.device]],
+) -> None:
+    device, settings, printed = torch.device("cuda", 1), tiny_run.config(precision="fp32"), []
+    shape = tiny_run.model(settings).config
+    counts = throughput.Throughput(settings.train, shape, Layout(1, 1, 1, 1), device, printed.append)
+    assert counts.peak == 30.3
+    given = settings.train.model_copy(update={"peak_tflops": 7.0})
+    assert throughput.Throughput(given, shape, Layout(1, 1, 1, 1), device, printed.append).peak == 7.0
+    assert sum(name == "reset_peak_memory_stats" for name, _ in card) == 2, "a run begins with fresh peaks"
+    card.clear()
+    assert counts.memory.peaks()[1:] == (2 * 2**30, 3 * 2**30, 0.75)
+    assert [name for name, _ in card[:3]][-1] == "reset_peak_memory_stats"
+    assert {place for _, place in card} == {device}
+    row = counts.memory.row([2**30, 2**31], [2**31, 2**30], [2.0**30, 2.0**32], [0.1, 0.93])
+    assert row == {
+        "memory_gib": 2.0,
+        "memory_rank": 0,
+        "reserved_gib": 4.0,
+        "reserved_rank": 1,
+        "rss_gib": 2.0,
+        "rss_rank": 1,
+    }
+    assert "process 1 is nearly full: 4.0 GiB, 93 %" in printed[0]
+
+
+def test_packed_attention_is_refused_where_it_has_no_kernel(
+    card: list[tuple[str, torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = TrainConfig(text="packed", packed_attention=True, precision="bf16")
+    device = torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match=naming("packed_attention", "NVIDIA L4")):
+        checks._check_packed_attention(packed, device)
+    assert {place for _, place in card} == {device}
+    checks._check_packed_attention(packed, CPU)
+    checks._check_packed_attention(TrainConfig(precision="bf16"), device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    checks._check_packed_attention(packed, device)
+    with pytest.raises(ConfigError, match="fp32"):
+        checks._check_packed_attention(packed.model_copy(update={"precision": "fp32"}), device)
+
+
 def configured(**options: Any) -> TrainConfig:
     """As a run has it: with values for what is `auto`."""
     return TrainConfig(**{"microbatch": 8, "activation_checkpointing": "full", "compile": "none", **options})
@@ -140,6 +251,9 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
     keys = [line.partition("=")[0].removeprefix("--set train.") for line in memory.memory_advice(configured())]
     assert keys[0] == "microbatch"  # blocks are recomputed by default
     plain = memory.memory_advice(configured(activation_checkpointing="none", microbatch=6))
+    assert not any("ema." in line or "dp_replicate" in line for line in plain), "what the run does not have"
+    for other in (configured(precision="fp16"), configured(parallel=ParallelConfig(dp_shard=2))):
+        assert not any("precision=" in line or "dp_replicate" in line for line in memory.memory_advice(other))
     assert plain[0].startswith("--set train.activation_checkpointing=selective ")
     assert plain[1].startswith("--set train.activation_checkpointing=full ")
     fused = configured(optim=OptimConfig(in_backward=True, clip=None))
@@ -283,3 +397,37 @@ def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monke
     assert [line for line in printed if "left out" in line] == [
         "warning: the tracker tensorboard failed and is left out: ConnectionError: no network"
     ]
+
+
+def test_each_service_is_opened_under_its_names() -> None:
+    for name, has_folder, expected in (
+        ("tensorboard", True, (("tensorboard",), {"logging_dir": "runs/a", "purge_step": 8})),
+        ("wandb", False, ((trackers.PROJECT,), {"name": "a", "dir": "runs/a"})),
+        ("comet_ml", False, ((trackers.PROJECT,), {})),
+        ("aim", True, ((trackers.PROJECT,), {"logging_dir": "runs/a"})),
+    ):
+
+        class Kind:
+            requires_logging_directory = has_folder
+
+            def __init__(self, *given: Any, **named: Any) -> None:
+                self.given = given, named
+
+        assert trackers._make(Kind, name, Path("runs/a"), 7).given == expected
+    printed: list[str] = []
+    services = trackers.Trackers([], Path("runs/a"), 0, {}, printed.append)
+    calls: list[Any] = []
+
+    def fail() -> None:
+        raise OSError("no network")
+
+    good: Any = SimpleNamespace(
+        log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("end")
+    )
+    services._open = {"bad": SimpleNamespace(log=lambda values, step: fail(), finish=fail), "good": good}
+    services.log(3, {"step": 3, "loss": 0.5, "count": 2, "name": "x", "none": None})
+    assert calls == [({"train/loss": 0.5, "train/count": 2}, 3)] and list(services._open) == ["good"]
+    services._open["bad"] = SimpleNamespace(finish=fail)
+    services.close()
+    assert calls[1:] == ["end"] and not services._open
+    assert ["bad" in line and "OSError: no network" in line for line in printed] == [True, True]

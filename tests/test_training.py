@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +39,8 @@ from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
-from pipeline.training import build, checkpoint, metrics, optimizers, stop_request
+from pipeline.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
+from pipeline.training.expectation import Expected
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.training.trainer import closing_on_exit, fit
@@ -935,6 +938,149 @@ def test_the_time_left_is_at_the_speed_since_the_last_line(tmp_path: Path) -> No
         for step, seconds in ((4, 100.0), (6, 120.0), (10, 130.0)):
             journal.row(10, {"step": step, **values, "seconds": seconds})
     assert [line.rpartition("  ")[2] for line in printed] == ["5m00s left", "40s left", "8x8"]
+
+
+def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
+    printed: list[str] = []
+    tracked: list[tuple[Any, ...]] = []
+    service = SimpleNamespace(log=lambda *given: tracked.append(given), close=lambda: tracked.append(("closed",)))
+    expected = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, False, None, {"processes": 2})
+    journal = metrics.Metrics(tmp_path / "metrics.jsonl", printed.append, service, expected)  # type: ignore[arg-type]
+    journal.start(step=8)
+    speed = {"images_per_s": 8.0, "data_wait": 0.75, "mfu": 0.6, "model_tflops": 1.6, "forward_tokens": 500}
+    memory = {"memory_gib": 8.0, "memory_rank": 1, "reserved_gib": 9.0, "rss_gib": 3.0}
+    row = {"step": 9, "loss": 0.5, "grad_norm": 1.5, "lr": 1e-4, "bucket": [64, 32], "seconds": 20.0, **speed, **memory}
+    journal.row(100, {**row, "skipped_steps": 2, "quarantined": 1})
+    journal.row(100, {**row, "step": 10, "grad_norm": None, "mfu": None, "seconds": 30.0})
+    journal.row(100, {**row, "step": 11, "quarantined": 0, "skipped_steps": 0, "memory_gib": None, "seconds": 30.0})
+    by_sigma = {"loss": 0.25, "ema_loss": None, "by_sigma": {"0.5": 0.25}, "by_age": {"old": 0.2, "new": None}}
+    values = {"step": 11, **by_sigma, "ema_by_sigma": {}, "samples": 5, "seconds": 1.0, "snapshot": None}
+    journal.validation(100, values)
+    journal.validation(100, {**values, "loss": None, "ema_by_sigma": None, "by_age": None})
+    journal.close()
+    assert printed == [
+        "step   9/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  2 skipped  "
+        "1 quarantined  8.0 GiB on process 1, 9.0 reserved  30m20s left",
+        "step  10/100  loss 0.5000  grad overflow  lr 1.00e-04  8.0 images/s  data 75%  64x32  "
+        "8.0 GiB on process 1, 9.0 reserved  15m00s left",
+        "predicted and measured until step 10: memory 8 and 8 GiB (+0%), speed 10 and 8 images/s (-20%)",
+        "warning: the speed is 20% below the prediction; sana-pipe plan --calibrate measures this device",
+        "step  11/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  "
+        "3.0 GiB of main memory",
+        "validation after step 11/100  loss 0.2500  EMA is not a finite number  old samples 0.2000  5 samples  1.0 s",
+        "validation after step 11/100  loss is not a finite number  5 samples  1.0 s",
+    ]
+    assert [given[0] for given in tracked] == [9, 10, 11, 11, 11, "closed"]
+    assert tracked[0][1]["quarantined"] == 1 and len(tracked[0]) == 2
+    assert tracked[3][1] == {**values, "sigma_0.5": 0.25, "old": 0.2, "new": None} and tracked[3][2] == "validation"
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [line for line in lines if line.get("event") == "prediction"]
+    document = json.loads((tmp_path / "prediction.json").read_text())
+    assert document["measured"] == {
+        "memory_gib_predicted": 8,
+        "memory_gib": 8,
+        "images_per_s_predicted": 10,
+        "images_per_s": 8,
+    }
+    assert (document["until_step"], document["processes"], event["until_step"]) == (10, 2, 10)
+    assert event["images_per_s"] == 8.0 and event["time"]
+
+
+def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
+    path, printed, shown = tmp_path / "metrics.jsonl", list[str](), list[str]()
+    line: Any = SimpleNamespace(live=True, show=shown.append, end=lambda: shown.append("end"))
+    row = {"grad_norm": 1.0, "lr": 1.0, "images_per_s": 2.0, "data_wait": 0.0, "bucket": [8, 8]}
+    check = {"ema_loss": 0.5, "by_sigma": {}, "ema_by_sigma": {}, "samples": 5, "seconds": 1.0}
+    picture = {"count": 3, "prompt_set": "p", "file": "pictures/x", "seconds": 2.0}
+    path.write_bytes(b'[1]\n{"step": "1"}\nno row\n{"step": 1, "loss": 1.0}')
+    with closing(metrics.Metrics(path, printed.append, line=line)) as journal:
+        journal.start(step=0, device="cpu")
+        assert b'1.0}\n{"event": "start"' in path.read_bytes(), "what a kill tore off is a line of its own"
+        for step in range(1, 5):
+            journal.row(9, {"step": step, "loss": 1.0 / step, **row, "seconds": 10.0 * step})
+        journal.validation(9, {"step": 2, "loss": 0.75, "snapshot": "a", **check})
+        journal.validation(9, {"step": 2, "loss": 9.0, "snapshot": "b", **check})
+        journal.pictures(9, {"step": 2, **picture})
+        journal.pictures(9, {"step": 4, **picture})
+        assert journal.has_pictures(4)
+        journal.row(9, {"step": 4, "loss": 0.125, **row, "seconds": 60.0})
+    with closing(metrics.Metrics(path, printed.append, line=line)) as journal:
+        assert not journal.has_pictures(2) and not journal.has_validation(2, "b")
+        journal.start(step=2, device="cpu")
+        assert [journal.has_pictures(step) for step in (1, 2, 4)] == [False, True, False]
+        assert journal.has_validation(2, "b") and not journal.has_validation(2, "a")
+        assert not journal.has_validation(3, "b"), "the last of a step"
+        journal.row(9, {"step": 3, "loss": 0.5, **row})
+        journal.validation(9, {"step": 3, "loss": 8.5, "snapshot": "b", **check, "ema_loss": 0.25})
+        journal.validation(9, {"step": 3, "loss": None, "snapshot": "c", **check, "ema_loss": None})
+        with pytest.raises(ValueError):
+            journal.row(9, {"step": 3, "loss": math.nan, **row})
+    assert shown == [
+        "step 1/9  loss 1.0000  2.0 images/s  1m20s left",
+        "step 2/9  loss 0.5000 (-0.5000)  2.0 images/s  1m10s left",
+        "step 3/9  loss 0.3333 (-0.6667)  2.0 images/s  1m00s left",
+        "step 4/9  loss 0.2500 (-0.4583)  2.0 images/s  50s left",
+        "step 4/9  loss 0.1250 (-0.5625)  2.0 images/s  validation 9.0000",
+        "end",
+        "step 3/9  loss 0.5000  2.0 images/s  validation 9.0000",
+        "end",
+    ]
+    place = tmp_path / "pictures/x"
+    assert printed == [
+        "validation after step 2/9  loss 0.7500  EMA 0.5000  5 samples  1.0 s",
+        "validation after step 2/9  loss 9.0000  EMA 0.5000  5 samples  1.0 s",
+        f"pictures after step 2/9  3 prompts  2.0 s  {place}",
+        f"pictures after step 4/9  3 prompts  2.0 s  {place}",
+        "validation after step 3/9  loss 8.5000 (-0.5000)  EMA 0.2500 (-0.2500)  5 samples  1.0 s",
+        "validation after step 3/9  loss is not a finite number  EMA is not a finite number  5 samples  1.0 s",
+    ]
+    events = metrics.read_events(path)
+    assert b"\n\n" not in path.read_bytes()
+    assert [(start["step"], start["seconds"], start["device"]) for start in events["start"]] == [
+        (0, 60.0, "cpu"),
+        (2, 0.0, "cpu"),
+    ]
+    assert [row["loss"] for row in events[None]] == [1.0, 0.5, 0.5] and metrics.read(path) == events[None]
+    assert [(row["step"], row["snapshot"]) for row in events["validation"]] == [(2, "b"), (3, "c")]
+    assert [row["step"] for row in events["pictures"]] == [2]
+    times = {row["time"][-6:] for rows in events.values() for row in rows}
+    assert times == {"+00:00"}, "of every row, in UTC"
+    (tmp_path / "empty.jsonl").touch()
+    metrics.Metrics(tmp_path / "empty.jsonl", print).close()
+    assert metrics.read(tmp_path / "empty.jsonl") == [] and not (tmp_path / "empty.jsonl").stat().st_size
+    with pytest.raises(UserError):
+        metrics.read(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("differing", [1, 2])
+def test_processes_that_differ_are_refused(differing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each process finds for itself: start weights, options that are auto, prompts, parts of the batch."""
+
+    def answers(value: Any) -> list[Any]:
+        return [value if rank < differing else f"of process {rank}" for rank in range(3)]
+
+    context: Any = SimpleNamespace(log=print)
+    start: Any = SimpleNamespace(fingerprint=lambda: "own")
+    model: Any = SimpleNamespace(module="module")
+    loaded: list[Any] = []
+    monkeypatch.setattr(build, "run_on_all", lambda function: function())
+    monkeypatch.setattr(build, "load_sharded", lambda *given: loaded.append(given))
+    prompts = tiny_run.prompts(tiny_run.config())
+    for module in (build, checks, drawings):
+        monkeypatch.setattr(module, "all_gather_objects", lambda value: [value] * 3)
+    build._load_start(model, start, context)
+    checks._check_alike(FULL)
+    drawings._check_alike(prompts)
+    assert loaded == [("module", start)]
+    for module in (build, checks, drawings):
+        monkeypatch.setattr(module, "all_gather_objects", answers)
+    with pytest.raises(UserError, match=re.escape(f"processes {[*range(differing, 3)]} differ")):
+        build._load_start(model, start, context)
+    with pytest.raises(UserError, match=f"process {differing}: of process {differing}"):
+        checks._check_alike(FULL)
+    with pytest.raises(UserError, match=naming("of process 2")):
+        drawings._check_alike(prompts)
+    assert len(loaded) == 1
 
 
 def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:

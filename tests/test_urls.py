@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fsspec
 import pytest
 
 import stages.status
-from pipeline.cache.drivers import refuse_credentials
+from pipeline import retrying
+from pipeline.cache.drivers import _one_attempt, refuse_credentials
 from pipeline.errors import UserError
 from pipeline.urls import strip_credentials
 from tests.support import synthetic
@@ -71,3 +73,24 @@ def test_roots_of_earlier_scans_are_shown_without_credentials(
         stages.status.run(of, as_json=as_json)
         said = capsys.readouterr().out
         assert "http://host/x" in said and "secret" not in said
+
+
+def test_a_driver_tries_once_and_no_longer_than_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    import aiohttp
+
+    for patience, connect, read, web in (
+        (1e6, retrying.CONNECT_S, retrying.TIMEOUT_S, retrying.WEB_TIMEOUT_S),
+        (1.5, 1.5, 1.5, 1.5),
+        (0.1, 1.0, 1.0, 1.0),
+    ):
+        once = {"connect_timeout": connect, "read_timeout": read, "retries": {"total_max_attempts": 1}}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=web)
+        for s3, http in (("s3", "http"), ("s3a", "https")):
+            with monkeypatch.context() as patch:
+                assert _one_attempt(s3, patience) == {"config_kwargs": once}
+                assert _one_attempt(http, patience) == {"client_kwargs": {"timeout": timeout}}
+                patch.setitem(fsspec.config.conf, s3, {"config_kwargs": {"read_timeout": 7, "x": 1}, "anon": True})
+                patch.setitem(fsspec.config.conf, http, {"client_kwargs": {"x": 1}})
+                assert _one_attempt(s3, patience) == {"config_kwargs": {**once, "read_timeout": 7, "x": 1}}
+                assert _one_attempt(http, patience) == {"client_kwargs": {"timeout": timeout, "x": 1}}
+        assert _one_attempt("gs", patience) == {}

@@ -55,18 +55,16 @@ def batches(table: pa.Table) -> Iterator[pa.Table]:
         yield table.slice(start, ROWS)
 
 
-def take_rows(table: pa.Table, rows: np.ndarray, schema: pa.Schema | None = None) -> pa.Table:
+def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
     """Some rows of a table of flat columns, in their order.
 
     Args:
         rows: (n,) numbers.
-        schema: of the result (`large_string` is cast to `string`); default: that of the table.
     """
-    schema = schema or table.schema
     if _largest(table) <= LIMIT:
-        return table.take(pa.array(rows)).cast(schema)
+        return table.take(pa.array(rows))
     wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in table.schema]
-    return pa.concat_tables(_take_rows(table.cast(pa.schema(wide)).combine_chunks(), rows, schema, ROWS))
+    return pa.concat_tables(_take_rows(table.cast(pa.schema(wide)).combine_chunks(), rows, table.schema, ROWS))
 
 
 def pick_rows(table: pa.Table, rows: np.ndarray) -> Iterator[pa.Table]:

@@ -419,8 +419,8 @@ class ShardReader:
         begin: np.ndarray,
         end: np.ndarray,
         *,
-        verify: bool = True,
-        on_read: Callable[[str, int, bytes], None] | None = None,
+        verify: bool,
+        on_read: Callable[[str, int, bytes], None] | None,
     ) -> list[tuple[int, RecordError]]:
         """Read many records in the order of storage, neighbours in one call. Each is verified; a wrong record is read
         a second time, by itself.

@@ -229,7 +229,7 @@ def _interleaved(
 class _UnweightedBucket:
     """A bucket without parts, under `carry` or `drop`."""
 
-    def __init__(self, count: int, batch: int, small: str, key: tuple[int, int, int], blocks: Blocks | None = None):
+    def __init__(self, count: int, batch: int, small: str, key: tuple[int, int, int], blocks: Blocks | None):
         self.count, self.batch, self.small, self.key, self.blocks = count, batch, small, key, blocks
 
     def batches_before(self, epochs: int) -> int:
@@ -256,7 +256,7 @@ class _WeightedBucket:
         batch: int,
         small: str,
         key: tuple[int, int, int],
-        blocks: Blocks | None = None,
+        blocks: Blocks | None,
     ):
         self.parts, self.batch, self.small, self.key, self.blocks = parts, batch, small, key, blocks
         self.count = sum(samples for samples, _ in parts)

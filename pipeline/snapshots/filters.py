@@ -110,7 +110,7 @@ class Filter:
             try:
                 columns(name)
             except KeyError:
-                near = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+                near = difflib.get_close_matches(name, valid)
                 raise self._wrong(
                     f"names the column {name!r}, which no item has",
                     expected=", ".join(valid),

@@ -53,6 +53,8 @@ OVERHEAD = 1536
 """About so many bytes of tar and npy headers and padding per member."""
 _SPAN = 1 << 16
 """Rows whose columns are read at a time."""
+THREADS = 8
+"""Records that are read at the same time."""
 
 
 def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkPlan:
@@ -132,11 +134,10 @@ class Packer:
 
     Args:
         snapshot: what is packed.
-        threads: how many records are read at the same time.
     """
 
-    def __init__(self, cache: Cache, snapshot: Snapshot, plan: WorkPlan, threads: int = 8):
-        self.cache, self.snapshot, self.plan, self.threads = cache, snapshot, plan, threads
+    def __init__(self, cache: Cache, snapshot: Snapshot, plan: WorkPlan):
+        self.cache, self.snapshot, self.plan = cache, snapshot, plan
         self._latents = snapshot.reader("latent", ranged=True)
         self._texts = snapshot.reader("text", ranged=True)
         self._blocks = _blocks(cache, plan)
@@ -203,7 +204,7 @@ class Packer:
             for j, caption in enumerate(sample.captions):
                 reads.append((caption.shard, caption.offset, partial(text, i, j), (i, j)))
         reads.sort(key=lambda read: read[:2])
-        with ThreadPoolExecutor(self.threads) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             records = dict(pool.map(lambda read: (read[3], read[2]()), reads))
         for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
             captions = [records[i, j] for j in range(len(sample.captions))]

@@ -107,9 +107,9 @@ class LinkListing(LinkTables):
         rule: CaptionRule,
         name: str,
         *,
-        image_field: str | None = None,
-        links: Links | None = None,
-        format: str = "jsonl",
+        image_field: str | None,
+        links: Links | None,
+        format: str,
     ):
         super().__init__(filesystem, files, rule, name)
         self.image_field, self.links, self.format = image_field, links or Links(), format

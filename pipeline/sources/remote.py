@@ -69,7 +69,7 @@ class RemoteFilesystem(Filesystem):
         UserError: see `Connection`.
     """
 
-    def __init__(self, url: str, patience_s: float = retrying.PATIENCE_S):
+    def __init__(self, url: str, patience_s: float):
         self.connection = Connection(url, UserError, patience_s)
         self.fs, self._root, self._web = self.connection.fs, self.connection.root, self.connection.is_web
         self.location = self.connection.url

@@ -144,7 +144,7 @@ class Saver:
         config: Config,
         log: Callable[[str], None],
         lock: Lock,
-        began_from: dict[str, Any] | None = None,
+        began_from: dict[str, Any] | None,
     ):
         self._root, self._architecture, self._config, self._log = root, architecture, config, log
         self._lock, self._began_from = lock, began_from

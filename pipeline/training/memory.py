@@ -169,7 +169,6 @@ def _helps(train: TrainConfig, changes: dict[str, Any]) -> bool:
 def _without_effect(train: TrainConfig) -> set[str]:
     """Settings whose change would not lower the memory, or that the start of the run would refuse."""
     reasons = {
-        "microbatch": train.optim.in_backward,
         "optim.name": train.optim.name in _SMALL_STATE,
         "parallel.dp_replicate": train.parallel.dp_replicate == 1,
         "parallel.reshard_after_forward": train.parallel.reshards(_shards(train))

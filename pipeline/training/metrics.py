@@ -53,7 +53,7 @@ class Metrics:
     def __init__(
         self,
         path: Path,
-        log: Callable[[str], None] = print,
+        log: Callable[[str], None],
         trackers: Trackers | None = None,
         expected: Expected | None = None,
         line: LiveLine | None = None,

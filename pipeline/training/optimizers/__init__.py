@@ -168,7 +168,7 @@ def check(config: OptimConfig) -> None:
         ) from None
 
 
-def check_resumable(before: str, now: str, recipes: tuple[str, str] = ("default", "default")) -> None:
+def check_resumable(before: str, now: str, recipes: tuple[str, str]) -> None:
     """Refuse to continue with an optimizer that cannot use the checkpoint's state.
 
     Args:
