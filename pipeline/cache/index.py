@@ -23,6 +23,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
+from pipeline.cache.long_lists import LongList
 from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc, write_ipc
 from pipeline.errors import IntegrityError
 
@@ -102,7 +103,12 @@ def committed(files: Files, recipe: str, plan: int) -> set[str]:
 
 def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
     """Commits of a plan, sorted by unit: from its segment if there is one, else from its unit documents."""
-    return list(_commits(files, recipe, plan)[1])
+    return list(each_commit(files, recipe, plan))
+
+
+def each_commit(files: Files, recipe: str, plan: int) -> Iterator[Commit]:
+    """`commits`, one at a time: some plans have 10^5."""
+    return _commits(files, recipe, plan)[1]
 
 
 def _commits(files: Files, recipe: str, plan: int) -> tuple[str | None, Iterator[Commit]]:
@@ -114,7 +120,7 @@ def _commits(files: Files, recipe: str, plan: int) -> tuple[str | None, Iterator
     return None, map(Commit.from_body, files.documents(names))
 
 
-def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
+def merge(files: Files, recipe: str, plan: int, units: Iterable[str]) -> bool:
     """Write the segment of a plan once all its units are committed. Every process writes the same bytes.
 
     Returns:
@@ -124,14 +130,14 @@ def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
         return True
     if committed(files, recipe, plan) != set(units):
         return False
-    done = commits(files, recipe, plan)
-    digest, rows = merged(files, recipe, done)
-    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows}
-    files.put(Paths.segment(recipe, plan), layout.seal({**body, "commits": [commit.body() for commit in done]}))
+    done = LongList(commit.body() for commit in each_commit(files, recipe, plan))
+    digest, rows = merged(files, recipe, map(Commit.from_body, done))
+    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows, "commits": done}
+    files.put_long(Paths.segment(recipe, plan), body)
     return True
 
 
-def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
+def merged(files: Files, recipe: str, done: Iterable[Commit]) -> tuple[str, int]:
     """Publish the merged record table of commits; returns its digest and its rows."""
     whole = whole_table(files, recipe, done)
     with files.temporary() as path:
@@ -140,7 +146,7 @@ def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
         return files.put_content_file(path, "arrow"), whole.num_rows
 
 
-def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
+def whole_table(files: Files, recipe: str, done: Iterable[Commit]) -> pa.Table:
     """The merged record table of commits, in one piece; a large table is in temporary files."""
     schema, shards = RECORDS[recipe.partition("-")[0]], dict[str, int]()
 
@@ -278,7 +284,7 @@ class RecordIndex:
             return
 
         def rebuild() -> pa.Table:
-            return whole_table(files, self.recipe, commits(files, self.recipe, plan.number))
+            return whole_table(files, self.recipe, each_commit(files, self.recipe, plan.number))
 
         table = _record_table(files, plan.table, rebuild)
         if missing := {*RECORDS[self.kind].names, "shard"} - set(table.column_names):

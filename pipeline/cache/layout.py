@@ -229,7 +229,7 @@ def seal(body: dict[str, Any], version: int = VERSION) -> bytes:
     """A document: the body and the digest over its canonical JSON, as readable JSON."""
     sealed = {"format": FORMAT, "version": version, **body}
     sealed["digest"] = content_digest(canonical(sealed))
-    return _json(sealed)
+    return indented(sealed)
 
 
 REPAIR = "sana-pipe verify --repair"
@@ -302,7 +302,7 @@ def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
         )
     sealed = {**body, "digest": stated}
     if not _is_json(data, sealed):
-        sizes = f"{len(data)} bytes, expected {len(_json(sealed))}"
+        sizes = f"{len(data)} bytes, expected {len(indented(sealed))}"
         raise IntegrityError(f"{where}: bytes were changed outside its values", found=sizes, fix=REPAIR)
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
@@ -318,13 +318,21 @@ def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
 _ENCODER = json.JSONEncoder(sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def _json(body: dict[str, Any]) -> bytes:
-    """A document's body as readable JSON."""
-    return (_ENCODER.encode(body) + "\n").encode()
+def indented(value: Any) -> bytes:
+    """The readable JSON of a document."""
+    return (_ENCODER.encode(value) + "\n").encode()
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """A document's values, digest included. Raises ValueError for bytes that are not their readable JSON."""
+    body = json.loads(data)
+    if not isinstance(body, dict) or not _is_json(data, body):
+        raise ValueError("not the readable JSON of an object")
+    return body
 
 
 def _is_json(data: bytes, body: dict[str, Any]) -> bool:
-    """Whether `data` is `_json(body)`, which would be several times as large in memory while it is made."""
+    """Whether `data` is `indented(body)`, which would be several times as large in memory while it is made."""
     at, tokens = 0, chain(_ENCODER.iterencode(body), "\n")
     while piece := "".join(islice(tokens, 1024)).encode():
         if not data.startswith(piece, at):

@@ -150,6 +150,9 @@ class ObjectFiles(Files):
         except FileNotFoundError:
             raise self._missing(name) from None
 
+    def _in_pieces(self, name: str) -> Iterator[bytes]:
+        return iter(())  # one request: `parse` has pieces of the answer
+
     def _missing(self, name: str) -> IntegrityError:
         return IntegrityError(f"{self.where(name)}: is missing", fix=layout.REPAIR)
 

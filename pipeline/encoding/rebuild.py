@@ -57,7 +57,7 @@ def rebuild_documents(cache: Cache) -> None:
             _plans(cache, owner)
             _adopt(cache, owner, _commits(cache, owner))
             for plan in cache.plans(owner):
-                index.merge(files, owner, plan.number, [unit.unit for unit in plan.units])
+                index.merge(files, owner, plan.number, (unit.unit for unit in plan.units))
             _scale(cache, owner)
 
 

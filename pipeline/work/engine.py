@@ -150,10 +150,12 @@ def missing_units(cache: Cache, plans: list[WorkPlan]) -> Work:
     """Units without a commit, in plan order. Finished plans get their segment on the way."""
     todo: Work = []
     for plan in plans:
+        if cache.files.exists(Paths.segment(plan.recipe, plan.number)):
+            continue
         done = index.committed(cache.files, plan.recipe, plan.number)
         missing = [unit for unit in plan.units if unit.unit not in done]
         if not missing:
-            index.merge(cache.files, plan.recipe, plan.number, [unit.unit for unit in plan.units])
+            index.merge(cache.files, plan.recipe, plan.number, (unit.unit for unit in plan.units))
         todo.extend((plan, unit) for unit in missing)
     return todo
 
