@@ -31,6 +31,8 @@ FORMAT = "sana-pipe-cache"
 VERSION = 1
 HEAD_VERSION = 2
 """Newest version of heads of snapshots: their lists are tables. Those of version 1 are read, too."""
+PLAN_VERSION = 2
+"""Version of plans with `fanned`: their units are in several folders. Other plans have version 1."""
 META = "__sana_pipe__"
 """Folder of the members that describe a shard; webdataset skips names of this form."""
 PACKED = "packed-"
@@ -259,6 +261,8 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
     folder, _, rest = name.partition("/")
     owner, stem = rest.partition("/")[0], rest.rpartition("/")[2].removesuffix(".json")
     lacking = [f"no {key}" for key in _ALWAYS.get(folder, ()) if key not in body]
+    if folder == "units" and rest.count("/") == 3 and rest.split("/")[2] != stem[:2]:
+        return "a unit of another folder"
     if folder == "snapshots":
         body = {"id": content_digest(canonical(body))}
     wanted = {
@@ -278,7 +282,7 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
 
 def newest_version(name: str) -> int:
     """The newest version of a document that this sana-pipe reads."""
-    return HEAD_VERSION if name.startswith("snapshots/") else VERSION
+    return {"snapshots": HEAD_VERSION, "plans": PLAN_VERSION}.get(name.partition("/")[0], VERSION)
 
 
 def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
@@ -371,8 +375,9 @@ class Paths:
         return f"units/{recipe}/{plan:08d}"
 
     @staticmethod
-    def unit(recipe: str, plan: int, unit: str) -> str:
-        return f"units/{recipe}/{plan:08d}/{unit}.json"
+    def unit(recipe: str, plan: int, unit: str, fanned: bool = False) -> str:
+        """fanned: the plan's units are in folders of their first two characters."""
+        return f"{Paths.units(recipe, plan)}/{f'{unit[:2]}/' if fanned else ''}{unit}.json"
 
     @staticmethod
     def segment(recipe: str, plan: int) -> str:

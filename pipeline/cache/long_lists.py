@@ -12,6 +12,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from json.encoder import encode_basestring
 from typing import Any, TypeVar, overload
 
 import xxhash
@@ -27,6 +28,7 @@ SMALL = 1 << 18
 """Documents of at most so many bytes are parsed whole."""
 PIECE = 1 << 18
 """Bytes that are parsed at a time."""
+_SHORT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 ENTRIES = 512
 """Entries of a piece that was not read from a document."""
 
@@ -47,9 +49,12 @@ class LongList(Sequence[dict[str, Any]]):
         for some in by(ENTRIES, entries):
             self.extend(some)
 
-    def extend(self, entries: list[dict[str, Any]]) -> None:
-        self._pieces.append(zstandard.compress(layout.canonical(entries), 1))
+    def extend(self, entries: list[dict[str, Any]]) -> bytes:
+        """Add entries; returns their canonical JSON."""
+        data = layout.canonical(entries)
+        self._pieces.append(zstandard.compress(data, 1))
         self._ends.append(len(self) + len(entries))
+        return data
 
     def piecewise(self) -> Iterator[list[dict[str, Any]]]:
         """The entries, some at a time."""
@@ -78,24 +83,28 @@ class LongList(Sequence[dict[str, Any]]):
         return entries[number - self._ends[piece]]
 
 
-def parse(text: Iterator[bytes], key: str) -> dict[str, Any] | None:
+def parse(text: Iterator[bytes], key: str, newest: int = layout.VERSION) -> dict[str, Any] | None:
     """A document, as `layout.unseal` returns it, with a `LongList` under `key`.
 
     Args:
         text: the document in pieces; keys before the list are in the first.
 
     Returns:
-        None unless the bytes are exactly those of a document of version 1 with a list of objects: `unseal` says what
-        is wrong.
+        None unless the bytes are exactly those of a document with a list of objects, of a version that is read:
+        `unseal` says what is wrong.
     """
     try:
-        return _parse(text, key)
+        return _parse(text, key, newest)
     except (ValueError, KeyError, RecursionError):
         return None
 
 
-def _parse(text: Iterator[bytes], key: str) -> dict[str, Any] | None:
-    begin, end, between = f'\n "{key}": ['.encode(), b"\n  }\n ]", b"\n  },\n  {"  # indentation: no string has a newline
+def _parse(text: Iterator[bytes], key: str, newest: int) -> dict[str, Any] | None:
+    begin, end, between = (
+        f'\n "{key}": ['.encode(),
+        b"\n  }\n ]",
+        b"\n  },\n  {",
+    )  # indentation: no string has a newline
     buffer = next(text, b"")
     head, found, buffer = buffer.partition(begin + b"\n")
     if not found:
@@ -117,7 +126,8 @@ def _parse(text: Iterator[bytes], key: str) -> dict[str, Any] | None:
     body = layout.unpacked(head + tail)
     stated = body.pop("digest")
     state.update(_after(body, key))
-    if state.hexdigest() != stated or (body.pop("format"), body.pop("version")) != (layout.FORMAT, layout.VERSION):
+    known = body.pop("format") == layout.FORMAT and body.pop("version") in range(layout.VERSION, newest + 1)
+    if state.hexdigest() != stated or not known:
         return None
     return {**body, key: items}
 
@@ -125,15 +135,30 @@ def _parse(text: Iterator[bytes], key: str) -> dict[str, Any] | None:
 def _take(items: LongList, text: bytes, state: xxhash.xxh3_128) -> None:
     """Add entries from their text. Raises ValueError for bytes that `layout.seal` would not write."""
     entries = json.loads(b"[" + text + b"]")
-    if _text(entries) != text:
+    if not all(entry and isinstance(entry, dict) for entry in entries) or _text(entries) != text:
         raise ValueError("other bytes than those of its entries")
-    state.update(b"," * bool(len(items)) + layout.canonical(entries)[1:-1])
-    items.extend(entries)
+    state.update(b"," * bool(len(items)) + items.extend(entries)[1:-1])
 
 
 def _text(entries: list[dict[str, Any]]) -> bytes:
-    """Entries as `layout.seal` writes them, indented as in a document."""
-    return layout.indented([entries])[len(b"[\n [\n") : -len(b"\n ]\n]\n")]
+    """Entries as `layout.seal` writes and indents them. Its encoder is slow, and entries share most of their nested
+    values."""
+    known: dict[str, str] = {}
+
+    def text(value: Any) -> str:
+        if type(value) is str:
+            return encode_basestring(value)
+        if type(value) is int:
+            return str(value)
+        short = _SHORT.encode(value)
+        if short[0] not in "[{":
+            return short
+        if short not in known:
+            known[short] = layout.indented(value).decode().rstrip("\n").replace("\n", "\n   ")
+        return known[short]
+
+    lines = (",\n".join(f"   {text(name)}: {text(entry[name])}" for name in sorted(entry)) for entry in entries)
+    return ",\n".join(f"  {{\n{part}\n  }}" for part in lines).encode()
 
 
 def _before(body: dict[str, Any], key: str) -> bytes:
@@ -147,10 +172,10 @@ def _after(body: dict[str, Any], key: str) -> bytes:
     return b"]" + (b"," + layout.canonical(rest)[1:] if rest else b"}")
 
 
-def pieces(body: dict[str, Any], key: str) -> Iterator[bytes]:
+def pieces(body: dict[str, Any], key: str, version: int = layout.VERSION) -> Iterator[bytes]:
     """The bytes of `layout.seal`, in pieces. body: with a `LongList`, which is not empty, under `key`."""
     items: LongList = body[key]
-    sealed = {"format": layout.FORMAT, "version": layout.VERSION, **body, key: []}
+    sealed = {"format": layout.FORMAT, "version": version, **body, key: []}
     state, comma = xxhash.xxh3_128(_before(sealed, key)), b""
     for entries in items.piecewise():
         state.update(comma + layout.canonical(entries)[1:-1])

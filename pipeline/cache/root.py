@@ -36,6 +36,8 @@ FORGOTTEN = "forgotten"
 """Key in a scan or prompt set document: the source, or the set, was forgotten and is not used any more."""
 MOVING = ("latest", "latest.heldout")
 """Names that move to each new snapshot; any other name moves only on request."""
+FLAT_UNITS = 4096
+"""The commits of larger plans are in several folders."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -119,12 +121,13 @@ class Units(Sequence[Unit]):
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """An append-only list of work of one recipe."""
+    """An append-only list of work of one recipe. fanned: its commits are in several folders."""
 
     recipe: str
     number: int
     units: Sequence[Unit]
     table: str
+    fanned: bool = False
 
 
 class Cache:
@@ -327,7 +330,7 @@ class Cache:
         body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
         units = body["units"]
         made = Units(units) if isinstance(units, LongList) else tuple(Unit(**unit) for unit in units)
-        return WorkPlan(recipe, number, made, body["table"])
+        return WorkPlan(recipe, number, made, body["table"], body.get("fanned", False))
 
     def unit_rows(self, plan: WorkPlan, unit: Unit) -> pa.Table:
         """The rows of the plan's table that a unit encodes."""
@@ -336,8 +339,12 @@ class Cache:
     def add_plan(self, recipe: str, number: int, units: Iterable[Unit], table: pa.Table) -> bool:
         """Append a plan. Returns False if another process has appended a plan with this number."""
         digest = self.put_table(table)
-        body = {"recipe": recipe, "number": number, "table": digest, "units": LongList(map(vars, units))}
-        return self.files.put_long(Paths.numbered(Paths.plans(recipe), number), body)
+        body: dict[str, Any] = {"recipe": recipe, "number": number, "table": digest}
+        body["units"] = LongList(map(vars, units))
+        fanned = len(body["units"]) > FLAT_UNITS
+        version = layout.PLAN_VERSION if fanned else layout.VERSION
+        body |= {"fanned": True} if fanned else {}
+        return self.files.put_long(Paths.numbered(Paths.plans(recipe), number), body, version)
 
     def index(self, recipe: str) -> index.RecordIndex:
         """The records of a recipe. With `reuses_indexes`, the index of a recipe whose plans all have a segment is not

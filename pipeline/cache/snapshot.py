@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from threading import Lock
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -311,9 +312,14 @@ class Head(HeadObject):
 
     def shard_files(self, share: slice = slice(None)) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes. share: of each list, by number."""
-        return {
-            self.shard_path(kind, shard.name): shard.bytes for kind in self.shards for shard in self.shards[kind][share]
-        }
+        return dict(self.each_shard_file(share))
+
+    def each_shard_file(self, share: slice = slice(None)) -> Iterator[tuple[str, int]]:
+        """`shard_files`, one at a time; a shard that two kinds share occurs twice."""
+        for kind, shards in self.shards.items():
+            for number in range(*share.indices(len(shards))):
+                shard = shards[number]
+                yield self.shard_path(kind, shard.name), shard.bytes
 
     def shard_names(self, kind: str) -> Sequence[str]:
         """Names of the shards of a kind, by number."""
@@ -351,23 +357,22 @@ def check_files(files: Files, head: Head) -> None:
     """
     chunks = [Paths.table(digest, "arrow") for digest in sorted(head.tables())]
     scans = [Paths.table(table, "parquet") for table in sorted(set(head.sources.values()))]
-    wanted = {**head.shard_files(), **dict.fromkeys([*chunks, *scans])}
+    wanted = chain(head.each_shard_file(), ((name, None) for name in (*chunks, *scans)))
     fixes = {**dict.fromkeys(chunks, head.command), **dict.fromkeys(scans, "sana-pipe encode --data DIR")}
     _check_sizes(files, wanted, fixes)
 
 
-def _check_sizes(files: Files, wanted: Mapping[str, int | None], fixes: Mapping[str, str]) -> None:
-    """wanted: file -> its size; None: any but 0. fixes: of files that are no shards."""
-    sizes = files.sizes(wanted)
-    for name, size in wanted.items():
+def _check_sizes(files: Files, wanted: Iterable[tuple[str, int | None]], fixes: Mapping[str, str]) -> None:
+    """wanted: files and their sizes; None: any but 0. fixes: of files that are no shards."""
+    for name, size, actual in files.sized(wanted):
         fix = fixes.get(name, layout.REPAIR)
-        if not sizes.get(name):
+        if not actual:
             raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
-        if size not in (None, sizes[name]):
+        if size not in (None, actual):
             raise IntegrityError(
                 f"{files.where(name)}: has another size than the snapshot says",
                 expected=f"{size} bytes",
-                found=f"{sizes[name]} bytes",
+                found=f"{actual} bytes",
                 fix=fix,
             )
 
@@ -523,7 +528,7 @@ class Snapshot:
         Args:
             share: shards of each list to look at, by number.
         """
-        _check_sizes(self.files, self.head.shard_files(share), {})
+        _check_sizes(self.files, self.head.each_shard_file(share), {})
 
     def check_chunk(self, number: int) -> None:
         """Read both tables of a chunk and check them, also if they were checked before."""

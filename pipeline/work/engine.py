@@ -163,7 +163,8 @@ def missing_units(cache: Cache, plans: list[WorkPlan]) -> Work:
 def is_done(cache: Cache, plan: WorkPlan, unit: Unit) -> bool:
     """Whether a unit is committed."""
     exists = cache.files.exists
-    return exists(Paths.unit(plan.recipe, plan.number, unit.unit)) or exists(Paths.segment(plan.recipe, plan.number))
+    commit = Paths.unit(plan.recipe, plan.number, unit.unit, plan.fanned)
+    return exists(commit) or exists(Paths.segment(plan.recipe, plan.number))
 
 
 def make_units(
