@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,22 @@ def test_digests_are_a_set_of_names() -> None:
         assert name in known and len(known) == len(expected)
     assert set(known) == expected and len(list(known)) == len(known)
     assert not any(name in known for name in ("01" * 16, "aa" * 16, "b", "aa" * 15 + "01"))
+
+
+def test_a_long_segment_needs_little_memory(tmp_path: Path) -> None:
+    """Read whole, its entries are 2 KB each."""
+    files, count = Files(tmp_path), 6000
+    made_by = {f"library {n}": f"{n}.{n}.{n}" for n in range(12)}
+    entries = ({**commit, "provenance": made_by, "rejects": []} for commit in commits(count))
+    body = {"recipe": RECIPE, "plan": 0, "table": "bb", "records": 9, "commits": long_lists.LongList(entries)}
+    tracemalloc.start()
+    try:
+        files.put_long(SEGMENT, body)
+        written = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        listed = files.document(SEGMENT)["commits"]
+        held, read = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(listed) == count and files.path(SEGMENT).stat().st_size > 3_000_000
+    assert max(written, read) < 4_000_000 and held < 200 * count
