@@ -52,7 +52,8 @@ class LongList(Sequence[dict[str, Any]]):
     def extend(self, entries: list[dict[str, Any]]) -> bytes:
         """Add entries; returns their canonical JSON."""
         data = layout.canonical(entries)
-        self._pieces.append(zstandard.compress(data, 1))
+        packed = zstandard.compress(data, 1)
+        self._pieces.append(bytes(memoryview(packed)))  # a copy: zstandard's has room for what does not compress
         self._ends.append(len(self) + len(entries))
         return data
 
