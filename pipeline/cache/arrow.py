@@ -103,7 +103,7 @@ class Texts(Sequence[str]):
         return len(self._column)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Texts) and self._column.equals(other._column)
+        return isinstance(other, Sequence) and list(self) == list(other)
 
     def __iter__(self) -> Iterator[str]:
         for start in range(0, len(self), ROWS):
