@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+import stages.encode
 from pipeline.cache import audit, contradictions, garbage, index, layout, root
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.status import status
+from pipeline.config import Config
 from pipeline.encoding.rebuild import rebuild_documents
 from pipeline.errors import CacheError
 from pipeline.work import engine
@@ -115,6 +118,24 @@ def test_an_earlier_version_refuses_a_fanned_plan(two: list[tuple[Cache, WorkPla
         if version == 2:
             with pytest.raises(CacheError):
                 layout.unseal(data, "plan")
+
+
+def test_encode_writes_the_same_segments_and_shards_whatever_the_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photos: Path, make_config: Callable[..., Config]
+) -> None:
+    written = []
+    for limit in (root.FLAT_UNITS, 0):
+        monkeypatch.setattr(root, "FLAT_UNITS", limit)
+        config = make_config(tmp_path / str(limit), "encode.unit_images=3", "encode.unit_captions=4")
+        stages.encode.run(config, data=str(photos))
+        cache = Cache(config.cache)
+        assert len(unit_files(cache)) > 4
+        assert all((Path(name).parent.name == Path(name).name[:2]) == (limit == 0) for name in unit_files(cache))
+        paths = [
+            path for folder in ("segments", "shards") for path in cache.root.glob(f"{folder}/**/*") if path.is_file()
+        ]
+        written.append({path.relative_to(cache.root): path.read_bytes() for path in paths})
+    assert written[0] == written[1]
 
 
 def test_lost_commits_of_a_fanned_plan_are_made_again_from_their_shards(
