@@ -18,6 +18,10 @@ size and grows with the items only until it is full; with its real size it is fu
 slope below would be that of the buffers. Smaller buffers are full at both sizes, and hide less of what does grow: the
 bytes that every item adds are the same.
 
+Units: caches of 20,000 items (100,000 without `--quick`) whose units have 1 record and 64. `bytes_per_unit`: the
+largest difference of private memory, over the commands that read something of each unit or shard, per unit that the
+first has more; the buffers are divided as above. `unit_cpu_us`: the largest difference of CPU time.
+
 At 10^7 items the folder for temporary files needs 40 GB and the run half an hour.
 """
 
@@ -158,6 +162,22 @@ def memory_figures(quick: bool) -> dict[str, float]:
     }
 
 
+def unit_figures(count: int) -> dict[str, float]:
+    """Print and return what a unit with its shard costs in memory and CPU time."""
+    costs: dict[tuple[str, int], large_cache.Cost] = {}
+    for per_unit in (1, 64):
+        with tempfile.TemporaryDirectory() as folder:
+            large_cache.cost("build", Path(folder), count, 1, per_unit)
+            for name in large_cache.UNIT_COMMANDS:
+                costs[name, per_unit] = large_cache.cost(name, Path(folder), count, QUICK_DIVISOR, per_unit)
+    units, rows = 2 * count * (1 - 1 / 64), []
+    for name in large_cache.UNIT_COMMANDS:
+        many, few = costs[name, 1], costs[name, 64]
+        rows.append([name, (many.own - few.own) / units, (many.cpu - few.cpu) / units * 1e6])
+    table([f"{2 * count:,} units", "bytes a unit", "CPU us a unit"], rows)
+    return {"bytes_per_unit": max(row[1] for row in rows), "unit_cpu_us": max(row[2] for row in rows)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 2 x 10^4 items, memory at 10^6")
@@ -173,7 +193,7 @@ def main() -> None:
         for phase in PHASES
         if results[large][phase] > 0.1
     }
-    memory = memory_figures(options.quick)
+    memory = memory_figures(options.quick) | unit_figures(20_000 if options.quick else 100_000)
     finish(
         {
             **memory,

@@ -4,9 +4,11 @@ A source of tars with `PER_TAR` items each, one caption an item. The real code w
 which have their full size; tars and shards have no content, since nothing here reads a picture or a record. The listing
 of a folder is measured on names that are made up; asking a disk for them comes on top.
 
+With `PER_UNIT` a unit has so few records, to measure what units and shards cost.
+
 Each command runs in a process of its own. The parent reads that process's private memory (RssAnon) every few
 milliseconds: mapped files do not count, because the kernel may drop their pages. `python -m benchmarks.large_cache
-COMMAND FOLDER ITEMS DIVISOR` runs one with all buffers divided by DIVISOR.
+COMMAND FOLDER ITEMS DIVISOR PER_UNIT` runs one with all buffers divided by DIVISOR.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from benchmarks.report import resident
-from pipeline.cache import arrow, index, key_columns, layout, scratch
+from pipeline.cache import arrow, audit, garbage, index, key_columns, layout, scratch
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
@@ -38,6 +40,7 @@ from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
 from pipeline.images import buckets
+from pipeline.loader import planner
 from pipeline.processes import run_and_exit
 from pipeline.snapshots import join
 from pipeline.sources import source as sources
@@ -55,7 +58,12 @@ PER_TAR = 10_000
 SOURCE = "synthetic"
 COMMANDS = ("scan", "noop", "bucket", "status", "index", "folder", "grow", "filter")
 """`grow` and `filter` are `bucket` with options; `grow` needs the snapshot that `bucket` made."""
+UNIT_COMMANDS = ("noop", "bucket", "status", "gc", "documents", "open")
+"""Commands that read what a cache has of each unit and shard. `documents` is that part of `verify`, `gc` its list,
+`open` what a rank does before its first step."""
 PER_FOLDER = 1000
+PER_UNIT = 0
+"""Records of a unit; 0: as the configuration says."""
 READ_S = 0.005
 BUFFERS = (
     *((module, "ROWS") for module in (arrow, scanning, join, sources)),
@@ -100,7 +108,8 @@ class Folder(FolderSource):
 
 
 def configuration(folder: Path, *options: str) -> Config:
-    return load(None, [f"cache={folder / 'cache'}", "encode.min_free_gib=0", *options])
+    units = [f"encode.unit_{kind}={PER_UNIT}" for kind in ("images", "captions") if PER_UNIT]
+    return load(None, [f"cache={folder / 'cache'}", "encode.min_free_gib=0", *units, *options])
 
 
 def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
@@ -267,6 +276,16 @@ def command(name: str, folder: Path, count: int) -> None:
         told = status(Cache.of(config))["sources"][SOURCE]
         if told["items"] != count:
             raise RuntimeError(f"status counts {told['items']} items")
+    elif name == "gc":
+        if list(garbage.unneeded(Cache.of(config), older_than_s=-1.0)):
+            raise RuntimeError("there is nothing to remove")
+    elif name == "documents":
+        if found := next(audit.verify_documents(Cache.of(config)), None):
+            raise RuntimeError(f"a document is damaged: {found}")
+    elif name == "open":
+        snapshot = Cache.of(config).open_snapshot()
+        snapshot.check_shards()
+        planner.Planner(snapshot, seed=0, phase=0).step(0)
     elif name == "index":
         indexes = [Cache.of(config).index(recipe.name) for recipe in recipes(config)]
         if [len(one) for one in indexes] != [count, count + 1]:
@@ -293,9 +312,11 @@ class Cost:
         return (self.own - self.before) / count
 
 
-def cost(name: str, folder: Path, count: int, divisor: int = 1) -> Cost:
-    """Run a command in a process of its own and watch its memory. divisor: of the buffers, see `divide_buffers`."""
-    arguments = [sys.executable, "-m", "benchmarks.large_cache", name, str(folder), str(count), str(divisor)]
+def cost(name: str, folder: Path, count: int, divisor: int = 1, per_unit: int = 0) -> Cost:
+    """Run a command in a process of its own and watch its memory. divisor: of the buffers, see `divide_buffers`.
+    per_unit: see `PER_UNIT`."""
+    numbers = [str(number) for number in (count, divisor, per_unit)]
+    arguments = [sys.executable, "-m", "benchmarks.large_cache", name, str(folder), *numbers]
     own = 0
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         status_file = Path(f"/proc/{process.pid}/status")
@@ -313,6 +334,7 @@ def cost(name: str, folder: Path, count: int, divisor: int = 1) -> Cost:
 def main() -> None:
     name, folder, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     divide_buffers(int(sys.argv[4]))
+    globals()["PER_UNIT"] = int(sys.argv[5])
     before = next(int(line.split()[1]) * 1024 for line in _status() if line.startswith("RssAnon:"))
     began, cpu = time.perf_counter(), time.process_time()
     command(name, folder, count)

@@ -364,7 +364,7 @@ def encode_source(
     rejects = _Rejects(work, planned.rejects, failed)
     _report_rejects(cache, source.name, rejects)
     for index in [] if idle else [cache.index(latent.name), cache.index(text.name)]:
-        size = amount(sum(index.bytes))
+        size = amount(int(index.bytes.sum()))
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
     left = sum(part.left for part in made.values())
     if left:

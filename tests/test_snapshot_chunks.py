@@ -23,6 +23,7 @@ from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import IntegrityError
+from pipeline.loader.planner import Planner
 from pipeline.snapshots import join
 from tests.support import tiny_cache
 from tests.support.synthetic import add, config, pictures
@@ -113,6 +114,42 @@ def test_a_check_reads_what_was_checked_before(snapshot: Snapshot, digests: list
     for _ in range(2):
         snapshot.check_chunk(0)
     assert len(digests) == 4
+
+
+def test_a_folder_keeps_the_chunks_of_a_billion_samples_and_a_mirror_a_quarter_of_itself() -> None:
+    assert snapshots.open_chunks(None) * snapshots.CHUNK_ROWS >= 10**9
+    assert snapshots.open_chunks(1 << 30) == 64
+    assert 15 << 30 < snapshots.open_chunks(64 << 30) * snapshots.CHUNK_BYTES <= 16 << 30
+    assert snapshots.open_chunks(1 << 50) == snapshots.open_chunks(None)
+
+
+def test_every_chunk_is_opened_once_where_all_may_stay_open(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "OPEN_CHUNKS", 8)
+    again, opened = Snapshot(snapshot.files, snapshot.id), list[int]()
+    real = Snapshot._open_chunk
+    monkeypatch.setattr(Snapshot, "_open_chunk", lambda self, n, *more: (opened.append(n), real(self, n, *more))[1])
+    for _ in range(3):
+        again.columns(np.arange(len(again)))
+    assert sorted(opened) == list(range(8))
+
+
+def test_planning_checks_the_blocks_of_its_steps_and_no_others(snapshot: Snapshot, digests: list[object]) -> None:
+    """Of the global batch: its longest caption decides how long the texts of every process are padded."""
+    opened = Snapshot(snapshot.files, snapshot.id)
+    digests.clear()
+    planner = Planner(opened, seed=0, phase=0)
+    assert not digests
+    touched = set[tuple[int, int]]()
+    for step in range(3):
+        batch = planner.schedule.step(step)
+        rows = batch.positions + opened.row(batch.bucket, 0)
+        touched |= {(row // ROWS, row % ROWS // BLOCK) for row in rows.tolist()}
+        planner.step(step)
+        assert len(digests) == len(touched)
+    blocks = sum(-(-chunk.rows // BLOCK) for chunk in snapshot.head.chunks)
+    assert len(touched) < blocks
 
 
 def test_only_the_blocks_of_the_rows_are_read(snapshot: Snapshot, digests: list[object]) -> None:

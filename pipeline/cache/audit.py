@@ -249,7 +249,7 @@ def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
     """(plan number, commit), up to the first unreadable document, which `verify_documents` reports."""
     with suppress(CacheError):
         for number in cache.files.numbers(Paths.plans(recipe)):
-            for commit in index.commits(cache.files, recipe, number):
+            for commit in index.each_commit(cache.files, recipe, number):
                 yield number, commit
 
 

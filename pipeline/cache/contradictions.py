@@ -5,11 +5,13 @@ Price: every document is read, and the heads of the shards that no commit refers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import PurePosixPath
 
 from pipeline.cache import codec, copies, index, shard
 from pipeline.cache.findings import BUCKET, ENCODE, Finding, named_snapshots, recipe_names
+from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.root import Cache
 from pipeline.errors import CacheError
@@ -79,56 +81,66 @@ def _recipe_contradictions(cache: Cache, owner: str) -> Iterator[Finding]:
     files = cache.files
     # Shards are listed before commits, and commits before plans, so that work that is published meanwhile is no
     # contradiction.
-    shard_paths = [entry.name for entry in files.walk(f"shards/{owner}")]
+    shards, others = Digests(), list[str]()
+    for entry in files.walk(f"shards/{owner}"):
+        stem = PurePosixPath(entry.name).stem
+        shards.add(stem) if entry.name == Paths.shard(owner, stem) else others.append(entry.name)
+    committed, made = dict[int, Digests](), Digests()
     try:
         numbers = {name.removesuffix(".json") for name in files.names(f"segments/{owner}")}
         numbers |= set(files.folders(f"units/{owner}"))
-        commits = [(int(name), commit) for name in sorted(numbers) for commit in index.commits(files, owner, int(name))]
-        planned = {unit.unit: plan.number for plan in cache.plans(owner) for unit in plan.units}
+        for number in sorted(map(int, numbers)):
+            for commit in index.each_commit(files, owner, number):
+                committed.setdefault(number, Digests()).add(commit.unit)
+                made.update([commit.shard] if commit.shard is not None else [])
+        planned = {plan.number: Digests(unit.unit for unit in plan.units) for plan in cache.plans(owner)}
     except CacheError:
         return  # `_unreadable_documents` or `_gap` reports it
-    yield from _unplanned_commits(owner, commits, planned)
-    committed = [commit for _, commit in commits]
-    yield from _uncommitted_shards(cache, owner, shard_paths, committed, planned)
-    yield from _missing_scale(cache, owner, committed)
+    yield from _unplanned_commits(owner, committed, planned)
+    others = [name for name in others if PurePosixPath(name).stem not in made]
+    left = chain(others, (Paths.shard(owner, name) for name in shards if name not in made))
+    yield from _uncommitted_shards(cache, owner, left, committed, planned)
+    if len(made):
+        yield from _missing_scale(cache, owner)
 
 
-def _unplanned_commits(
-    owner: str, commits: list[tuple[int, index.Commit]], planned: dict[str, int]
-) -> Iterator[Finding]:
-    """Commits whose plan is missing or does not list their unit.
+UnitsOf = dict[int, Digests]
+"""Number of a plan -> units."""
 
-    Args:
-        commits: (plan number, commit).
-        planned: unit -> number of its plan.
-    """
-    plans = set(planned.values())
-    for number in sorted({number for number, _ in commits} - plans):
+
+def _unplanned_commits(owner: str, committed: UnitsOf, planned: UnitsOf) -> Iterator[Finding]:
+    """Commits whose plan is missing or does not list their unit."""
+    for number in sorted(committed.keys() - planned.keys()):
         plan = Paths.numbered(Paths.plans(owner), number)
         yield Finding(plan, "is missing, and there are commits of its units", recipe=owner, plan=number)
-    for number, commit in commits:
-        if number in plans and planned.get(commit.unit) != number:
-            plan = Paths.numbered(Paths.plans(owner), number)
-            yield Finding(plan, f"does not list unit {commit.unit}, which is committed", owner, number, commit.unit)
+    for number in sorted(committed.keys() & planned.keys()):
+        for unit in committed[number]:
+            if unit not in planned[number]:
+                plan = Paths.numbered(Paths.plans(owner), number)
+                yield Finding(plan, f"does not list unit {unit}, which is committed", owner, number, unit)
 
 
 def _uncommitted_shards(
-    cache: Cache, owner: str, shard_paths: list[str], commits: list[index.Commit], planned: dict[str, int]
+    cache: Cache, owner: str, shard_paths: Iterable[str], committed: UnitsOf, planned: UnitsOf
 ) -> Iterator[Finding]:
-    """Shards without a commit, unless they are harmless (see `contradictions`). planned: unit -> number of its plan."""
-    shards, units = {commit.shard for commit in commits}, {commit.unit for commit in commits}
+    """Shards without a commit, unless they are harmless (see `contradictions`)."""
+
+    def plan_of(unit: str) -> int | None:
+        return next((number for number, units in reversed(planned.items()) if unit in units), None)
+
     for path in shard_paths:
-        digest = PurePosixPath(path).stem
-        if digest in shards:
-            continue
         try:
             unit = shard.read_head(cache.files, path)["unit"]
         except CacheError:
             continue
-        number = planned.get(unit, planned.get(index.adopted_unit(owner, digest), -1))
-        if unit in units or (number >= 0 and unit in index.committed(cache.files, owner, number)):
+        number = plan_of(unit)
+        if number is None:
+            number = plan_of(index.adopted_unit(owner, PurePosixPath(path).stem))
+        if any(unit in units for units in committed.values()):
             continue
-        if number >= 0:
+        if number is not None and unit in index.committed(cache.files, owner, number):
+            continue
+        if number is not None:
             problem = f"unit {unit} of this shard is not committed: encode was stopped there, or its commit was lost"
             yield Finding(path, problem, fix=f"{ENCODE}, or {REPAIR}")
         else:
@@ -138,9 +150,9 @@ def _uncommitted_shards(
             yield Finding(path, problem, fix=f"{BUCKET}, or {REPAIR}")
 
 
-def _missing_scale(cache: Cache, owner: str, commits: list[index.Commit]) -> Iterator[Finding]:
-    """Missing channel scales of an int8 recipe with records."""
-    if cache.files.exists(Paths.scale(owner)) or all(commit.shard is None for commit in commits):
+def _missing_scale(cache: Cache, owner: str) -> Iterator[Finding]:
+    """Missing channel scales of an int8 recipe, which has records."""
+    if cache.files.exists(Paths.scale(owner)):
         return
     try:
         int8 = codec.storage_of(cache.recipe(owner)) == codec.INT8

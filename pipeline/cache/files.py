@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import pyarrow as pa
+import xxhash
 
 from pipeline import retrying
-from pipeline.cache import layout, local_files
+from pipeline.cache import layout, local_files, long_lists
 from pipeline.cache import scratch as scratches
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, cache_errors, file_digest, make_folder, sync, sync_path, write_synced
@@ -141,6 +142,24 @@ class Files:
         """Sorted names of the folders in a folder, as `names`."""
         return sorted({name for name, kind in self._list_both(folder) if kind == "directory"})
 
+    def unit_names(self, folder: str) -> list[str]:
+        """The documents of a plan's units, which are in its folder or in folders of their first two characters; each
+        unit once, in the order of the units."""
+        names = dict[str, str]()
+        for path in sorted({path for where in (folder, Paths.copy(folder)) for path in self._below(where)}):
+            inner, _, name = path.rpartition("/")
+            if name.endswith(".json") and inner in ("", name[:2]):
+                names[name.removesuffix(".json")] = f"{folder}/{path}"
+        return [names[unit] for unit in sorted(names)]
+
+    def _below(self, folder: str) -> Iterator[str]:
+        """The files in a folder and in its folders, relative to it."""
+        for name, kind in self._list(folder):
+            if kind == "directory":
+                yield from (f"{name}/{inner}" for inner, _ in self._list(f"{folder}/{name}"))
+            else:
+                yield name
+
     def _list_both(self, folder: str) -> list[tuple[str, str]]:
         documents = folder.partition("/")[0] in layout.DOCUMENTS
         return self._list(folder) + (self._list(Paths.copy(folder)) if documents else [])
@@ -175,15 +194,17 @@ class Files:
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """File -> its size in bytes; absent files are left out."""
-        sizes = {}
-        for name in names:
+        return {name: size for name, _, size in self.sized((name, None) for name in names) if size is not None}
+
+    def sized(self, wanted: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T, int | None]]:
+        """Files with a value of the caller's, and their sizes in bytes; None: absent. On a disk one at a time."""
+        for name, value in wanted:
             try:
-                sizes[name] = self.when_reachable(self.path(name).stat).st_size
+                yield name, value, self.when_reachable(self.path(name).stat).st_size
             except FileNotFoundError:
-                continue
+                yield name, value, None
             except OSError as error:
                 raise CacheError(f"{self.where(name)}: cannot be read: {error.strerror}") from None
-        return sizes
 
     def documents(self, names: list[str]) -> Iterator[dict]:
         """`document` of many, in order."""
@@ -255,6 +276,26 @@ class Files:
             return False
         if has_copy:
             self._put(Paths.copy(name), data)
+        return True
+
+    def put_long(self, name: str, body: dict[str, Any], version: int = layout.VERSION) -> bool:
+        """`put` of a document whose long list is a `LongList`, in pieces."""
+        key = long_lists.KEYS[name.partition("/")[0]]
+        if len(body[key]) <= long_lists.ENTRIES:
+            return self.put(name, layout.seal({**body, key: list(body[key])}, version))
+        if self.exists(name):
+            return False
+        for target in (name, Paths.copy(name)):
+            with self.temporary() as path:
+                state = xxhash.xxh3_128()
+                with cache_errors(path), open(path, "xb") as file:
+                    for piece in long_lists.pieces(body, key, version):
+                        file.write(piece)
+                        state.update(piece)
+                    sync(file)
+                check_digest(path, state.hexdigest())
+                if not self.publish(path, target) and target == name:
+                    return False
         return True
 
     def ensure(self, name: str, data: bytes) -> None:
@@ -430,11 +471,12 @@ class Files:
             CacheError: it is of another version, or cannot be read now.
         """
         try:
-            return self.parse(name, self.read(name))
+            return self.body(name, name)
         except IntegrityError as error:
+            if not layout.is_document(name):
+                raise
             try:
-                data = self.read(Paths.copy(name)) if layout.is_document(name) else b""
-                body = self.parse(name, data)
+                body = self.body(name, Paths.copy(name))
             except IntegrityError:
                 raise error from None
             if name not in self.damage:
@@ -442,12 +484,41 @@ class Files:
                 state = "the document was restored" if self.repairs else f"to restore it: {layout.REPAIR}"
                 retrying.log(f"{error.what}; its copy is read instead ({state})")
             if self.repairs:
+                self.parse(name, data := self.read(Paths.copy(name)))
                 self.replace(name, data)
             return body
 
+    def body(self, name: str, where: str) -> dict:
+        """The body of a document from one of its two files, checked. Its long list, if it has one, is a `LongList`.
+
+        Raises:
+            IntegrityError: the file is missing, damaged or another document.
+            CacheError: it is of another version, or cannot be read now.
+        """
+        key = long_lists.KEYS.get(name.partition("/")[0])
+        newest = layout.newest_version(name)
+        body = None if key is None else long_lists.parse(self._in_pieces(where), key, newest)
+        return self.parse(name, self.read(where)) if body is None else self._named(name, body)
+
+    def _in_pieces(self, name: str) -> Iterator[bytes]:
+        """The bytes of a file; nothing if it is small or cannot be read."""
+        with suppress(OSError), open(self.path(name), "rb") as file:
+            if os.fstat(file.fileno()).st_size > long_lists.SMALL:
+                while piece := file.read(long_lists.PIECE):
+                    yield piece
+
     def parse(self, name: str, data: bytes) -> dict:
-        """The body of a document from its bytes; checks its digest and that it belongs to this name."""
-        body = layout.unseal(data, self.where(name), layout.newest_version(name))
+        """The body of a document from its bytes, as `body`."""
+        key, size = long_lists.KEYS.get(name.partition("/")[0]), long_lists.PIECE
+        newest = layout.newest_version(name)
+        if key is not None and len(data) > long_lists.SMALL:
+            body = long_lists.parse((data[at : at + size] for at in range(0, len(data), size)), key, newest)
+            if body is not None:
+                return self._named(name, body)
+        return self._named(name, layout.unseal(data, self.where(name), newest))
+
+    def _named(self, name: str, body: dict) -> dict:
+        """A document's body, which must belong to this name."""
         if other := layout.misplaced(name, body):
             raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
         return body

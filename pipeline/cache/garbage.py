@@ -30,6 +30,7 @@ from pathlib import PurePosixPath
 from pipeline.cache import index, process_identity
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import packs, recipe_names
+from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.root import Cache
@@ -110,8 +111,7 @@ class Needed:
 
     def __init__(self, cache: Cache, before: float):
         self.cache = cache
-        self.shards: set[str] = set()
-        self.tables: set[str] = set()
+        self.shards, self.tables = Digests(), Digests()
         self.heads: set[str] = set()
         self.merged: set[str] = set()
         self.abandoned_packs: set[str] = set()
@@ -141,7 +141,7 @@ class Needed:
             try:
                 head = Head.read(files, snapshot_id)
                 tables = head.tables()
-                shards = {name for kind in head.shards for name in head.shard_names(kind)}
+                shards = Digests(name for kind in head.shards for name in head.shard_names(kind))
             except CacheError:
                 if snapshot_id in named:
                     raise
@@ -150,8 +150,8 @@ class Needed:
                 packs_in_use[head.folder] = packs_in_use.get(head.folder, False) or counts
             if counts:
                 self.heads.add(name)
-                self.tables |= tables | set(head.sources.values())
-                self.shards |= shards
+                self.tables.update(tables | set(head.sources.values()))
+                self.shards.update(shards)
         return packs_in_use
 
     def _add_recipe(self, recipe: str) -> None:
@@ -178,9 +178,9 @@ class Needed:
                 self.abandoned_packs.add(pack)
 
     def _add_commits(self, owner: str, plan: int) -> None:
-        for commit in index.commits(self.cache.files, owner, plan):
-            self.shards |= {commit.shard} if commit.shard else set()
-            self.tables |= {commit.table} if commit.table else set()
+        for commit in index.each_commit(self.cache.files, owner, plan):
+            self.shards.update([commit.shard] if commit.shard else [])
+            self.tables.update([commit.table] if commit.table else [])
 
     def why_unneeded(self, name: str) -> str | None:
         """Why nothing needs a file; None if something needs it."""
@@ -200,4 +200,5 @@ class Needed:
             return "of a scan that ended long ago"
         if folder == "snapshots" and name not in self.heads:
             return "no name points to this snapshot"
-        return "its plan's segment stands for it" if folder == "units" and str(path.parent) in self.merged else None
+        merged = folder == "units" and "/".join(path.parts[:3]) in self.merged
+        return "its plan's segment stands for it" if merged else None

@@ -10,19 +10,23 @@ plans come before all others, in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache import arrow, layout
+from pipeline.cache.arrow import Texts
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
+from pipeline.cache.long_lists import LongList, by
 from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc, write_ipc
 from pipeline.errors import IntegrityError
 
@@ -82,9 +86,10 @@ def commit_of(
     return Commit(unit, name, size, records.num_rows, table, tuple(rejects), dict(provenance or {}))
 
 
-def publish_commit(files: Files, recipe: str, plan: int, commit: Commit) -> bool:
-    """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible."""
-    return files.put(Paths.unit(recipe, plan, commit.unit), layout.seal(commit.body()))
+def publish_commit(files: Files, recipe: str, plan: int, commit: Commit, fanned: bool = False) -> bool:
+    """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible.
+    fanned: of the plan."""
+    return files.put(Paths.unit(recipe, plan, commit.unit, fanned), layout.seal(commit.body()))
 
 
 def adopted_unit(recipe: str, shard: str) -> str:
@@ -97,12 +102,17 @@ def committed(files: Files, recipe: str, plan: int) -> set[str]:
     """The committed units of a plan."""
     if files.exists(Paths.segment(recipe, plan)):
         return {c["unit"] for c in files.document(Paths.segment(recipe, plan))["commits"]}
-    return {name[:-5] for name in files.names(Paths.units(recipe, plan)) if name.endswith(".json")}
+    return {PurePosixPath(name).stem for name in files.unit_names(Paths.units(recipe, plan))}
 
 
 def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
     """Commits of a plan, sorted by unit: from its segment if there is one, else from its unit documents."""
-    return list(_commits(files, recipe, plan)[1])
+    return list(each_commit(files, recipe, plan))
+
+
+def each_commit(files: Files, recipe: str, plan: int) -> Iterator[Commit]:
+    """`commits`, one at a time: some plans have 10^5."""
+    return _commits(files, recipe, plan)[1]
 
 
 def _commits(files: Files, recipe: str, plan: int) -> tuple[str | None, Iterator[Commit]]:
@@ -110,11 +120,10 @@ def _commits(files: Files, recipe: str, plan: int) -> tuple[str | None, Iterator
     if files.exists(Paths.segment(recipe, plan)):
         segment = files.document(Paths.segment(recipe, plan))
         return segment["table"], map(Commit.from_body, segment["commits"])
-    names = [Paths.unit(recipe, plan, unit) for unit in sorted(committed(files, recipe, plan))]
-    return None, map(Commit.from_body, files.documents(names))
+    return None, map(Commit.from_body, files.documents(files.unit_names(Paths.units(recipe, plan))))
 
 
-def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
+def merge(files: Files, recipe: str, plan: int, units: Iterable[str]) -> bool:
     """Write the segment of a plan once all its units are committed. Every process writes the same bytes.
 
     Returns:
@@ -124,14 +133,14 @@ def merge(files: Files, recipe: str, plan: int, units: list[str]) -> bool:
         return True
     if committed(files, recipe, plan) != set(units):
         return False
-    done = commits(files, recipe, plan)
-    digest, rows = merged(files, recipe, done)
-    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows}
-    files.put(Paths.segment(recipe, plan), layout.seal({**body, "commits": [commit.body() for commit in done]}))
+    done = LongList(commit.body() for commit in each_commit(files, recipe, plan))
+    digest, rows = merged(files, recipe, map(Commit.from_body, done))
+    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows, "commits": done}
+    files.put_long(Paths.segment(recipe, plan), body)
     return True
 
 
-def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
+def merged(files: Files, recipe: str, done: Iterable[Commit]) -> tuple[str, int]:
     """Publish the merged record table of commits; returns its digest and its rows."""
     whole = whole_table(files, recipe, done)
     with files.temporary() as path:
@@ -140,7 +149,7 @@ def merged(files: Files, recipe: str, done: list[Commit]) -> tuple[str, int]:
         return files.put_content_file(path, "arrow"), whole.num_rows
 
 
-def whole_table(files: Files, recipe: str, done: list[Commit]) -> pa.Table:
+def whole_table(files: Files, recipe: str, done: Iterable[Commit]) -> pa.Table:
     """The merged record table of commits, in one piece; a large table is in temporary files."""
     schema, shards = RECORDS[recipe.partition("-")[0]], dict[str, int]()
 
@@ -178,10 +187,6 @@ def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) ->
         return from_ipc(data, files.where(name))
 
 
-def _with_shard(table: pa.Table, shard: str) -> pa.Table:
-    return table.append_column("shard", pa.array([shard] * table.num_rows, pa.string()).dictionary_encode())
-
-
 def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     assert commit.table is not None
     assert commit.shard is not None
@@ -194,14 +199,13 @@ def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
             expected=f"{commit.records} {kind} records",
             found=f"{table.num_rows} rows of {table.schema.names}",
         )
-    return _with_shard(table, commit.shard)
+    return table
 
 
-def lost(files: Files, folder: str, shards: list[str], sizes: list[int]) -> np.ndarray:
+def lost(files: Files, folder: str, shards: Sequence[str], sizes: Sequence[int] | np.ndarray) -> np.ndarray:
     """(n,) bool: which shards below a folder of `shards/` are missing or have another size in bytes; one listing."""
-    names = [Paths.shard(folder, name) for name in shards]
-    actual = files.sizes(names)
-    return np.array([actual.get(name) != size for name, size in zip(names, sizes, strict=True)], bool)
+    wanted = zip((Paths.shard(folder, name) for name in shards), sizes, strict=True)
+    return np.fromiter((actual != size for _, size, actual in files.sized(wanted)), bool)
 
 
 @dataclass(frozen=True)
@@ -209,32 +213,37 @@ class _CommittedPlan:
     """What an index needs of a plan's commits; with their provenance they would be several times as large.
 
     Attributes:
+        shards: columns of their names. bytes: (n,) int64 of each.
         table: digest of the merged record table; None without a segment.
-        unmerged: without a segment the commits with a shard, without their rejects and provenance.
+        unmerged: without a segment the commits with a shard, without their rejects and provenance, each with the
+            position of its shard.
     """
 
     number: int
     is_adopted: bool
-    shards: list[str]
-    bytes: list[int]
+    shards: list[pa.Array]
+    bytes: np.ndarray
     rejects: list[RecordReject]
     table: str | None
-    unmerged: list[Commit]
+    unmerged: list[tuple[int, Commit]]
 
     @classmethod
     def read(cls, files: Files, recipe: str, number: int) -> _CommittedPlan:
-        shards, sizes, rejects, unmerged = list[str](), list[int](), list[RecordReject](), list[Commit]()
+        shards, sizes = list[pa.Array](), [np.empty(0, np.int64)]
+        rejects, unmerged = list[RecordReject](), list[tuple[int, Commit]]()
         table, done = _commits(files, recipe, number)
-        adopted = set()
-        for commit in done:
-            adopted.add(ADOPTED in commit.provenance)
-            rejects += commit.rejects
-            if commit.shard is not None:
-                shards.append(commit.shard)
-                sizes.append(commit.bytes)
-            if table is None and commit.table:
-                unmerged.append(replace(commit, rejects=(), provenance={}))
-        return cls(number, adopted == {True}, shards, sizes, rejects, table, unmerged)
+        adopted, count = set(), 0
+        for some in by(BATCH, done):
+            adopted |= {ADOPTED in commit.provenance for commit in some}
+            rejects += [reject for commit in some for reject in commit.rejects]
+            with_shard = [commit for commit in some if commit.shard is not None]
+            shards.append(pa.array([commit.shard for commit in with_shard], pa.string()))
+            sizes.append(np.array([commit.bytes for commit in with_shard], np.int64))
+            for at, commit in enumerate(with_shard if table is None else (), start=count):
+                if commit.table:
+                    unmerged.append((at, replace(commit, rejects=(), provenance={})))
+            count += len(with_shard)
+        return cls(number, adopted == {True}, shards, np.concatenate(sizes), rejects, table, unmerged)
 
 
 class RecordIndex:
@@ -251,34 +260,33 @@ class RecordIndex:
 
     def __init__(self, files: Files, recipe: str, plans: list[int]):
         self.recipe, self.kind, self._files = recipe, recipe.partition("-")[0], files
-        self.rejects: list[RecordReject] = []
-        self.shards: list[str] = []
-        self.bytes: list[int] = []
         every = self._by_precedence(plans)
-        for plan in every:
-            self.rejects += plan.rejects
-            self.shards += plan.shards
-            self.bytes += plan.bytes
-        self.caches = [0] * len(self.shards)
-        number = {name: i for i, name in enumerate(self.shards)}
-        names = [*RECORDS[self.kind].names, "shard"]
-        tables = (table.select(names) for plan in every for table in self._tables(plan))
-        self._fill(part for table in tables for part in _numbered(table, number))
+        self.rejects = [reject for plan in every for reject in plan.rejects]
+        self.shards: Sequence[str] = Texts(chunk for plan in every for chunk in plan.shards)
+        self.bytes = np.concatenate([np.empty(0, np.int64), *(plan.bytes for plan in every)])
+        self.caches = np.zeros(len(self.shards), np.int32)
+        starts = np.cumsum([0, *(len(plan.bytes) for plan in every)]).tolist()
+        self._fill(part for plan, start in zip(every, starts, strict=False) for part in self._tables(plan, start))
 
     def _by_precedence(self, plans: list[int]) -> list[_CommittedPlan]:
         """The plans, the lowest precedence first: adopted plans in reverse order, then the others."""
         every = [_CommittedPlan.read(self._files, self.recipe, plan) for plan in plans]
         return [plan for plan in every[::-1] if plan.is_adopted] + [plan for plan in every if not plan.is_adopted]
 
-    def _tables(self, plan: _CommittedPlan) -> Iterator[pa.Table]:
-        """The record tables of a plan: the merged table if it has a segment."""
+    def _tables(self, plan: _CommittedPlan, start: int) -> Iterator[pa.Table]:
+        """The records of a plan, some at a time: of the merged table if it has a segment. The column `shard` has
+        positions (uint32), the plan's from `start` on."""
         files, segment = self._files, Paths.segment(self.recipe, plan.number)
+        names = RECORDS[self.kind].names
         if plan.table is None:
-            yield from (_unit_table(files, self.recipe, commit) for commit in plan.unmerged)
+            for at, commit in plan.unmerged:
+                table = _unit_table(files, self.recipe, commit).select(names)
+                position = pa.array(np.full(len(table), start + at, np.uint32))
+                yield from arrow.batches(table.append_column("shard", position))
             return
 
         def rebuild() -> pa.Table:
-            return whole_table(files, self.recipe, commits(files, self.recipe, plan.number))
+            return whole_table(files, self.recipe, each_commit(files, self.recipe, plan.number))
 
         table = _record_table(files, plan.table, rebuild)
         if missing := {*RECORDS[self.kind].names, "shard"} - set(table.column_names):
@@ -288,7 +296,8 @@ class RecordIndex:
                 found=", ".join(table.column_names),
                 fix=layout.REPAIR,
             )
-        yield table
+        shards = pa.concat_arrays([pa.array([], pa.string()), *plan.shards])
+        yield from _numbered(table.select([*names, "shard"]), shards, start, files.where(segment))
 
     @cached_property
     def lost(self) -> np.ndarray:
@@ -325,7 +334,7 @@ class RecordIndex:
             return indexes[0]
         union, local = cls.__new__(cls), indexes[0]
         union.recipe, union.kind, union._files = local.recipe, local.kind, local._files
-        union.shards, union.bytes, union.caches = [], [], []
+        shards, sizes, caches = list[str](), list[int](), list[int]()
         others = [
             (number, other, np.ones(len(other.shards), bool)) for number, other in enumerate(indexes[1:], start=1)
         ]
@@ -333,11 +342,12 @@ class RecordIndex:
         position: dict[str, int] = {}
         for number, part, usable in by_precedence:
             for i in np.flatnonzero(usable).tolist():
-                if part.shards[i] not in position:
-                    position[part.shards[i]] = len(union.shards)
-                    union.shards.append(part.shards[i])
-                    union.bytes.append(part.bytes[i])
-                    union.caches.append(number)
+                if (name := part.shards[i]) not in position:
+                    position[name] = len(shards)
+                    shards.append(name)
+                    sizes.append(int(part.bytes[i]))
+                    caches.append(number)
+        union.shards, union.bytes, union.caches = shards, np.array(sizes, np.int64), np.array(caches, np.int32)
         union.rejects = [reject for part in indexes for reject in part.rejects]
 
         def batches() -> Iterator[pa.Table]:
@@ -383,14 +393,17 @@ def _dtype(kind: pa.DataType) -> Any:
     return "S16" if pa.types.is_fixed_size_binary(kind) else pa.array([], kind).to_numpy(zero_copy_only=False).dtype
 
 
-def _numbered(table: pa.Table, number: dict[str, int]) -> Iterator[pa.Table]:
+def _numbered(table: pa.Table, shards: pa.Array, start: int, segment: str) -> Iterator[pa.Table]:
     """The rows of a record table, with the names of shards (its last column, a dictionary) as uint32 positions.
-    number: name -> position."""
+    shards: names, from position `start` on."""
     if not table.num_rows:
         return
     table = table.unify_dictionaries()
-    names = table.column("shard").chunk(0).dictionary.to_pylist()  # once: it may have a million
-    positions = np.array([number[name] for name in names], np.uint32)
+    names = table.column("shard").chunk(0).dictionary.cast(pa.string())
+    found = pc.index_in(names, value_set=shards[::-1])  # of equal names the last
+    if found.null_count:
+        raise IntegrityError(f"{segment}: its table has records of a shard that it does not name", fix=layout.REPAIR)
+    positions = (start + len(shards) - 1 - found.to_numpy()).astype(np.uint32)
     for part in arrow.batches(table):
         rows = [positions[chunk.indices.to_numpy(zero_copy_only=False)] for chunk in part.column("shard").chunks]
         yield part.set_column(part.num_columns - 1, "shard", pa.chunked_array([pa.array(some) for some in rows]))

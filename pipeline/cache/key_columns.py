@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,50 @@ def fixed(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
 def key_bytes(value: Any) -> bytes:
     """The 16 bytes of an S16 element (numpy strips trailing zero bytes)."""
     return bytes(value).ljust(16, b"\0")
+
+
+class Digests:
+    """A set of names, most of which are digests of 32 hex digits: these take 16 bytes each."""
+
+    def __init__(self, names: Iterable[str] = ()):
+        self._sorted, self._new, self._others = np.empty(0, "S16"), bytearray(), set[str]()
+        self.update(names)
+
+    def update(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        if (key := _of_hex(name)) is None:
+            self._others.add(name)
+        else:
+            self._new += key
+
+    def _settled(self) -> np.ndarray:
+        if self._new:
+            self._sorted = np.unique(np.concatenate([self._sorted, np.frombuffer(bytes(self._new), "S16")]))
+            self._new = bytearray()
+        return self._sorted
+
+    def __contains__(self, name: str) -> bool:
+        if (key := _of_hex(name)) is None:
+            return name in self._others
+        keys = self._settled()
+        at = int(np.searchsorted(keys, np.bytes_(key)))
+        return at < len(keys) and key_bytes(keys[at]) == key
+
+    def __len__(self) -> int:
+        return len(self._settled()) + len(self._others)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (key_bytes(key).hex() for key in self._settled())
+        yield from sorted(self._others)
+
+
+def _of_hex(name: str) -> bytes | None:
+    """The 16 bytes that a name spells in lower case; None if it is no such name."""
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if len(key) == 16 and key.hex() == name else None

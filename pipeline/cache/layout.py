@@ -31,6 +31,8 @@ FORMAT = "sana-pipe-cache"
 VERSION = 1
 HEAD_VERSION = 2
 """Newest version of heads of snapshots: their lists are tables. Those of version 1 are read, too."""
+PLAN_VERSION = 2
+"""Version of plans with `fanned`: their units are in several folders. Other plans have version 1."""
 META = "__sana_pipe__"
 """Folder of the members that describe a shard; webdataset skips names of this form."""
 PACKED = "packed-"
@@ -229,7 +231,7 @@ def seal(body: dict[str, Any], version: int = VERSION) -> bytes:
     """A document: the body and the digest over its canonical JSON, as readable JSON."""
     sealed = {"format": FORMAT, "version": version, **body}
     sealed["digest"] = content_digest(canonical(sealed))
-    return _json(sealed)
+    return indented(sealed)
 
 
 REPAIR = "sana-pipe verify --repair"
@@ -259,6 +261,8 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
     folder, _, rest = name.partition("/")
     owner, stem = rest.partition("/")[0], rest.rpartition("/")[2].removesuffix(".json")
     lacking = [f"no {key}" for key in _ALWAYS.get(folder, ()) if key not in body]
+    if folder == "units" and rest.count("/") == 3 and rest.split("/")[2] != stem[:2]:
+        return "a unit of another folder"
     if folder == "snapshots":
         body = {"id": content_digest(canonical(body))}
     wanted = {
@@ -278,7 +282,7 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
 
 def newest_version(name: str) -> int:
     """The newest version of a document that this sana-pipe reads."""
-    return HEAD_VERSION if name.startswith("snapshots/") else VERSION
+    return {"snapshots": HEAD_VERSION, "plans": PLAN_VERSION}.get(name.partition("/")[0], VERSION)
 
 
 def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
@@ -302,7 +306,7 @@ def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
         )
     sealed = {**body, "digest": stated}
     if not _is_json(data, sealed):
-        sizes = f"{len(data)} bytes, expected {len(_json(sealed))}"
+        sizes = f"{len(data)} bytes, expected {len(indented(sealed))}"
         raise IntegrityError(f"{where}: bytes were changed outside its values", found=sizes, fix=REPAIR)
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
@@ -318,13 +322,21 @@ def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
 _ENCODER = json.JSONEncoder(sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def _json(body: dict[str, Any]) -> bytes:
-    """A document's body as readable JSON."""
-    return (_ENCODER.encode(body) + "\n").encode()
+def indented(value: Any) -> bytes:
+    """The readable JSON of a document."""
+    return (_ENCODER.encode(value) + "\n").encode()
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """A document's values, digest included. Raises ValueError for bytes that are not their readable JSON."""
+    body = json.loads(data)
+    if not isinstance(body, dict) or not _is_json(data, body):
+        raise ValueError("not the readable JSON of an object")
+    return body
 
 
 def _is_json(data: bytes, body: dict[str, Any]) -> bool:
-    """Whether `data` is `_json(body)`, which would be several times as large in memory while it is made."""
+    """Whether `data` is `indented(body)`, which would be several times as large in memory while it is made."""
     at, tokens = 0, chain(_ENCODER.iterencode(body), "\n")
     while piece := "".join(islice(tokens, 1024)).encode():
         if not data.startswith(piece, at):
@@ -363,8 +375,9 @@ class Paths:
         return f"units/{recipe}/{plan:08d}"
 
     @staticmethod
-    def unit(recipe: str, plan: int, unit: str) -> str:
-        return f"units/{recipe}/{plan:08d}/{unit}.json"
+    def unit(recipe: str, plan: int, unit: str, fanned: bool = False) -> str:
+        """fanned: the plan's units are in folders of their first two characters."""
+        return f"{Paths.units(recipe, plan)}/{f'{unit[:2]}/' if fanned else ''}{unit}.json"
 
     @staticmethod
     def segment(recipe: str, plan: int) -> str:

@@ -150,6 +150,12 @@ class ObjectFiles(Files):
         except FileNotFoundError:
             raise self._missing(name) from None
 
+    def _below(self, folder: str) -> Iterator[str]:
+        return (entry.name.removeprefix(f"{folder}/") for entry in self.walk(folder))  # one listing
+
+    def _in_pieces(self, name: str) -> Iterator[bytes]:
+        return iter(())  # one request: `parse` has pieces of the answer
+
     def _missing(self, name: str) -> IntegrityError:
         return IntegrityError(f"{self.where(name)}: is missing", fix=layout.REPAIR)
 
@@ -182,6 +188,11 @@ class ObjectFiles(Files):
         for folder in sorted({"/".join(name.split("/")[:-1][:2]) for name in wanted}):
             sizes.update((entry.name, entry.size) for entry in self.walk(folder))
         return {name: sizes[name] for name in wanted if name in sizes}
+
+    def sized(self, wanted: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T, int | None]]:
+        wanted = list(wanted)
+        sizes = self.sizes(name for name, _ in wanted)
+        return ((name, value, sizes.get(name)) for name, value in wanted)
 
     def open(self, name: str, *, trust: bool = False) -> Handle:
         return self.mirror.open(name, lambda: self._size(name), lambda path: self._fetch(name, path), trust=trust)

@@ -8,12 +8,12 @@ Price: only the last table, and the indexes of finished recipes, stay open betwe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ from pipeline.cache.arrow import parquet_batches, parquet_bytes, write_parquet
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
+from pipeline.cache.long_lists import LongList
 from pipeline.cache.objects import files_at
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.config import Config, MirrorConfig
@@ -35,6 +36,8 @@ FORGOTTEN = "forgotten"
 """Key in a scan or prompt set document: the source, or the set, was forgotten and is not used any more."""
 MOVING = ("latest", "latest.heldout")
 """Names that move to each new snapshot; any other name moves only on request."""
+FLAT_UNITS = 4096
+"""The commits of larger plans are in several folders."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -94,14 +97,37 @@ class Unit:
         return cls(layout.digest_of_keys(("unit", recipe, str(plan)), keys).hex(), start, len(keys), batch)
 
 
+class Units(Sequence[Unit]):
+    """The units of a large plan, each made when it is asked for."""
+
+    def __init__(self, entries: LongList):
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return (Unit(**entry) for entry in self._entries)
+
+    @overload
+    def __getitem__(self, number: int) -> Unit: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Unit]: ...
+    def __getitem__(self, number: int | slice) -> Unit | list[Unit]:
+        if isinstance(number, slice):
+            return [Unit(**entry) for entry in self._entries[number]]
+        return Unit(**self._entries[number])
+
+
 @dataclass(frozen=True)
 class WorkPlan:
-    """An append-only list of work of one recipe."""
+    """An append-only list of work of one recipe. fanned: its commits are in several folders."""
 
     recipe: str
     number: int
-    units: tuple[Unit, ...]
+    units: Sequence[Unit]
     table: str
+    fanned: bool = False
 
 
 class Cache:
@@ -302,17 +328,23 @@ class Cache:
 
     def plan(self, recipe: str, number: int) -> WorkPlan:
         body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
-        return WorkPlan(recipe, number, tuple(Unit(**unit) for unit in body["units"]), body["table"])
+        units = body["units"]
+        made = Units(units) if isinstance(units, LongList) else tuple(Unit(**unit) for unit in units)
+        return WorkPlan(recipe, number, made, body["table"], body.get("fanned", False))
 
     def unit_rows(self, plan: WorkPlan, unit: Unit) -> pa.Table:
         """The rows of the plan's table that a unit encodes."""
         return self.table(plan.table).slice(unit.start, unit.count)
 
-    def add_plan(self, recipe: str, number: int, units: list[Unit], table: pa.Table) -> bool:
+    def add_plan(self, recipe: str, number: int, units: Iterable[Unit], table: pa.Table) -> bool:
         """Append a plan. Returns False if another process has appended a plan with this number."""
         digest = self.put_table(table)
-        body = {"recipe": recipe, "number": number, "table": digest, "units": [vars(unit) for unit in units]}
-        return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
+        body: dict[str, Any] = {"recipe": recipe, "number": number, "table": digest}
+        body["units"] = LongList(map(vars, units))
+        fanned = len(body["units"]) > FLAT_UNITS
+        version = layout.PLAN_VERSION if fanned else layout.VERSION
+        body |= {"fanned": True} if fanned else {}
+        return self.files.put_long(Paths.numbered(Paths.plans(recipe), number), body, version)
 
     def index(self, recipe: str) -> index.RecordIndex:
         """The records of a recipe. With `reuses_indexes`, the index of a recipe whose plans all have a segment is not

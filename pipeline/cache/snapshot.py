@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from threading import Lock
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -58,9 +59,14 @@ from pipeline.errors import CacheError, IntegrityError
 T = TypeVar("T")
 
 CHUNK_ROWS = 1 << 18
-OPEN_CHUNKS = 64
-"""Chunks of a snapshot that stay mapped, for samples and for names. A mapped file of an object store occupies the disk
-of the mirror, even after the mirror has evicted it."""
+OPEN_CHUNKS = 4096
+"""Chunks of a snapshot that stay mapped, for samples and for names; 10 KB of memory each. Those of 10^9 samples: every
+step has samples of nearly all chunks, and opening one again takes half a millisecond."""
+MIRRORED_CHUNKS = 64
+"""The same over a mirror, or as many as a quarter of it holds: a mapped file of an object store occupies its disk, even
+after the mirror has evicted the file."""
+CHUNK_BYTES = 40 << 20
+"""About the size of a chunk."""
 
 _KEY = pa.binary(16)
 CAPTION = pa.struct(
@@ -311,9 +317,14 @@ class Head(HeadObject):
 
     def shard_files(self, share: slice = slice(None)) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes. share: of each list, by number."""
-        return {
-            self.shard_path(kind, shard.name): shard.bytes for kind in self.shards for shard in self.shards[kind][share]
-        }
+        return dict(self.each_shard_file(share))
+
+    def each_shard_file(self, share: slice = slice(None)) -> Iterator[tuple[str, int]]:
+        """`shard_files`, one at a time; a shard that two kinds share occurs twice."""
+        for kind, shards in self.shards.items():
+            for number in range(*share.indices(len(shards))):
+                shard = shards[number]
+                yield self.shard_path(kind, shard.name), shard.bytes
 
     def shard_names(self, kind: str) -> Sequence[str]:
         """Names of the shards of a kind, by number."""
@@ -351,23 +362,22 @@ def check_files(files: Files, head: Head) -> None:
     """
     chunks = [Paths.table(digest, "arrow") for digest in sorted(head.tables())]
     scans = [Paths.table(table, "parquet") for table in sorted(set(head.sources.values()))]
-    wanted = {**head.shard_files(), **dict.fromkeys([*chunks, *scans])}
+    wanted = chain(head.each_shard_file(), ((name, None) for name in (*chunks, *scans)))
     fixes = {**dict.fromkeys(chunks, head.command), **dict.fromkeys(scans, "sana-pipe encode --data DIR")}
     _check_sizes(files, wanted, fixes)
 
 
-def _check_sizes(files: Files, wanted: Mapping[str, int | None], fixes: Mapping[str, str]) -> None:
-    """wanted: file -> its size; None: any but 0. fixes: of files that are no shards."""
-    sizes = files.sizes(wanted)
-    for name, size in wanted.items():
+def _check_sizes(files: Files, wanted: Iterable[tuple[str, int | None]], fixes: Mapping[str, str]) -> None:
+    """wanted: files and their sizes; None: any but 0. fixes: of files that are no shards."""
+    for name, size, actual in files.sized(wanted):
         fix = fixes.get(name, layout.REPAIR)
-        if not sizes.get(name):
+        if not actual:
             raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
-        if size not in (None, sizes[name]):
+        if size not in (None, actual):
             raise IntegrityError(
                 f"{files.where(name)}: has another size than the snapshot says",
                 expected=f"{size} bytes",
-                found=f"{sizes[name]} bytes",
+                found=f"{actual} bytes",
                 fix=fix,
             )
 
@@ -474,7 +484,8 @@ class Snapshot:
             )
         self._verified: dict[str, tuple[int, ...]] = {}
         self._blocks: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
-        self._chunks, self._names = _Recent[_Chunk](), _Recent[pa.Table]()
+        limit = open_chunks(files.room)
+        self._chunks, self._names = _Recent[_Chunk](limit), _Recent[pa.Table](limit)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -523,7 +534,7 @@ class Snapshot:
         Args:
             share: shards of each list to look at, by number.
         """
-        _check_sizes(self.files, self.head.shard_files(share), {})
+        _check_sizes(self.files, self.head.each_shard_file(share), {})
 
     def check_chunk(self, number: int) -> None:
         """Read both tables of a chunk and check them, also if they were checked before."""
@@ -724,10 +735,16 @@ class Snapshot:
         return table
 
 
-class _Recent(Generic[T]):
-    """The `OPEN_CHUNKS` chunks that were used last. Safe for several threads."""
+def open_chunks(room: int | None) -> int:
+    """How many chunks of a snapshot stay mapped. room: bytes of the mirror, if there is one."""
+    return OPEN_CHUNKS if room is None else min(OPEN_CHUNKS, max(MIRRORED_CHUNKS, room // (4 * CHUNK_BYTES)))
 
-    def __init__(self) -> None:
+
+class _Recent(Generic[T]):
+    """The chunks that were used last, `limit` of them. Safe for several threads."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._chunks: OrderedDict[int, T] = OrderedDict()
         self._lock = Lock()
 
@@ -745,7 +762,7 @@ class _Recent(Generic[T]):
         """Add a chunk, or replace it."""
         with self._lock:
             self._chunks[number] = chunk
-            while len(self._chunks) > OPEN_CHUNKS:
+            while len(self._chunks) > self._limit:
                 self._chunks.popitem(last=False)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.cache import index, prompts
@@ -79,18 +80,24 @@ class _Counts:
         units = done = planned = made = size = rejects = 0
         recent: list[tuple[float, int]] = []
         for plan in plans:
-            counts = {unit.unit: unit.count for unit in plan.units}
-            units += len(counts)
+            finished = files.exists(Paths.segment(name, plan.number))
+            counts = {} if finished else {unit.unit: unit.count for unit in plan.units}
+            units += len(plan.units)
             planned += sum(counts.values())
-            written = {entry.name: entry.modified for entry in files.walk(Paths.units(name, plan.number))}
-            for commit in index.commits(files, name, plan.number):
+            entries = files.walk(Paths.units(name, plan.number))
+            written = {
+                PurePosixPath(entry.name).stem: entry.modified
+                for entry in entries
+                if self.now - entry.modified < RATE_S
+            }
+            for commit in index.each_commit(files, name, plan.number):
                 done += 1
                 made += commit.records
                 size += commit.bytes
                 rejects += len(commit.rejects)
                 planned -= counts.get(commit.unit, 0)
-                when = written.get(Paths.unit(name, plan.number, commit.unit))
-                if when is not None and self.now - when < RATE_S:
+                when = written.get(commit.unit)
+                if when is not None:
                     recent.append((when, commit.records))
         span = self.now - min((when for when, _ in recent), default=self.now)
         rate = sum(records for _, records in recent) / span if span > 1 else 0.0

@@ -57,7 +57,7 @@ def rebuild_documents(cache: Cache) -> None:
             _plans(cache, owner)
             _adopt(cache, owner, _commits(cache, owner))
             for plan in cache.plans(owner):
-                index.merge(files, owner, plan.number, [unit.unit for unit in plan.units])
+                index.merge(files, owner, plan.number, (unit.unit for unit in plan.units))
             _scale(cache, owner)
 
 
@@ -105,7 +105,7 @@ def _plans(cache: Cache, recipe: str) -> None:
             files.set_aside(Paths.numbered(folder, number))
             files.set_aside(Paths.table(table, "parquet"))
     listed = {int(name.removesuffix(".json")) for name in files.names(f"segments/{recipe}")}
-    listed |= {int(name) for name in files.folders(f"units/{recipe}") if files.names(f"units/{recipe}/{name}")}
+    listed |= {int(name) for name in files.folders(f"units/{recipe}") if files.unit_names(f"units/{recipe}/{name}")}
     numbers = _numbers(cache, folder)
     for number in sorted(set(range(max([-1, *listed, *numbers]) + 1)) - set(numbers)):
         with suppress(IntegrityError):  # one of its shards is lost, too: the plan stays lost until the shard is back
@@ -195,7 +195,7 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
                 continue
             plan, unit = planned[unit_id]
             rejects = () if owner.startswith(PACKED) else tuple(_missing_records(cache, plan, unit, table))
-            index.publish_commit(files, owner, plan.number, replace(commit, rejects=rejects))
+            index.publish_commit(files, owner, plan.number, replace(commit, rejects=rejects), plan.fanned)
             units.add(unit_id)
     return [] if owner.startswith(PACKED) else unplanned
 
@@ -212,8 +212,9 @@ def _adopt(cache: Cache, recipe: str, commits: list[Commit]) -> None:
     if commits:
         number = len(_numbers(cache, Paths.plans(recipe)))
         _add_plan(cache, recipe, number, commits)
+        fanned = cache.plan(recipe, number).fanned
         for commit in commits:
-            index.publish_commit(cache.files, recipe, number, commit)
+            index.publish_commit(cache.files, recipe, number, commit, fanned)
 
 
 def _scale(cache: Cache, recipe: str) -> None:

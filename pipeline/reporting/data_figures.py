@@ -263,7 +263,7 @@ def _rejected_items(cache: Cache, snapshot: Snapshot) -> Iterator[tuple[str, str
                 yield REJECTED[0], source, item, reason
     for stage, recipe in ((REJECTED[1], snapshot.latent_recipe), (REJECTED[2], snapshot.text_recipe)):
         for plan in cache.files.numbers(Paths.plans(recipe.name)):
-            for commit in index.commits(cache.files, recipe.name, plan):
+            for commit in index.each_commit(cache.files, recipe.name, plan):
                 for reject in commit.rejects:
                     yield stage, None, reject.item, reject.reason
 

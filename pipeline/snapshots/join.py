@@ -628,7 +628,7 @@ def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[
     order = np.argsort(first, kind="stable")[: int((first < absent).sum())]
     numbers = np.zeros(len(index.shards), np.uint32)
     numbers[order] = np.arange(len(order), dtype=np.uint32)
-    return numbers, tuple(ShardFile(index.shards[n], index.bytes[n]) for n in order.tolist())
+    return numbers, tuple(ShardFile(index.shards[n], int(index.bytes[n])) for n in order.tolist())
 
 
 def _tables(

@@ -150,10 +150,12 @@ def missing_units(cache: Cache, plans: list[WorkPlan]) -> Work:
     """Units without a commit, in plan order. Finished plans get their segment on the way."""
     todo: Work = []
     for plan in plans:
+        if cache.files.exists(Paths.segment(plan.recipe, plan.number)):
+            continue
         done = index.committed(cache.files, plan.recipe, plan.number)
         missing = [unit for unit in plan.units if unit.unit not in done]
         if not missing:
-            index.merge(cache.files, plan.recipe, plan.number, [unit.unit for unit in plan.units])
+            index.merge(cache.files, plan.recipe, plan.number, (unit.unit for unit in plan.units))
         todo.extend((plan, unit) for unit in missing)
     return todo
 
@@ -161,7 +163,8 @@ def missing_units(cache: Cache, plans: list[WorkPlan]) -> Work:
 def is_done(cache: Cache, plan: WorkPlan, unit: Unit) -> bool:
     """Whether a unit is committed."""
     exists = cache.files.exists
-    return exists(Paths.unit(plan.recipe, plan.number, unit.unit)) or exists(Paths.segment(plan.recipe, plan.number))
+    commit = Paths.unit(plan.recipe, plan.number, unit.unit, plan.fanned)
+    return exists(commit) or exists(Paths.segment(plan.recipe, plan.number))
 
 
 def make_units(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cache import arrow, index, key_columns, scratch, snapshot
+from pipeline.cache import arrow, index, key_columns, long_lists, scratch, snapshot
 from pipeline.encoding import scan
 from pipeline.snapshots import join
 from pipeline.sources import folder, source
@@ -18,6 +18,8 @@ def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (key_columns, index):
         monkeypatch.setattr(module, "BATCH", 2)
     monkeypatch.setattr(snapshot, "OPEN_CHUNKS", 1)
+    for name, value in (("SMALL", 1), ("PIECE", 600), ("ENTRIES", 1)):
+        monkeypatch.setattr(long_lists, name, value)
     monkeypatch.setattr(scan, "RUN", 2)
     monkeypatch.setattr(folder, "METADATA_BATCH", 2)
     monkeypatch.setattr(folder, "SIDECAR_BATCH", 2)
