@@ -17,7 +17,7 @@ from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item, Reject, Source
 from pipeline.work.claims import Claims
@@ -207,3 +207,22 @@ def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch
             look=look,
         )
         assert (len(table), looked) == (2, ["a.png", "b.png"])
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold", "weights"),
+    [
+        ([30.0, 25.0, 24.9, None], 25.0, [2.0, 2 * (25 / 30) ** 2, 0.0, 0.0]),
+        ([25.0, 20.0], 25.0, [2.0, 0.0]),
+        ([24.0, 24.5, 24.5], 25.0, [0.0, 2.0, 0.0]),
+        ([0.0, 0.0, None], 0.0, [2.0, 2.0, 0.0]),
+        ([0.5, 0.25], 0.0, [2.0, 0.5]),
+        ([None, None], 25.0, [2.0, 2.0]),
+    ],
+)
+def test_scores_decide_the_weights(scores: list[float | None], threshold: float, weights: list[float]) -> None:
+    rule = CaptionRule(threshold=threshold, power=2.0)
+    given = [CaptionCandidate(str(i), 2.0, score) for i, score in enumerate(scores)]
+    captions, never = rule.weigh(given, "a.png", "s")
+    assert dict(captions) == pytest.approx({str(i): weight for i, weight in enumerate(weights) if weight})
+    assert never == weights.count(0.0)

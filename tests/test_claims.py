@@ -292,13 +292,13 @@ def test_a_process_has_ended_only_where_that_is_certain(monkeypatch: pytest.Monk
     assert here["started"] == started and owner.is_owned_by_live_process(f"{owner.name_prefix()}-name")
     assert not owner.ended("", started) and not owner.ended("x1", started)
     for state, ended in (("S", False), ("R", False), ("D", False), ("Z", True), ("X", True)):
-        monkeypatch.setattr(owner, "_stat", lambda process, state=state: (state, "17"))
+        monkeypatch.setattr(owner, "stat_of", lambda process, state=state: (state, "17"))
         assert owner.ended("1", "17") == ended and owner.ended("1", "18")
 
     def hidden(process: str) -> tuple[str, str]:
         raise FileNotFoundError
 
-    monkeypatch.setattr(owner, "_stat", hidden)
+    monkeypatch.setattr(owner, "stat_of", hidden)
     asked: list[tuple[int, int]] = []
     for error, ended in ((ProcessLookupError, True), (OverflowError, True), (PermissionError, False), (None, False)):
 

@@ -360,7 +360,7 @@ def test_a_hidden_process_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden(process: str) -> tuple[str, str]:
         raise FileNotFoundError(process)
 
-    monkeypatch.setattr(process_identity, "_stat", hidden)
+    monkeypatch.setattr(process_identity, "stat_of", hidden)
     assert process_identity.ended("999999999", "12"), "nobody has this number"
 
     def refused(process: int, signal: int) -> None:

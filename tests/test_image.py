@@ -338,8 +338,8 @@ def test_the_metadata_of_a_png_are_all_its_chunks_that_may_hold_an_orientation()
     mixed = b"".join(part for pair in zip(kept, other) for part in pair)
     late = chunk(b"tEXt", b"")
     for after in (b"", chunk(b"IEND", b"") + kept[1], kept[1][:-1], late[:11]):
-        assert pillow_decoder._png_metadata(start + mixed + after) == start + b"".join(kept) + end
-    assert pillow_decoder._png_metadata(start + mixed + late) == start + b"".join(kept) + late + end
+        assert pillow_decoder.png_metadata(start + mixed + after) == start + b"".join(kept) + end
+    assert pillow_decoder.png_metadata(start + mixed + late) == start + b"".join(kept) + late + end
 
 
 def test_a_damaged_tiff_is_rejected_without_libtiffs_words(capfd: pytest.CaptureFixture[str]) -> None:
@@ -625,7 +625,7 @@ def test_profiles_in_every_mode() -> None:
         plain, strip.info["icc_profile"] = strip.convert("RGB"), shifted_profile()
         expected = pillow_decoder.apply_profile(plain, shifted_profile())
         assert expected is not None and gap(pixels(expected), pixels(plain)) > 10
-        actual = pillow_decoder._strip_to_srgb(strip, None, BACKGROUND)
+        actual = pillow_decoder.strip_to_srgb(strip, None, BACKGROUND)
         assert np.array_equal(pixels(actual), pixels(expected)), mode
 
 

@@ -164,6 +164,11 @@ def test_main_memory_is_compared_where_it_means_something() -> None:
     assert on_cpu.compare({**ROW, "rss_gib": 9.0}) == {"memory_gib_predicted": 8.0, "memory_gib": 8.5}
     small = replace(on_cpu, lasting=2.0**28, brief=2.0**28)
     assert small.compare(ROW) == {} and small.lines({}, 2) == []
+    assert replace(on_cpu, lasting=2.0**31, brief=0.0).compare(ROW)["memory_gib_predicted"] == 2.0, "from 2 GiB on"
+    assert EXPECTED.compare({**ROW, "forward_tokens": 2000})["memory_gib_predicted"] == 10.0, "no more than the worst"
+    slow = {"images_per_s_predicted": 10.0, "images_per_s": 8.0}
+    assert len(EXPECTED.lines(slow, 2)) == 2 and "calibrate" not in replace(EXPECTED, calibrated=True).lines(slow, 2)[1]
+    assert len(replace(EXPECTED, is_bound=True).lines(slow, 2)) == 1, "less than a bound is no deviation"
 
 
 # -------------------------------------------------------------------------------------------------------- calibration

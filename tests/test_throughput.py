@@ -111,13 +111,14 @@ def test_without_a_known_peak_there_is_no_utilisation() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that share a model; the second has twice the counts of this one."""
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: 104.0))
-    monkeypatch.setattr(throughput, "_all_gather", lambda numbers, device: [[n, 2 * n] for n in numbers])
+    clock = [100.0]
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(throughput, "all_gather_numbers", lambda numbers, device: [[n, 2 * n] for n in numbers])
     monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (2.0**30, 1.0, 1.0, 0.0))
     settings = tiny_run.config(peak_tflops=0.5).train.model_copy(update={"packed_attention": packed})
     shape = replace(tiny_run.model(tiny_run.config()).config, patch_size=2)
     counts = throughput.Throughput(settings, shape, Layout(1, 1, 1, 2), CPU, print)
-    counts._window.began = 100.0
+    clock[0] += 4
     pieces: list[Any] = [
         SimpleNamespace(latents=torch.zeros(n, 4, 8, 4), mask=(torch.arange(5 * n) < shown).view(n, 5))
         for n, shown in ((3, 9), (1, 2))
@@ -131,7 +132,7 @@ def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch:
     expected |= {"tokens_per_s": (5 * 8 + 9 + 2 + 2) * 1.5 / 4, "padded_tokens": 18, "quarantined": 4}
     expected |= {"model_tflops": flops * 1.5 / 4 / 1e12, "mfu": flops * 1.5 / 4 / 0.5e12 / 2}
     assert row == pytest.approx({**expected, "rss_gib": 2.0, "rss_rank": 1} | dict.fromkeys(NO_GPU))
-    counts._window.began = 100.0
+    clock[0] += 4
     counts.add(Outcome(3, torch.tensor(4.0), torch.tensor(9.0), 4, (8, 4), skipped=True), [], 0.0)
     later = counts.row(0)
     assert (later["loss"], later["grad_norm"], later["images_per_s"], later["quarantined"]) == (4.0, None, 1.0, 0)
@@ -144,13 +145,13 @@ def test_memory_of_other_systems_and_launches(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(memory, "sys", SimpleNamespace(platform=platform))
         assert memory.peak_rss() == peak
     replicas = configured(parallel=ParallelConfig(dp_replicate=2))
-    assert memory._shards(replicas) == 1
+    assert memory.sharing_processes(replicas) == 1
     for world in (2, 4):
         monkeypatch.setattr(
             memory, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda world=world: world)
         )
-        assert memory._shards(replicas) == world // 2
-        assert memory._shards(configured()) == world
+        assert memory.sharing_processes(replicas) == world // 2
+        assert memory.sharing_processes(configured()) == world
         assert not any("reshard" in line for line in memory.memory_advice(configured(precision="fp32")))
     unsharded = configured(parallel=ParallelConfig(reshard_after_forward=False), precision="fp32")
     assert any("reshard_after_forward=true" in line for line in memory.memory_advice(unsharded))
@@ -232,14 +233,14 @@ def test_packed_attention_is_refused_where_it_has_no_kernel(
     packed = TrainConfig(text="packed", packed_attention=True, precision="bf16")
     device = torch.device("cuda", 1)
     with pytest.raises(ConfigError, match=naming("packed_attention", "NVIDIA L4")):
-        checks._check_packed_attention(packed, device)
+        checks.check_packed_attention(packed, device)
     assert {place for _, place in card} == {device}
-    checks._check_packed_attention(packed, CPU)
-    checks._check_packed_attention(TrainConfig(precision="bf16"), device)
+    checks.check_packed_attention(packed, CPU)
+    checks.check_packed_attention(TrainConfig(precision="bf16"), device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    checks._check_packed_attention(packed, device)
+    checks.check_packed_attention(packed, device)
     with pytest.raises(ConfigError, match="fp32"):
-        checks._check_packed_attention(packed.model_copy(update={"precision": "fp32"}), device)
+        checks.check_packed_attention(packed.model_copy(update={"precision": "fp32"}), device)
 
 
 def configured(**options: Any) -> TrainConfig:
@@ -399,35 +400,58 @@ def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monke
     ]
 
 
-def test_each_service_is_opened_under_its_names() -> None:
-    for name, has_folder, expected in (
-        ("tensorboard", True, (("tensorboard",), {"logging_dir": "runs/a", "purge_step": 8})),
-        ("wandb", False, ((trackers.PROJECT,), {"name": "a", "dir": "runs/a"})),
-        ("comet_ml", False, ((trackers.PROJECT,), {})),
-        ("aim", True, ((trackers.PROJECT,), {"logging_dir": "runs/a"})),
-    ):
+def test_each_service_is_opened_under_its_names_and_left_out_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        class Kind:
-            requires_logging_directory = has_folder
-
-            def __init__(self, *given: Any, **named: Any) -> None:
-                self.given = given, named
-
-        assert trackers._make(Kind, name, Path("runs/a"), 7).given == expected
-    printed: list[str] = []
-    services = trackers.Trackers([], Path("runs/a"), 0, {}, printed.append)
     calls: list[Any] = []
 
-    def fail() -> None:
-        raise OSError("no network")
+    class Service:
+        requires_logging_directory = False
 
-    good: Any = SimpleNamespace(
-        log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("end")
-    )
-    services._open = {"bad": SimpleNamespace(log=lambda values, step: fail(), finish=fail), "good": good}
+        def __init__(self, *given: Any, **named: Any) -> None:
+            calls.append((given, named))
+
+        def start(self) -> None:
+            calls.append("start")
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            calls.append(values)
+
+        def log(self, values: dict[str, Any], step: int) -> None:
+            calls.append((step, values))
+
+        def finish(self) -> None:
+            calls.append("end")
+
+    class WithFolder(Service):
+        requires_logging_directory = True
+
+        def log(self, values: dict[str, Any], step: int) -> None:
+            if step > 3:
+                raise OSError("no network")
+
+    class Stuck(Service):
+        def finish(self) -> None:
+            raise OSError("no network")
+
+    kinds = {"tensorboard": WithFolder, "wandb": Stuck, "comet_ml": Service, "aim": WithFolder}
+    for name, kind in kinds.items():
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, kind)
+    printed: list[str] = []
+    services = trackers.Trackers(list(kinds), Path("runs/a"), 7, {"a": {"b": 1}}, printed.append)
+    assert calls[::3] == [
+        (("tensorboard",), {"logging_dir": "runs/a", "purge_step": 8}),
+        ((trackers.PROJECT,), {"name": "a", "dir": "runs/a"}),
+        ((trackers.PROJECT,), {}),
+        ((trackers.PROJECT,), {"logging_dir": "runs/a"}),
+    ]
+    assert calls[1::3] == ["start"] * 4 and calls[2] == calls[-1] != {}
+    calls.clear()
     services.log(3, {"step": 3, "loss": 0.5, "count": 2, "name": "x", "none": None})
-    assert calls == [({"train/loss": 0.5, "train/count": 2}, 3)] and list(services._open) == ["good"]
-    services._open["bad"] = SimpleNamespace(finish=fail)
+    services.log(4, {"loss": 1.0}, "validation")
+    assert calls == [(3, {"train/loss": 0.5, "train/count": 2})] * 2 + [(4, {"validation/loss": 1.0})] * 2
+    assert ["left out" in line and "OSError: no network" in line for line in printed] == [True, True]
+    calls.clear()
     services.close()
-    assert calls[1:] == ["end"] and not services._open
-    assert ["bad" in line and "OSError: no network" in line for line in printed] == [True, True]
+    services.close()
+    assert calls == ["end"] and len(printed) == 3 and "wandb" in printed[2]

@@ -1068,18 +1068,18 @@ def test_processes_that_differ_are_refused(differing: int, monkeypatch: pytest.M
     prompts = tiny_run.prompts(tiny_run.config())
     for module in (build, checks, drawings):
         monkeypatch.setattr(module, "all_gather_objects", lambda value: [value] * 3)
-    build._load_start(model, start, context)
-    checks._check_alike(FULL)
-    drawings._check_alike(prompts)
+    build.load_start(model, start, context)
+    checks.check_alike(FULL)
+    drawings.check_alike(prompts)
     assert loaded == [("module", start)]
     for module in (build, checks, drawings):
         monkeypatch.setattr(module, "all_gather_objects", answers)
     with pytest.raises(UserError, match=re.escape(f"processes {[*range(differing, 3)]} differ")):
-        build._load_start(model, start, context)
+        build.load_start(model, start, context)
     with pytest.raises(UserError, match=f"process {differing}: of process {differing}"):
-        checks._check_alike(FULL)
+        checks.check_alike(FULL)
     with pytest.raises(UserError, match=naming("of process 2")):
-        drawings._check_alike(prompts)
+        drawings.check_alike(prompts)
     assert len(loaded) == 1
 
 

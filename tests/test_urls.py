@@ -9,7 +9,7 @@ import pytest
 
 import stages.status
 from pipeline import retrying
-from pipeline.cache.drivers import _one_attempt, refuse_credentials
+from pipeline.cache.drivers import one_attempt, refuse_credentials
 from pipeline.errors import UserError
 from pipeline.urls import strip_credentials
 from tests.support import synthetic
@@ -87,10 +87,10 @@ def test_a_driver_tries_once_and_no_longer_than_the_patience(monkeypatch: pytest
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=web)
         for s3, http in (("s3", "http"), ("s3a", "https")):
             with monkeypatch.context() as patch:
-                assert _one_attempt(s3, patience) == {"config_kwargs": once}
-                assert _one_attempt(http, patience) == {"client_kwargs": {"timeout": timeout}}
+                assert one_attempt(s3, patience) == {"config_kwargs": once}
+                assert one_attempt(http, patience) == {"client_kwargs": {"timeout": timeout}}
                 patch.setitem(fsspec.config.conf, s3, {"config_kwargs": {"read_timeout": 7, "x": 1}, "anon": True})
                 patch.setitem(fsspec.config.conf, http, {"client_kwargs": {"x": 1}})
-                assert _one_attempt(s3, patience) == {"config_kwargs": {**once, "read_timeout": 7, "x": 1}}
-                assert _one_attempt(http, patience) == {"client_kwargs": {"timeout": timeout, "x": 1}}
-        assert _one_attempt("gs", patience) == {}
+                assert one_attempt(s3, patience) == {"config_kwargs": {**once, "read_timeout": 7, "x": 1}}
+                assert one_attempt(http, patience) == {"client_kwargs": {"timeout": timeout, "x": 1}}
+        assert one_attempt("gs", patience) == {}

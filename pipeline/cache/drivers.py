@@ -173,7 +173,7 @@ def _open(
     """The driver of a URL and the driver's path of it."""
     scheme = url.partition("://")[0].lower()
     try:
-        fs, root = fsspec.core.url_to_fs(url, **_one_attempt(scheme, patience_s), **options)
+        fs, root = fsspec.core.url_to_fs(url, **one_attempt(scheme, patience_s), **options)
     except (ImportError, ValueError) as cause:
         extra = _EXTRAS.get(scheme)
         raise error(
@@ -188,7 +188,7 @@ def _open(
     return fs, str(root).rstrip("/")
 
 
-def _one_attempt(scheme: str, patience_s: float) -> dict[str, Any]:
+def one_attempt(scheme: str, patience_s: float) -> dict[str, Any]:
     """Driver options for a single attempt with timeouts of at most `patience_s`: `retrying.retry` repeats requests.
     fsspec's configuration takes precedence."""
     given = fsspec.config.conf.get(scheme, {})

@@ -20,7 +20,7 @@ def place() -> dict[str, str]:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         numbers = os.readlink("/proc/self/ns/pid")  # pids are unique within a namespace only
-        started = _stat("self")[1]
+        started = stat_of("self")[1]
     except OSError:
         return {}
     return {"machine": f"{platform.node()} {boot} {numbers}", "process": str(os.getpid()), "started": started}
@@ -31,7 +31,7 @@ def ended(process: str, started: str) -> bool:
     if not process.isdigit():
         return False
     try:
-        state, since = _stat(process)
+        state, since = stat_of(process)
     except OSError:  # it has ended, or belongs to another user and is hidden (mount option hidepid)
         try:
             os.kill(int(process), 0)
@@ -61,7 +61,7 @@ def is_owned_by_live_process(name: str) -> bool:
     return not ended(process, rest.partition("-")[0])
 
 
-def _stat(process: str) -> tuple[str, str]:
+def stat_of(process: str) -> tuple[str, str]:
     """(state letter, start in clock ticks since boot) of a process."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]

@@ -204,7 +204,7 @@ def _orientation(image: Image.Image, data: bytes) -> int:
         return 1  # Pillow applies it while decoding TIFFs, and gives the resulting size before
     try:
         if image.format == "PNG":  # PNG metadata may follow the pixels, where Pillow finds it only by decoding
-            with Image.open(io.BytesIO(_png_metadata(data)), formats=("PNG",)) as stub:
+            with Image.open(io.BytesIO(png_metadata(data)), formats=("PNG",)) as stub:
                 value = Image.Image.getexif(stub).get(_ORIENTATION, 1)
         else:
             value = image.getexif().get(_ORIENTATION, 1)
@@ -213,7 +213,7 @@ def _orientation(image: Image.Image, data: bytes) -> int:
     return value if isinstance(value, int) and value in _TRANSPOSES else 1
 
 
-def _png_metadata(data: bytes) -> bytes:
+def png_metadata(data: bytes) -> bytes:
     """A PNG with the header and all metadata chunks of `data`, without pixels."""
     parts, start = [_PNG_SIGNATURE], len(_PNG_SIGNATURE)
     while start + 12 <= len(data):
@@ -237,7 +237,7 @@ def _to_srgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Imag
     levels = _levels(image) if wide else None
     out = Image.new("RGB", image.size)
     for top, strip in _strips(image):
-        out.paste(_strip_to_srgb(strip, levels, background), (0, top))
+        out.paste(strip_to_srgb(strip, levels, background), (0, top))
     return out
 
 
@@ -249,7 +249,7 @@ def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
         yield top, image if whole else image.crop((0, top, image.width, min(top + rows, image.height)))
 
 
-def _strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[int, int, int]) -> Image.Image:
+def strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[int, int, int]) -> Image.Image:
     """Any mode to RGB: numeric range (by `levels`), palette, colour profile, transparency, in this order."""
     profile = image.info.get("icc_profile")
     alpha: Image.Image | None = None

@@ -84,7 +84,7 @@ def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed:
     parameters = sum(parameter.numel() for parameter in whole.parameters())
     model = parallelize(whole, mesh, train)
     if start is not None:
-        _load_start(model, start, context)
+        load_start(model, start, context)
     optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
     ema = EMA(model.module, train.ema) if train.ema is not None else None
     step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device, context.task.names)
@@ -100,7 +100,7 @@ def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed:
     return run
 
 
-def _load_start(model: ParallelModel, start: Start, context: Context) -> None:
+def load_start(model: ParallelModel, start: Start, context: Context) -> None:
     """Load the start values, after a check that all processes have the same ones: each reads its own files or uses its
     own generator, and a mixture would go unnoticed."""
     fingerprints = all_gather_objects(run_on_all(start.fingerprint))

@@ -49,7 +49,7 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
     optimizers.check(train.optim)
     trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
-    _check_packed_attention(train, device)
+    check_packed_attention(train, device)
     if train.float8 != "none":
         float8.check(train.float8, device)
         one_block = SanaTransformer.on_meta(replace(architecture_of(config, task), num_layers=1))
@@ -69,7 +69,7 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
     Raises:
         UserError: the same on every process.
     """
-    _check_alike(context.train)
+    check_alike(context.train)
     run_on_all(lambda: _check_widths(architecture, context.task))
     if resumed is None:
         return
@@ -92,7 +92,7 @@ def _check_model_parallel(config: Config, task: TrainingTask, layout: Layout) ->
     pipeline_parallel.check(architecture.num_layers, shares, train.microbatch, train.parallel)
 
 
-def _check_packed_attention(train: TrainConfig, device: torch.device) -> None:
+def check_packed_attention(train: TrainConfig, device: torch.device) -> None:
     if train.packed_attention and device.type == "cuda":
         capable = torch.cuda.get_device_capability(device) >= (8, 0)
         if train.precision == "fp32" or not capable:
@@ -104,7 +104,7 @@ def _check_packed_attention(train: TrainConfig, device: torch.device) -> None:
             )
 
 
-def _check_alike(train: TrainConfig) -> None:
+def check_alike(train: TrainConfig) -> None:
     """Every process chooses the options that are auto for itself. Collective."""
     chosen = all_gather_objects((train.parallel, train.microbatch, train.activation_checkpointing, train.compile))
     different = [rank for rank, values in enumerate(chosen) if values != chosen[0]]

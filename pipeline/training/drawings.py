@@ -64,7 +64,7 @@ class Drawings:
         self.every = (context.train.pictures or PicturesConfig()).every
         if self.prompts is None:
             return
-        _check_alike(self.prompts)
+        check_alike(self.prompts)
         count, layout, rank = len(self.prompts.texts), context.layout, dist.get_rank()
         share, part = -(-count // layout.data_world), layout.data_rank(rank)
         self.numbers = [min(number, count - 1) for number in range(part * share, (part + 1) * share)]
@@ -227,7 +227,7 @@ def check(config: Config, task: TrainingTask, architecture: SanaConfig) -> None:
     drawn_at_once(config, task)
 
 
-def _check_alike(prompts: DrawnPrompts) -> None:
+def check_alike(prompts: DrawnPrompts) -> None:
     """Refuse different prompt sets: each process opens its set for itself. Collective."""
     names = all_gather_objects(prompts.names["prompt_set"])
     if len(set(names)) > 1:

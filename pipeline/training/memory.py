@@ -171,15 +171,15 @@ def _without_effect(train: TrainConfig) -> set[str]:
     reasons = {
         "optim.name": train.optim.name in _SMALL_STATE,
         "parallel.dp_replicate": train.parallel.dp_replicate == 1,
-        "parallel.reshard_after_forward": train.parallel.reshards(_shards(train))
-        or (train.precision == "fp32" and _shards(train) == 1),
+        "parallel.reshard_after_forward": train.parallel.reshards(sharing_processes(train))
+        or (train.precision == "fp32" and sharing_processes(train) == 1),
         "precision": train.precision != "fp32",
         "activation_compression": train.activation_compression != "none",
     }
     return {key for key, applies in reasons.items() if applies}
 
 
-def _shards(train: TrainConfig) -> int:
+def sharing_processes(train: TrainConfig) -> int:
     """Processes that share the parameters of a replica."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     return check_sizes(train.parallel, world).dp_shard if world > 1 else 1

@@ -75,7 +75,7 @@ def peak_tflops(name: str, precision: str) -> float | None:
 class _Window:
     """Counts of this process since the last row."""
 
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=lambda: time.perf_counter())
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     samples: int = 0
@@ -143,7 +143,7 @@ class Throughput:
         loss, norm = _mean(window.losses), _mean(window.norms) if window.norms else None
         elapsed = time.perf_counter() - window.began
         counts = [window.padded, replaced, window.tokens, window.flops, window.waited / elapsed]
-        columns = _all_gather([*counts, *self.memory.peaks()], self.device)
+        columns = all_gather_numbers([*counts, *self.memory.peaks()], self.device)
         padded, replaced_in_all, tokens, flops = (sum(c) / self.layout.model_parallel_size for c in columns[:4])
         self._window = _Window()
         capacity = None if self.peak is None else self.peak * 1e12 * self.layout.world
@@ -162,7 +162,7 @@ class Throughput:
         }
 
 
-def _all_gather(numbers: list[float], device: torch.device) -> list[list[float]]:
+def all_gather_numbers(numbers: list[float], device: torch.device) -> list[list[float]]:
     """Each number of each process: by number, then by rank."""
     local = torch.tensor(numbers, dtype=torch.float64, device=device)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
