@@ -311,10 +311,10 @@ def limits_table() -> Table:
                 f"--set bucket.pack_mib=16 ({number(small.each('waited'))} s); one shard by several ranges (not built)",
             ),
             (
-                "one document a unit, in one folder",
+                "one document a unit, in 256 folders",
                 f"{number(cache.documents)} documents until units are merged",
-                "a million units in a folder of a disk",
-                "folders by digest (not built)",
+                "a million documents, which each process lists when it starts",
+                "commits of several units in one document (not built)",
             ),
             (
                 "the VAE in fp32",

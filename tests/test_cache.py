@@ -504,21 +504,21 @@ def test_an_index_is_built_again_when_there_is_another_plan(tmp_path: Path) -> N
 
 
 def test_the_names_of_shards_are_looked_up_once_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real = [], pc.index_in
+    asked, real, numbered = [], pc.index_in, index._numbered
     monkeypatch.setattr(pc, "index_in", lambda names, **rest: (asked.append(len(names)), real(names, **rest))[1])
     monkeypatch.setattr(arrow, "ROWS", 3)
     shards = ["b", "a", "c", "a", "b", "b", "a", "c", "c", "a"]
     chunks = [pa.array(some).dictionary_encode() for some in (shards[:4], shards[4:6], shards[6:])]
     table = pa.table({"key": range(10), "shard": pa.chunked_array(chunks)})
     names = pa.array(["a", "b", "a", "c"])  # of equal names the last
-    parts = list(index._numbered(table, names, 5, "x"))
+    parts = list(numbered(table, names, 5, "x"))
     assert [len(part) for part in parts] == [3, 3, 3, 1]
     positions = [5 + "-bac".index(shard) for shard in shards]
     assert pa.concat_tables(parts).to_pydict() == {"key": list(range(10)), "shard": positions}
     assert asked == [3]
     with pytest.raises(IntegrityError, match="x"):
-        list(index._numbered(table, names[:3], 0, "x"))
-    assert list(index._numbered(table.slice(0, 0), names, 0, "x")) == []
+        list(numbered(table, names[:3], 0, "x"))
+    assert list(numbered(table.slice(0, 0), names, 0, "x")) == []
 
 
 def test_status_counts_what_is_made_and_how_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

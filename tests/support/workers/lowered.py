@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.cli import console
+from pipeline.processes import run_and_exit
 from tests.support.lowered import lower_limits
 
 
@@ -14,4 +15,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)
