@@ -536,7 +536,8 @@ def test_status_counts_what_is_made_and_how_fast(tmp_path: Path, monkeypatch: py
         for unit, age in zip(made, ages, strict=True):
             os.utime(root / Paths.unit(name, 0, unit.unit), (now - age,) * 2)
         result = status(Cache(root), now)
-        assert not result["complete"] and not result["damaged"]
+        named = {name: result[name] for name in ("cache", "snapshots", "packed", "prompts", "damaged", "complete")}
+        assert named == dict(zip(named, (cache.location, {}, [], {}, {}, False))) and result["free_bytes"] > 0
         assert result["sources"]["s"].items() >= {"items": 46, "rejected": 1, "root": "/nowhere"}.items()
         (text,) = (counts for key, counts in result["stores"].items() if key != name)
         assert (text["units_done"], text["records_missing"], text["rate"], text["eta_s"]) == (text["units"], 0, 0, None)
