@@ -165,8 +165,9 @@ def test_rejects_of_another_process_are_reported_alike(
             (folder / "1.png").unlink()
             return result
 
-        monkeypatch.setattr(Fragments, "once", vanish)
-        done = stages.encode.run(config, data=str(folder), task_index=1, task_count=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Fragments, "once", vanish)
+            done = stages.encode.run(config, data=str(folder), task_index=1, task_count=2)
     assert (other[0]["rejects"], done["rejects"], done["images"]) == (1, 2, COUNT - 1)
     rows = (Path(config.cache) / "reports/rejects-folder.csv").read_text().splitlines()[1:]
     assert [row.partition(",")[0] for row in rows] == ["1.png", "broken.png"]
