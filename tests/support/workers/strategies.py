@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ embedding."""
 
 def settings_of(case: dict[str, Any]) -> Config:
     norm = {"qk_norm": "rms_norm_across_heads", "interpolation_scale": 1.0} if case.get("norm") else {}
-    return tiny_run.config(arch=norm, **{name: value for name, value in case.items() if name not in ("norm", "steps")})
+    return tiny_run.config(arch=norm, **{name: value for name, value in case.items() if name != "norm"})
 
 
 def alone(case: dict[str, Any]) -> Config:
@@ -132,8 +133,11 @@ def launches(world: int, folder: Path, function: Callable[[Launch], None]) -> No
             try:
                 function(Launch(rank, world, rank, world, rendezvous=f"file://{folder}/meeting-{world}"))
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
+                sys.stderr.flush()
                 os._exit(code)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
