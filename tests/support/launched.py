@@ -45,8 +45,13 @@ def found_by_size(folder: Path, sizes: Iterable[int]) -> dict[int, dict[str, Any
 
 
 def results_by_case(worker: ModuleType, folder: Path) -> dict[str, Any]:
-    """Run a worker that calls `strategies.alone_and_together`; what it noted, by case."""
-    run_worker(worker.__name__.rpartition(".")[2], folder, timeout_s=500)
+    """Run a worker that calls `strategies.alone_and_together`, in a new interpreter: some look at what is imported.
+    What it noted, by case."""
+    command = [sys.executable, "-m", worker.__name__, str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=tiny_run.environ(), capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return {name: row for rows in found_by_size(folder, worker.CASES).values() for name, row in rows.items()}
 
 
