@@ -1,7 +1,8 @@
 """The long lists of documents, in pieces: the units of a plan, the commits of a segment.
 
-At 10^8 pairs there are some 300,000 of each. As objects an entry takes about 2 KB; a `LongList` holds it in some 130
-bytes, compressed, and makes objects of a piece at a time. `parse` reads a document piece by piece, `pieces` writes one.
+At 10^8 pairs there are some 300,000 of each. As objects an entry takes about 2 KB; a `LongList` holds it in 50 to
+130 bytes, compressed, and makes objects of a piece at a time. `parse` reads a document piece by piece, `pieces` writes
+one.
 Why not a table beside the document: a document exists twice, is read without other files, and stays as it was.
 Price: entries are parsed again each time that a list is gone through.
 """
@@ -28,9 +29,9 @@ SMALL = 1 << 18
 """Documents of at most so many bytes are parsed whole."""
 PIECE = 1 << 18
 """Bytes that are parsed at a time."""
-_SHORT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 ENTRIES = 512
 """Entries of a piece that was not read from a document."""
+_SHORT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def by(count: int, entries: Iterable[T]) -> Iterator[list[T]]:
@@ -101,11 +102,8 @@ def parse(text: Iterator[bytes], key: str, newest: int = layout.VERSION) -> dict
 
 
 def _parse(text: Iterator[bytes], key: str, newest: int) -> dict[str, Any] | None:
-    begin, end, between = (
-        f'\n "{key}": ['.encode(),
-        b"\n  }\n ]",
-        b"\n  },\n  {",
-    )  # indentation: no string has a newline
+    # Known by their indentation, since no string in JSON has a newline.
+    begin, end, between = f'\n "{key}": ['.encode(), b"\n  }\n ]", b"\n  },\n  {"
     buffer = next(text, b"")
     head, found, buffer = buffer.partition(begin + b"\n")
     if not found:
