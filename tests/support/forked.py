@@ -22,12 +22,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
-from weakref import WeakSet
 
 from pipeline import cli, processes
 
 _SERVER = multiprocessing.get_context("forkserver")
-_started: WeakSet[Forked] = WeakSet()
 
 
 class Forked:
@@ -57,7 +55,6 @@ class Forked:
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
-        _started.add(self)
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -95,7 +92,7 @@ class Forked:
 @atexit.register
 def _end() -> None:
     """What a test that failed has left, also if it is stopped: Python would wait for it."""
-    for process in list(_started):
+    for process in multiprocessing.active_children():
         process.kill()
 
 
