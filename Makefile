@@ -31,7 +31,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
 
-TARGETS := install browser demo test test-durations slow dist fault fault-long nightly lowest newest versions mutants gpu lint types format bench check clean
+TARGETS := install browser demo test test-durations slow dist fault long fault-long nightly lowest newest versions mutants gpu lint types format bench check clean
 .PHONY: help $(TARGETS)
 
 help:
@@ -72,6 +72,10 @@ dist: $(STAMP)
 
 fault: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'fault and not gpu' --timeout 900 --fault-seeds 2 $(PYTEST_ARGS)
+
+# The three before it at once, so that both cores have work to the end.
+long: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist loadfile -m '(slow or dist or fault) and not gpu' --timeout 900 --fault-seeds 2 $(PYTEST_ARGS)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)

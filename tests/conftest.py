@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -158,6 +160,7 @@ def s3_bucket() -> Iterator[str]:
     server_module = pytest.importorskip("moto.server")
     import fsspec
 
+    _one_put_at_a_time()
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -173,6 +176,23 @@ def s3_bucket() -> Iterator[str]:
         fsspec.filesystem("s3").mkdir("bucket")
         yield "s3://bucket"
     server.stop()
+
+
+def _one_put_at_a_time() -> None:
+    """S3 decides a conditional put at once. moto looks first and stores later: two of its threads could both store."""
+    from moto.s3.responses import S3Response
+
+    lock = threading.Lock()
+
+    def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            with lock:
+                return method(*arguments)
+
+        return wrapped
+
+    for name in ("put_object", "_key_response_post"):
+        setattr(S3Response, name, alone(getattr(S3Response, name)))
 
 
 @pytest.fixture(scope="module")
