@@ -33,6 +33,10 @@ IN_MEMORY, ROOM = Path("/dev/shm"), 8 * 2**30
 """A file system in memory, and the bytes that must be free there: what the tests write, several times over."""
 
 
+NARROW = ("model.arch.num_attention_heads=4", "model.arch.num_cross_attention_heads=2")
+"""Half as wide as the tiny configuration."""
+
+
 LONGEST = """
     readme model_checking strategies dist_pipeline engines encode_faults memory_modes dist_training dist_optimizers
     checkpoint_processes pack_objects gpu_kit planning process_end elastic_faults planned_runs objects nvlabs_recipe
@@ -111,11 +115,11 @@ def photos(made_once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def make_config(tiny_repo: Path) -> Callable[..., Config]:
-    """`make_config(folder, "a.b=c", ...)`: the tiny configuration of two blocks, its cache and runs in `folder`."""
+    """`make_config(folder, "a.b=c", ...)`: two narrow blocks of the tiny configuration, in `folder`."""
 
     def make(folder: Path, *overrides: str) -> Config:
         own = [f"cache={folder / 'cache'}", f"train.output={folder / 'run'}"]
-        models = [f"vae.id={tiny_repo}", f"text.id={tiny_repo}", "model.arch.num_layers=2"]
+        models = [f"vae.id={tiny_repo}", f"text.id={tiny_repo}", "model.arch.num_layers=2", *NARROW]
         return load("tiny", [*models, *own, *overrides])
 
     return make

@@ -285,6 +285,16 @@ def test_a_claim_that_cannot_be_removed_is_no_error_of_the_unit(
     holder.release(*UNIT)
 
 
+def test_a_forked_process_has_an_identity_of_its_own(tmp_path: Path) -> None:
+    here = owner.place()
+    if (child := os.fork()) == 0:
+        (tmp_path / "child").write_text(json.dumps(owner.place()))
+        os._exit(0)
+    os.waitpid(child, 0)
+    there = json.loads((tmp_path / "child").read_text())
+    assert (there["machine"], there["process"]) == (here["machine"], str(child)) and owner.place() == here
+
+
 def test_a_process_has_ended_only_where_that_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     here = owner.place()
     assert here["process"] == str(os.getpid())
@@ -299,6 +309,7 @@ def test_a_process_has_ended_only_where_that_is_certain(monkeypatch: pytest.Monk
         raise FileNotFoundError
 
     monkeypatch.setattr(owner, "stat_of", hidden)
+    monkeypatch.setattr(owner, "place", owner.place.__wrapped__)
     asked: list[tuple[int, int]] = []
     for error, ended in ((ProcessLookupError, True), (OverflowError, True), (PermissionError, False), (None, False)):
 

@@ -22,7 +22,7 @@ from pipeline.cli import INTERRUPTED, cli, main
 from pipeline.config import OptimConfig
 from pipeline.errors import EXIT_CODES, CacheError, IntegrityError, UserError
 from tests.support.command_lines import dry_run, words_of
-from tests.support.import_graph import imports, module_name
+from tests.support.import_graph import imports, module_name, parsed
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -500,6 +500,8 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
     """Of the rarer ones: those whose errors are raised in what the stage imports."""
     root = Path(pipeline.__file__).parent.parent
     modules = {module_name(path, root): path for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]}
+    targets = {module: [target for _, target in imports(path, root)] for module, path in modules.items()}
+    parsed.cache_clear()
     raisers = {
         5: ("stages.encode", "RejectRateError"),
         7: ("pipeline.training.metadata_reader", "CheckpointError"),
@@ -527,7 +529,7 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
             module = todo.pop()
             if module in modules and module not in reached:
                 reached.add(module)
-                for _, target in imports(modules[module], root):
+                for target in targets[module]:
                     todo += [target, target.rpartition(".")[0]]
         able = {
             code

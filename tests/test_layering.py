@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.import_graph import imports, module_name
+from tests.support.import_graph import imports, module_name, parsed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,6 +51,12 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may im
 }
 CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "xxhash", "zstandard"}
 ENVIRONMENT_HOME = "pipeline.launch"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parsed_once() -> Iterator[None]:
+    yield
+    parsed.cache_clear()
 
 
 def _within(module: str, room: str) -> bool:
@@ -98,7 +104,7 @@ def violations(root: Path) -> list[str]:
 
 
 def _environment(path: Path) -> Iterator[int]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"):
             yield node.lineno
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -136,7 +142,7 @@ def private_uses(paths: list[Path], defined: set[str]) -> list[str]:
     """Where files take such a name from an object, import it or patch it, as `file:line: name`."""
     uses = []
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             names: list[Any] = []
             if isinstance(node, ast.Attribute):
                 names = [node.attr] if getattr(node.value, "id", "") not in ("self", "cls") else []
@@ -151,7 +157,7 @@ def private_uses(paths: list[Path], defined: set[str]) -> list[str]:
 def test_tests_reach_for_less_that_is_private() -> None:
     defined = set()
     for path in [path for folder in ("pipeline", "stages", "benchmarks") for path in (ROOT / folder).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 defined.add(node.name)
             elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import cache
 from pathlib import Path
 
 import xxhash
 
 
+@cache
 def place() -> dict[str, str]:
     """Identity of this process: `machine` (host name, boot id, pid namespace), `process` (pid) and `started` (clock
-    ticks since boot). Empty where /proc does not tell."""
+    ticks since boot). Empty where /proc does not tell. Not to be changed by the caller."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         numbers = os.readlink("/proc/self/ns/pid")  # pids are unique within a namespace only
@@ -24,6 +26,9 @@ def place() -> dict[str, str]:
     except OSError:
         return {}
     return {"machine": f"{platform.node()} {boot} {numbers}", "process": str(os.getpid()), "started": started}
+
+
+os.register_at_fork(after_in_child=place.cache_clear)
 
 
 def ended(process: str, started: str) -> bool:

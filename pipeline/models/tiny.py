@@ -389,6 +389,8 @@ def make_text(
     instruction: str = "",
     seed: int = 0,
     vocabulary: int = 2048,
+    layers: int = 3,
+    heads: int = 4,
     tokenizer_folder: Path | None = None,
 ) -> dict[str, float]:
     """Make a small random `Gemma2Model` and a tokenizer trained on the captions, and save both.
@@ -414,9 +416,9 @@ def make_text(
         vocab_size=len(tokenizer),
         hidden_size=TEXT_WIDTH,
         intermediate_size=2 * TEXT_WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=64,

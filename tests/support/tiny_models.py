@@ -25,5 +25,8 @@ def build(folder: Path, seed: int = 0) -> Path:
     The weights are random: enough for every test that is not about pictures. `id: FOLDER` in a configuration with the
     default subfolders names them all.
     """
-    tiny.make_all(folder, [], CAPTIONS, instruction=INSTRUCTIONS["diffusers"], steps=0, seed=seed)
+    tiny.make_vae(folder / "vae", [], steps=0, seed=seed)
+    instruction = INSTRUCTIONS["diffusers"]
+    tiny.make_text(folder / "text_encoder", CAPTIONS, instruction=instruction, seed=seed, layers=2, heads=2)
+    tiny.make_scheduler(folder / "scheduler")
     return folder
