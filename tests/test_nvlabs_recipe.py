@@ -202,7 +202,8 @@ def test_the_epsilon_of_linear_attention_is_in_its_denominator() -> None:
         assert float(gradient) == pytest.approx(3.0 * 1e-4 * eps / (1e-8 + eps) ** 2, rel=1e-3, abs=1)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "came"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "came"])
 def test_without_the_recipe_the_steps_are_others(optimizer: str, starts: dict[bool, Path], tmp_path: Path) -> None:
     expected = reference(starts[True], optimizer, bf16=False, dtype=torch.float64)
     settings = settings_of(tmp_path, starts[True], optimizer, "fp32", recipe="default")

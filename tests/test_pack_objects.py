@@ -29,6 +29,8 @@ from tests.support.consumed import seen
 from tests.support.loading import loader_settings
 from tests.support.packed import pack
 
+pytestmark = pytest.mark.slow
+
 BUCKETS = {(256, 256): 480, (128, 256): 360}
 BLOCK = 24
 AWAITED_S = 60.0
@@ -96,7 +98,6 @@ def data(snapshot: Snapshot) -> int:
     return sum(snapshot.shard_files().values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_an_epoch_reads_each_packed_shard_about_once(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
@@ -126,7 +127,6 @@ def test_an_epoch_reads_each_packed_shard_about_once(
     assert plain.most <= size
 
 
-@pytest.mark.slow
 def test_a_mirror_that_is_too_small_is_reported(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,6 @@ def test_a_mirror_that_is_too_small_is_reported(
         assert shard_prefetch.advice(plain) is None
 
 
-@pytest.mark.slow
 def test_epochs_that_follow_and_resumed_runs_stay_sequential(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +222,6 @@ def test_without_fetching_ahead_it_would_be_noticed(
         test_coming_shards_are_fetched_while_a_batch_is_in_use(disk, place, tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
 def test_damage_here_is_healed_and_damage_there_is_named(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +256,6 @@ def test_damage_here_is_healed_and_damage_there_is_named(
     assert not list(audit.verify(here.cache))
 
 
-@pytest.mark.slow
 def test_packing_in_the_store_reads_ranges_and_gives_the_same(
     disk: Cache, s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,7 @@ def test_devices_are_cards_by_name_and_memory() -> None:
 # ------------------------------------------------------------------------------------------------------------- encode
 
 
+@pytest.mark.slow
 def test_plan_of_encoding_says_what_the_dry_run_says(
     photos: Path, tiny_repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,6 +273,7 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "present", lambda device, launch: Machine(cards.card("h100"), 80 << 30, launch.world))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_auto_is_decided_once_and_kept(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -126,7 +126,7 @@ def test_few_blocks_extrapolate_exactly() -> None:
         pytest.param("none", "none", 2, marks=pytest.mark.slow),
         pytest.param("selective", "none", 1, marks=pytest.mark.slow),
         pytest.param("full", "none", 2, marks=pytest.mark.slow),
-        ("none", "int8", 1),
+        pytest.param("none", "int8", 1, marks=pytest.mark.slow),
     ],
 )
 def test_two_and_three_blocks_of_one_process_say_what_more_would(mode: str, compression: str, count: int) -> None:
@@ -156,7 +156,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], Layout, int]] = {
 }
 
 
-QUICK = ("tp", "cp", "pp", "offload")
+QUICK = ("tp", "pp", "offload")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TECHNIQUES])

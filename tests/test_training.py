@@ -613,7 +613,7 @@ def test_a_falling_rate_ends_with_the_run_and_goes_on_from_where_it_was_resumed(
     assert [row["lr"] for row in rows] == pytest.approx([1e-3, 5e-4, 6e-4, 4e-4, 2e-4])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_interrupted_and_resumed_is_uninterrupted(precision: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": precision, "activation_checkpointing": "full"}
     fit_tiny(tiny_run.config(tmp_path / "whole", steps=6, **options))

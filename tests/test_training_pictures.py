@@ -156,6 +156,7 @@ def test_the_training_does_not_notice(precision: str, tmp_path: Path, monkeypatc
     assert torch.equal(states[0], states[1]), "the last drawing follows the last step"
 
 
+@pytest.mark.slow
 def test_dropout_is_off_and_blocks_run_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropout(monkeypatch)
     counter = CompileCounterWithBackend("eager")

@@ -167,6 +167,7 @@ def test_the_training_does_not_notice(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_no_graph_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(
