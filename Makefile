@@ -3,7 +3,7 @@
 #   make test            the default tests
 #   make test-durations  the default tests, then the slowest twenty (DURATIONS=N)
 # Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--data DIR --quick"
-#   JOBS=8   processes that share the tests (about 1.5 GB each; 3 for 2 cores, since some tests wait)
+#   JOBS=8   processes that share the tests (about 1.5 GB each; 4 for 2 cores, since some tests wait)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   the index for torch only (default: pip's index)
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -14,7 +14,7 @@ PYTHON      ?= python3
 DEMO_DIR    ?= demo
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
-JOBS        ?= 3
+JOBS        ?= 4
 DURATIONS   ?= 20
 BENCH_ARGS  ?=
 ROOM        ?= cache sources images snapshots loader work encoding training
