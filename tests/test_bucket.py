@@ -924,7 +924,8 @@ def test_without_links_shards_are_copied(tmp_path: Path, monkeypatch: pytest.Mon
         assert copied.stat().st_ino != path.stat().st_ino
 
 
-@pytest.mark.parametrize("own", ["disk", pytest.param("objects", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("own", ["disk", "objects"])
 def test_caches_on_disks_and_in_object_stores_mix(
     tmp_path: Path, s3_bucket: str, own: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

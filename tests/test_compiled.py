@@ -133,6 +133,7 @@ def test_inductor_compiles_two_graphs_and_nothing_after_the_second_step() -> Non
     assert tiny_run.distance(found, expected) <= 1e-4  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_graph_too_many_is_an_error_and_not_left_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_run.model(tiny_run.config(layers=1))
     compile_blocks(model.blocks, "eager", 1)

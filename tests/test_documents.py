@@ -118,7 +118,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---------------------------------------------------------------- one of the two
 
 
-@pytest.mark.parametrize("how", HARM)
+@pytest.mark.parametrize(
+    "how", ["lost", "cut", *(pytest.param(h, marks=pytest.mark.slow) for h in ("flipped", "empty"))]
+)
 def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: Config, how: str) -> None:
     root = Path(config.cache)
     whole, answer = content(root), status(Cache.of(config))
@@ -189,7 +191,7 @@ def test_a_document_in_the_place_of_another_is_damage(config: Config) -> None:
 # ---------------------------------------------------------------- both
 
 
-@pytest.mark.parametrize("how", ["lost", "flipped"])
+@pytest.mark.parametrize("how", ["lost", pytest.param("flipped", marks=pytest.mark.slow)])
 def test_what_is_lost_with_its_copy_is_made_again(
     config: Config, photos: Path, how: str, encoded: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -727,7 +727,9 @@ def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
     assert len(cache.index(recipe)) == 12 - lost
 
 
-@pytest.mark.parametrize("setting", ["vae.dtype=bf16", "vae.channels_last=true", "vae.tf32=true"])
+@pytest.mark.parametrize(
+    "setting", [pytest.param("vae.dtype=bf16", marks=pytest.mark.slow), "vae.channels_last=true", "vae.tf32=true"]
+)
 def test_another_arithmetic_of_the_vae_prints_its_error_and_is_another_recipe(
     start: Config,
     source: Path,

@@ -40,6 +40,7 @@ def trained(steps: int = 3, **train: Any) -> tuple[list[float], ParallelModel]:
         return tiny_run.train_losses(model, settings, steps), model
 
 
+@pytest.mark.slow
 def test_losses_are_near_those_of_bf16_but_other_ones_and_parameters_stay() -> None:
     plain, model = trained()
     shapes = {name: (x.shape, x.dtype) for name, x in model.module.state_dict().items()}

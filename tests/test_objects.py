@@ -333,7 +333,13 @@ def test_of_large_copies_no_more_go_than_must(tmp_path: Path) -> None:
         assert held(mirror) == min(3, n + 1) * 1_000
 
 
-@pytest.mark.parametrize("moment", ["before the copy", "after the copy", "while copies are removed"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("before the copy", "after the copy")),
+        "while copies are removed",
+    ],
+)
 def test_after_a_kill_the_next_fetch_counts_the_copies_again(tmp_path: Path, moment: str) -> None:
     mirror = mirrors.Mirror(tmp_path, 10_000)
     for n in range(10 if "removed" in moment else 5):
@@ -476,6 +482,7 @@ def test_a_full_mirror_disk_gives_up_copies_and_then_says_so(
     assert not list(objects.mirror.root.glob("tmp/*"))
 
 
+@pytest.mark.slow
 def test_processes_share_one_mirror(place: str, tmp_path: Path) -> None:
     files = files_at(place, MirrorConfig(path=str(tmp_path)))
     digest = files.put_content(os.urandom(3_000_000), "tables", "npy")
