@@ -257,6 +257,25 @@ GOLDEN = {
 # ---------------------------------------------------------------- publication
 
 
+@pytest.mark.parametrize(
+    "open_cache", [lambda root: Cache(root, create=True), lambda root: Cache.if_there(config(root))]
+)
+def test_another_process_may_make_the_cache_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_cache: Callable[[Path], object]
+) -> None:
+    """After it was looked for, and before the folder is listed."""
+    real = Files.names
+
+    def names(files: Files, folder: str) -> list[str]:
+        monkeypatch.undo()
+        Cache(tmp_path / "cache", create=True)
+        return real(files, folder)
+
+    monkeypatch.setattr(Files, "names", names)
+    open_cache(tmp_path / "cache")
+    assert Files.names is real
+
+
 def test_put_if_absent_has_one_winner(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pipeline.cache.files import Files; f = Files(sys.argv[2]);"

@@ -73,10 +73,13 @@ def name_taken(name: str, current: str, wanted: str) -> UserError:
 
 
 def _refuse_other(files: Files) -> None:
+    """Raise a CacheError if other files are where a cache is to be made."""
     names = files.names("")
     if (
-        any(name != "tmp" for name in names) and "recipes" not in names
-    ):  # with recipes it is a cache that lost its format document
+        any(name != "tmp" for name in names)
+        and "recipes" not in names  # with recipes it is a cache that lost its format document
+        and not files.exists(Paths.FORMAT)  # looked for again: another process may have made the cache meanwhile
+    ):
         raise CacheError(
             f"{files.where('')}: is not empty and not a cache", fix="--set cache=DIR, an empty or new folder"
         )
