@@ -25,6 +25,7 @@ from pipeline.parallel.activation_checkpoint import (
 )
 from pipeline.parallel.compression import BLOCK, quantise, restore
 from pipeline.parallel.saved_tensors import SMALLEST, Offloader
+from tests.support.parameters import first_quick
 from tests.support.saved_activations import PRECISIONS, WAYS, inputs, measure, model, offloaders, settings
 from tests.support.workers import tiny_run
 
@@ -219,7 +220,7 @@ class LateCopies(saved_tensors.Transfers):
         return self.begun
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if "offload" in name])
+@pytest.mark.parametrize("name", first_quick(*(name for name in WAYS if "offload" in name)))
 def test_copies_beside_the_computation_are_waited_for_and_begun_ahead(
     name: str, plain: Callable[[str], tuple[int, int, dict[str, Tensor]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,7 +366,7 @@ def test_the_parts_that_are_compressed() -> None:
     }
 
 
-@pytest.mark.parametrize("way", [("full",), ("selective",), ("none", "int8", True), ("every-2", "int8")])
+@pytest.mark.parametrize("way", first_quick(("none", "int8", True), ("full",), ("selective",), ("every-2", "int8")))
 def test_names_copies_and_second_calls(way: tuple[Any, ...]) -> None:
     plain, module = model(torch.float32), model(torch.float32, *way)
     assert list(module.state_dict()) == list(plain.state_dict())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.loader import schedule as module
 from pipeline.loader.schedule import Blocks, Schedule
+from tests.support.parameters import first_quick
 from tests.support.schedules import cases, mixes, order_digest, walk
 
 lies = st.builds(Blocks, st.integers(1, 12), st.integers(1, 5))
@@ -101,7 +102,7 @@ def test_weights_and_policies_give_every_sample_its_visits(
             assert max(seen.values()) - min(seen.values()) <= 1
 
 
-@pytest.mark.parametrize("small", ["carry", "drop", "repeat"])
+@pytest.mark.parametrize("small", first_quick("carry", "drop", "repeat"))
 def test_a_block_is_open_for_two_windows_at_most(small: str) -> None:
     counts, batches, lie = [1000, 333, 90], [8, 6, 4], [Blocks(32, 4), Blocks(20, 3), Blocks(50, 2)]
     schedule = Schedule(counts, batches, seed=1, phase=0, small=small, blocks=lie)

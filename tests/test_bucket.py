@@ -572,6 +572,7 @@ def test_reassign_merges_until_every_bucket_fills_a_batch(root: Path, capsys: py
     assert entry["items"] == 24
 
 
+@pytest.mark.slow
 def test_encode_takes_the_list_and_encodes_it_alone(
     small_cache_copy: Path, photos: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ from pipeline.sources.tars import TarSource
 from tests.support.http_server import serve
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.parameters import first_quick
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -104,7 +105,9 @@ def planned_by_another(config: Config, data: str, monkeypatch: pytest.MonkeyPatc
         yield results
 
 
-@pytest.mark.parametrize("data", ["folder", "tars", "set.parquet", "list.jsonl", "links.parquet", "links.csv"])
+@pytest.mark.parametrize(
+    "data", first_quick("folder", "tars", "set.parquet", "list.jsonl", "links.parquet", "links.csv")
+)
 def test_a_process_encodes_what_another_one_planned(
     data: str, pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +320,7 @@ def test_a_member_that_changed_since_the_scan_is_reported_and_mended(
     assert stages.encode.run(config, data=str(tars))["images"] == COUNT
 
 
+@pytest.mark.slow
 def test_a_source_is_opened_again_for_reading_without_listing(
     pictures: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config, EncodeConfig
 from pipeline.encoding import image_batch, plan, unit_records
 from pipeline.models import encoders
+from tests.support.parameters import first_quick
 
 MakeConfig = Callable[..., Config]
 CUDA = torch.device("cuda", 0)
@@ -42,7 +43,7 @@ def pictures(count: int, height: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 255, (count, height, width, 3), np.uint8)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", first_quick("fp32", "bf16"))
 def test_a_footprint_is_what_the_encoder_uses_for_each_picture(
     make_config: MakeConfig, tmp_path: Path, dtype: str
 ) -> None:

@@ -466,6 +466,7 @@ def test_slow_reads_that_go_on_are_no_error(cache: Cache, monkeypatch: pytest.Mo
     assert len(list(reading)) == 1
 
 
+@pytest.mark.slow
 def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
     """A read of a dead file system must not keep the process alive: the thread is left behind."""
     script = (

@@ -36,6 +36,7 @@ from pipeline.training.step import NonFiniteError, TrainStep
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
+from tests.support.parameters import first_quick
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,7 +280,7 @@ def test_noise_belongs_to_seed_step_and_parameter() -> None:
     assert drawn(1, 2, 1) == every[-1]
 
 
-@pytest.mark.parametrize("name", ["adamw", "came", "adamw8bit"])
+@pytest.mark.parametrize("name", first_quick("adamw", "came", "adamw8bit"))
 def test_small_updates_of_bf16_weights_are_not_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 steps of 2e-6 of the weight each: rounded to nearest, nothing would ever move."""
     if name == "adamw8bit":

@@ -67,6 +67,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------------------------------------- one run, one origin
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_from_a_checkpoint_has_its_weights_moments_and_averages(first: Path, tmp_path: Path) -> None:
     """With the batches of the first run's further steps the end is the first run's, bit for bit; through two origins,
     too. The decay of the averages goes on: it depends on all steps."""
@@ -395,6 +396,7 @@ def test_a_summary_and_a_table_of_what_the_journal_says(tmp_path: Path) -> None:
         summarize(place, None)
 
 
+@pytest.mark.slow
 def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..., Config], tmp_path: Path) -> None:
     run_phases(rounds(A, B))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("step-*")}

@@ -33,6 +33,7 @@ from pipeline.training.expectation import Expected
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
+from tests.support.parameters import first_quick
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "home")
@@ -367,7 +368,7 @@ def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
     assert "prediction" not in str(refused.value.fix)
 
 
-@pytest.mark.parametrize("change", [{"compile": "block"}, {"float8": "rowwise"}])
+@pytest.mark.parametrize("change", first_quick({"compile": "block"}, {"float8": "rowwise"}))
 def test_what_the_compiler_fuses_is_compared_with_a_bound(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

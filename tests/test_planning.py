@@ -187,6 +187,7 @@ def test_every_technique_is_covered(name: str) -> None:
         assert result.peak["parameters"] == 4 * result.parameters
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_shared_are_refused_as_train_does_and_the_search_names_what_it_leaves_out() -> None:
     train = TrainConfig.model_validate({**COMPUTE, "parallel": {"cp_size": 4}})
     machine = Machine(cards.card("h100"), 80 << 30, 4)
@@ -252,6 +253,7 @@ def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str,
 SHALLOW = ("--config", "tiny", "--set", "model.arch.num_layers=2")
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(["plan", *SHALLOW, "--gpu", "h100", "--json", "--price", "2"], capsys)
     report = json.loads(out)

@@ -147,7 +147,12 @@ def simulated(disk: Cache, kind: str, world: int, ranks: range) -> NodeCounts:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "ranks"), [("plain", 1, range(1)), ("packed", 3, range(3)), ("packed", 4, range(1, 3))]
+    ("kind", "world", "ranks"),
+    [
+        ("plain", 1, range(1)),
+        pytest.param("packed", 3, range(3), marks=pytest.mark.slow),
+        pytest.param("packed", 4, range(1, 3), marks=pytest.mark.slow),
+    ],
 )
 def test_the_simulator_counts_what_a_real_run_counts(
     disk: Cache, real_run: Any, kind: str, world: int, ranks: range

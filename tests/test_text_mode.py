@@ -22,6 +22,7 @@ from pipeline.models import text as module
 from pipeline.models.text import TextEncoder, describe_text
 from pipeline.sources import caption_rules as rules
 from pipeline.work.progress import Meter, Progress
+from tests.support.parameters import first_quick
 
 CAPTIONS = [
     "a red circle on a white table",
@@ -153,7 +154,7 @@ def test_a_small_mistake_ends_the_run(tiny_repo: Path) -> None:
     assert one.tokens == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", first_quick("fp32", "bf16"))
 @pytest.mark.parametrize("mistake", ["token", "mask", "causality"])
 def test_a_great_mistake_ends_the_run_in_either_dtype(
     tiny_repo: Path, dtype: Literal["fp32", "bf16"], mistake: str, monkeypatch: pytest.MonkeyPatch

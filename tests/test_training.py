@@ -47,6 +47,7 @@ from pipeline.training.trainer import closing_on_exit, fit
 from tests.support import tiny_cache
 from tests.support.forked import Forked
 from tests.support.messages import naming
+from tests.support.parameters import first_quick
 from tests.support.runs import fit_tiny, same_checkpoints
 from tests.support.workers import tiny_run
 
@@ -450,6 +451,7 @@ class Casts(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_one_process_casts_each_parameter_once_per_step() -> None:
     """Not again for each of four microbatches and its backward pass. The losses are the same, bit for bit."""
     casts, losses, parameters = {}, {}, 0
@@ -523,7 +525,7 @@ def test_the_samples_of_a_step_are_those_of_all_processes() -> None:
     assert step([batch], 1).samples == 2 * len(batch.sample_ids)
 
 
-@pytest.mark.parametrize("clip", [0.1, None])
+@pytest.mark.parametrize("clip", first_quick(0.1, None))
 def test_a_fused_optimizer_clips_in_its_kernel(clip: float | None) -> None:
     """With sharded parameters, as on a GPU. Loss scales of fp16 pass through the same factor."""
     losses, launched = {}, {}

@@ -40,6 +40,7 @@ from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
 from tests.support.messages import naming
 from tests.support.narrow import COMPUTE, NARROW
+from tests.support.parameters import first_quick
 from tests.support.runs import dropout
 from tests.support.workers import drawings, tiny_run
 from tests.support.workers.drawings import distance, drawn, plain
@@ -137,7 +138,7 @@ def test_they_are_what_sample_draws_from_the_checkpoint(ema: bool, tmp_path: Pat
     assert [row["step"] for row in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+@pytest.mark.parametrize("precision", first_quick("bf16", "bf16_pure"))
 def test_the_training_does_not_notice(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No checkpoint is saved between the steps: that would free gathered parameters."""
     dropout(monkeypatch)
