@@ -404,6 +404,7 @@ def make_text(
     Args:
         captions: training texts of the tokenizer, normalised and raw.
         instruction: text before the captions; also a training text.
+        layers, heads: of the model; an even number of heads, since two share a key.
         tokenizer_folder: of the tokenizer (default: a sibling `tokenizer` of `folder`).
 
     Returns:
