@@ -8,10 +8,10 @@ units.
 
 Memory: an unchanged source of tars whose items are all encoded (`benchmarks.large_cache`), at 10^6 and 10^7 items (with
 `--quick` at 10^6). Each command runs in a process of its own; its private memory counts, mapped files do not.
-`scan_join_mib_N`: the largest of an unchanged scan of tars, of the listing of a folder and of `bucket`, also with
-`bucket.grow` and with `bucket.filter` over metadata; `noop_mib_N`: `encode` with nothing to do;
-`bytes_per_item_exponent`: the largest slope, over these commands, of log(bytes beyond those before the command) over
-log(items), between 10^6 and 10^7 items.
+`scan_join_mib_N`: the largest of an unchanged scan of tars, of the listings of a folder on a disk and in S3, and of
+`bucket`, also with `bucket.grow` and with `bucket.filter` over metadata, and of `encode --dry-run`; `noop_mib_N`:
+`encode` with nothing to do; `bytes_per_item_exponent`: the largest slope, over these commands, of log(bytes beyond
+those before the command) over log(items), between 10^6 and 10^7 items.
 
 With `--quick` the slope is that between 250,000 and 10^6 items, with all buffers divided by 16. A buffer has a fixed
 size and grows with the items only until it is full; with its real size it is full at some 10^6 items, so that the
@@ -53,7 +53,7 @@ from pipeline.work import engine
 RECIPE = layout.LatentRecipe(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]
 ROUNDS = 3
-GROWING = ("scan", "noop", "bucket", "folder", "grow", "filter")
+GROWING = ("scan", "noop", "bucket", "folder", "s3", "dry", "grow", "filter")
 """Commands whose memory must not grow with the items."""
 QUICK_DIVISOR = 16
 PHASES = ("work list", "plan", "encode and commit", "merge", "index", "status", "run with nothing to do")

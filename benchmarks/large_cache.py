@@ -2,7 +2,8 @@
 
 A source of tars with `PER_TAR` items each, one caption an item. The real code writes scan, plans and indexes,
 which have their full size; tars and shards have no content, since nothing here reads a picture or a record. The listing
-of a folder is measured on names that are made up; asking a disk for them comes on top.
+of a folder is measured on names that are made up; asking a disk for them comes on top. The listing of a folder in S3
+(`s3`) is that of a server in another process.
 
 With `PER_UNIT` a unit has so few records, to measure what units and shards cost.
 
@@ -28,6 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from benchmarks import s3_listing
 from benchmarks.report import resident
 from pipeline.cache import arrow, audit, garbage, index, key_columns, layout, scratch
 from pipeline.cache import snapshot as snapshots
@@ -36,13 +38,14 @@ from pipeline.cache.root import Cache
 from pipeline.cache.shard import RECORDS, to_ipc
 from pipeline.cache.status import status
 from pipeline.config import Config, load
+from pipeline.encoding import estimate, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding import unit_records
 from pipeline.images import buckets
 from pipeline.loader import planner
 from pipeline.processes import run_and_exit
 from pipeline.snapshots import join
+from pipeline.sources import remote
 from pipeline.sources import source as sources
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem
@@ -56,7 +59,7 @@ from stages import bucket, encode
 
 PER_TAR = 10_000
 SOURCE = "synthetic"
-COMMANDS = ("scan", "noop", "bucket", "status", "index", "folder", "grow", "filter")
+COMMANDS = ("scan", "noop", "bucket", "status", "index", "folder", "s3", "dry", "grow", "filter")
 """`grow` and `filter` are `bucket` with options; `grow` needs the snapshot that `bucket` made."""
 UNIT_COMMANDS = ("noop", "bucket", "status", "gc", "documents", "open")
 """Commands that read what a cache has of each unit and shard. `documents` is that part of `verify`, `gc` its list,
@@ -68,6 +71,7 @@ READ_S = 0.005
 BUFFERS = (
     *((module, "ROWS") for module in (arrow, scanning, join, sources)),
     *((module, "CHUNK_ROWS") for module in (join, snapshots)),
+    (remote, "DESCRIBED"),
     (key_columns, "BATCH"),
     (index, "BATCH"),
     (scratch, "LIMIT"),
@@ -252,6 +256,43 @@ def list_folder(folder: Path, count: int) -> None:
         raise RuntimeError("pictures or captions are missing")
 
 
+def list_s3(folder: Path, count: int) -> None:
+    """The listing of a folder in S3, with the sizes that the server says."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.s3_listing", str(count)], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        os.environ |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.stdout.readline().strip()}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        try:
+            files = remote.RemoteFilesystem(f"s3://{s3_listing.BUCKET}/{s3_listing.FOLDER}", 60.0)
+            pictures = FolderSource(files, CaptionRule.column("text"))
+            pictures.scratch = Cache.of(configuration(folder)).files.scratch
+            runs = list(pictures.runs(Part(""), scanning.RUN))
+            seen = sum(len(run.look()) for run in runs)
+            if seen != count or pictures.ignored:
+                raise RuntimeError("pictures or captions are missing")
+        finally:
+            server.terminate()
+
+
+def dry_run(folder: Path, count: int) -> None:
+    """What `encode --dry-run` does with an unchanged source of whose records none is in the cache, without a probe."""
+    config = configuration(folder)
+    cache = Cache.of(config)
+    latent, text = (dataclasses.replace(recipe, weights="others") for recipe in recipes(config))
+    tars = source(folder, config, count)
+    scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
+    work = estimate.wanted(scan, cache, latent, text, buckets.table(config.data, latent.compression))
+    size = estimate.sizes(work, config, latent, text, lambda captions: [len(caption) for caption in captions])
+    if (work.images, work.captions) != (count, count) or not size.total:
+        raise RuntimeError("pictures or captions are missing")
+
+
 def divide_buffers(divisor: int) -> None:
     """Lower every limit on the rows and bytes that a command has in memory."""
     for module, name in BUFFERS:
@@ -272,6 +313,10 @@ def command(name: str, folder: Path, count: int) -> None:
         bucket.run(configuration(folder, "bucket.filter=score > 4 and contains(item, '1')"))
     elif name == "folder":
         list_folder(folder, count)
+    elif name == "s3":
+        list_s3(folder, count)
+    elif name == "dry":
+        dry_run(folder, count)
     elif name == "status":
         told = status(Cache.of(config))["sources"][SOURCE]
         if told["items"] != count:

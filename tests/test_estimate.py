@@ -5,26 +5,34 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
 import stages.encode
+from pipeline.cache import layout
 from pipeline.cache.files import Files
-from pipeline.cache.root import Cache
-from pipeline.config import Config, dump, load
-from pipeline.encoding import estimate
+from pipeline.cache.index import RecordReject
+from pipeline.cache.root import Cache, WorkPlan
+from pipeline.config import Config, EncodeConfig, dump, load
+from pipeline.encoding import estimate, unit_records
+from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.survey import recipes, survey
 from pipeline.errors import CacheError, NoSpaceError
+from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
+from pipeline.work.engine import missing_units
+from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 
 MakeConfig = Callable[..., Config]
@@ -303,7 +311,7 @@ def test_encode_gives_one_json_object_on_stdout(
 @pytest.mark.parametrize(("decode_s", "bound"), [(1.0, False), (3.0, True)])
 def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: float, bound: bool) -> None:
     shape = (64, 64)
-    work = estimate.Wanted(pictures={shape: ["a", "b", "c", "d"]}, captions=[("x", 1)])
+    work = estimate.Wanted(pictures={shape: 4}, captions=1)
     speed = estimate.Speed({shape: 1.0}, decode_s, 0.5, 10.0, 1, 1, "cpu")
     config = load("tiny", ["cache=/nowhere", "encode.workers=2"])
     result = estimate.times(work, estimate.Sizes(0, 0, 0, tokens=20, sampled=1), speed, config, tasks=2)
@@ -314,3 +322,86 @@ def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: fl
     unknown = dataclasses.replace(speed, image_s={})
     result = estimate.times(work, estimate.Sizes(0, 0, 0, tokens=20, sampled=1), unknown, config, tasks=2)
     assert (result["device_hours"], result["decode_bound"]) == (None, False)
+
+
+def _encoded(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], shape: tuple[int, ...]) -> None:
+    """Of every three records one is made, one cannot be made, and one failed for a temporary cause."""
+    for plan, unit in missing_units(cache, plans):
+        rows = cache.unit_rows(plan, unit).to_pylist()
+        keys = [row["key"] for row in rows if row.get("caption", "") is not None]
+        made = [unit_records.EncodedRecord(key, np.zeros(shape, np.uint16)) for key in keys[::3]]
+        failed = [RecordReject(key.hex(), "?", "is empty") for key in keys[1::3]]
+        failed += [RecordReject(key.hex(), "?", "was away", retry=True) for key in keys[2::3]]
+        unit_records.write_unit(cache, recipe, plan, unit, [(made, failed)], lambda good, bad: None)
+
+
+def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = layout.LatentRecipe(weights="w", compression=8, channels=2)
+    text = layout.TextRecipe(weights="w", width=3, max_length=9)
+    table = [(16, 16), (16, 24), (24, 16)]
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for number in range(120):
+        height, width = table[rng.integers(3)]
+        row = dict.fromkeys(scanning.SCAN.names) | {"item": f"{number:03d}.jpg", "height": height + 3, "width": width}
+        row["digest"] = layout.digest(str(rng.integers(60)))
+        row["captions"] = [{"text": f"said {n}", "weight": 1.0} for n in rng.integers(0, 90, rng.integers(1, 4))]
+        if number % 10 == 3:
+            row["reject"] = f"{number:03d}.jpg is not a picture"
+        elif number % 10 == 5:
+            row["digest"] = None
+        elif number % 10 == 8:
+            row |= {"digest": None, "height": None, "width": None}
+        rows.append(row)
+    scan = pa.Table.from_pylist(rows, scanning.SCAN)
+    cache = Cache(tmp_path / "cache", create=True)
+    half = pa.Table.from_pylist([row for row in rows[:60] if row["digest"]], scanning.SCAN)
+    for recipe, work, plan, shape in (
+        (latent, planning.image_work(half, "s", latent, table), planning.plan_images, (2, 2, 2)),
+        (text, planning.caption_work(half, text), planning.plan_captions, (1, 3)),
+    ):
+        cache.add_recipe(recipe)
+        _encoded(cache, recipe, plan(cache, recipe, work, EncodeConfig()), shape)  # type: ignore[operator]
+
+    expected = {"usable": 0, "undecided": 0, "unread": 0, "cached_latents": 0, "cached_captions": 0}
+    pictures, captions, failed, seen = Counter[tuple[int, int]](), list[str](), 0, set[bytes]()
+
+    def state(recipe: layout.Recipe, key: bytes, cached: str) -> bool:
+        """Whether a record is new; others are counted."""
+        nonlocal failed
+        once = key not in seen
+        seen.add(key)
+        index = cache.index(recipe.name)
+        final = {reject.key for reject in index.rejects if not reject.retry}
+        expected[cached] += once and index.has(key)
+        failed += once and key.hex() in final
+        return once and not index.has(key) and key.hex() not in final
+
+    for row in rows:
+        if row["reject"] is not None:
+            failed += 1
+            continue
+        expected["usable"] += 1
+        expected["unread"] += row["digest"] is None
+        expected["undecided"] += row["width"] is None
+        for caption in row["captions"]:
+            if state(text, layout.text_key(text.id, caption["text"]), "cached_captions"):
+                captions.append(caption["text"])
+        if row["width"] is not None:
+            target = buckets.nearest(table, row["height"], row["width"])
+            key = row["digest"] and layout.latent_key(latent.id, row["digest"], *target)
+            pictures[target] += key is None or state(latent, key, "cached_latents")
+
+    for sample in (estimate.SAMPLE, 7):
+        if sample == 7:
+            lower_limits(monkeypatch)
+            monkeypatch.setattr(estimate, "SAMPLE", sample)
+        work = estimate.wanted(scan, cache, latent, text, table)
+        assert {name: getattr(work, name) for name in expected} == expected and work.items == len(rows) and work.null
+        assert work.pictures == pictures and {shape: len(first) for shape, first in work.first.items()} == pictures
+        assert sum(work.rejects.counts.values()) == failed
+        assert (work.captions, work.caption_bytes) == (len(captions), sum(map(len, captions)))
+        picked = [caption for caption, _ in work.sample]
+        assert set(picked) <= set(captions) and all(size == len(caption) for caption, size in work.sample)
+        assert len(set(picked)) == len(picked) == min(sample, len(picked)) >= min(sample - 2, len(captions))
+    assert min(expected.values()) > 5 and min(pictures.values()) > 5 and failed > 20

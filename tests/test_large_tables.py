@@ -229,3 +229,7 @@ def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sizes == [4, 4, 2]
     assert bounded(result.column("captions"))
     assert [row["captions"][0]["text"] for row in result.to_pylist()] == [f"caption {n}" for n in range(10)]
+
+
+def test_arrow_gives_memory_back() -> None:
+    assert pa.default_memory_pool().backend_name == "system"

@@ -49,7 +49,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may im
     "tokenizers": {"pipeline.models"},
     "triton": {"pipeline.kernels.gated_convolution_triton", "pipeline.kernels.linear_attention_triton"},
 }
-CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "xxhash", "zstandard"}
+CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "aiobotocore", "botocore", "xxhash", "zstandard"}
 ENVIRONMENT_HOME = "pipeline.launch"
 
 

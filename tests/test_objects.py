@@ -26,7 +26,7 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline import retrying
-from pipeline.cache import copies, layout, scratch
+from pipeline.cache import copies, drivers, layout, scratch
 from pipeline.cache import mirror as mirrors
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles, files_at
@@ -95,7 +95,10 @@ def test_documents_exist_twice_in_both_stores(kind: str, tmp_path: Path, place: 
 
 
 @pytest.mark.parametrize("kind", ["disk", "objects"])
-def test_both_stores_answer_alike(kind: str, tmp_path: Path, place: str, mirror: MirrorConfig) -> None:
+def test_both_stores_answer_alike(
+    kind: str, tmp_path: Path, place: str, mirror: MirrorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "PAGE", 1)
     files = Files(tmp_path / "disk") if kind == "disk" else files_at(place, mirror)
     assert files.names("") == [] and list(files.walk("a")) == [] and not files.exists("a/b.json")
     assert files.put("a/00000000.json", b"zero") and files.put("a/b/00000001.json", b"one")

@@ -8,7 +8,7 @@ import json
 import re
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import retrying
+from pipeline.cache import drivers, scratch
 from pipeline.cache.objects import ObjectFiles
 from pipeline.config import DataConfig, MirrorConfig
 from pipeline.encoding.plan import read_targets
@@ -27,9 +28,11 @@ from pipeline.errors import AwayError, CacheError, UserError
 from pipeline.sources import range_prefetch, remote
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
+from pipeline.sources.remote import RemoteFilesystem
 from pipeline.sources.source import Item, Reject, Source, Unreadable
 from pipeline.sources.tars import TarSource
 from tests.support.http_server import Server, serve
+from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 
 COUNT = 12
@@ -462,3 +465,112 @@ def test_hostile_object_names_are_refused(s3: str) -> None:
 def test_no_such_bucket_is_reported(s3: str) -> None:
     with pytest.raises(UserError, match="nowhere"):
         list(opened("s3://nowhere/set").items())
+
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+Opened = tuple[RemoteFilesystem, list[str]]
+
+
+@pytest.fixture
+def pages(s3: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Opened]:
+    """Opens the folder of pictures with pages of 5 files; returns it with a list of the requests that it makes.
+    `answers` replace what the server says to the first requests for further pages: an error, or a changed page."""
+    monkeypatch.setattr(drivers, "PAGE", 5)
+
+    def opened_folder(*answers: Exception | Answer) -> Opened:
+        files, requests, waiting = RemoteFilesystem(f"{s3}/folder", PATIENCE_S), [], list(answers)
+        list_page, info = files.fs.call_s3, files.fs.info
+
+        def counted_page(method: str, *options: Any, **wanted: Any) -> dict[str, Any]:
+            requests.append(method)
+            answer: dict[str, Any] = list_page(method, *options, **wanted)
+            if wanted.get("ContinuationToken") and waiting:
+                change = waiting.pop(0)
+                if isinstance(change, Exception):
+                    raise change
+                return change(answer)
+            return answer
+
+        def counted_info(path: str) -> dict[str, Any]:
+            requests.append("info")
+            return dict(info(path))
+
+        monkeypatch.setattr(files.fs, "call_s3", counted_page)
+        monkeypatch.setattr(files.fs, "info", counted_info)
+        return files, requests
+
+    return opened_folder
+
+
+NAMES = sorted(f"a {n}.{kind}" for n in range(COUNT) for kind in ("jpg", "txt"))
+PAGES = ["list_objects_v2"] * 5
+
+
+def test_s3_says_names_sizes_and_versions_page_by_page(
+    pages: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, requests = pages()
+    lower_limits(monkeypatch)
+    monkeypatch.setattr(drivers, "PAGE", 5)
+    assert list(files.listing(scratch.Scratch())) == NAMES and requests == PAGES
+    listed = files.stat_many(NAMES)
+    assert listed == {name: files.stat(name) for name in NAMES} and requests == PAGES
+    assert (
+        {name: size for name, (size, _) in listed.items()}
+        == {  # type: ignore[misc]
+            name: len(picture(int(name[2:-4])) if name.endswith("jpg") else f"caption {name[2:-4]}") for name in NAMES
+        }
+    )
+    files.refresh()
+    assert isinstance(files.stat_many(["none", *NAMES])["none"], Unreadable)
+    assert {name: files.stat(name) for name in NAMES} == listed, "asked for each"
+    assert requests == [*PAGES, *["info"] * (1 + len(NAMES))]
+
+
+def test_a_page_that_does_not_come_is_asked_for_again_alone(
+    pages: Callable[..., Opened],
+) -> None:
+    files, requests = pages(ConnectionResetError("cut"), ConnectionResetError("cut"))
+    assert sorted(files.find()) == NAMES
+    assert requests == [*PAGES, *PAGES[:2]]
+
+
+def test_a_listing_without_its_end_is_an_error(pages: Callable[..., Opened]) -> None:
+    files, _ = pages(lambda page: {key: value for key, value in page.items() if key != "NextContinuationToken"})
+    with pytest.raises(UserError, match=naming("set/folder", "cannot be listed")):
+        list(files.find())
+    files, _ = pages(*[ConnectionResetError("cut")] * 1000)
+    with pytest.raises(AwayError, match=naming("set/folder", "cannot be listed")):
+        list(files.listing(scratch.Scratch()))
+
+
+def test_only_the_last_files_that_were_asked_for_are_remembered(
+    pages: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "KNOWN", 2)
+    files, requests = pages()
+    for name in ("a 1.jpg", "a 2.jpg", "a 2.jpg", "a 3.jpg", "a 2.jpg", "a 1.jpg"):
+        assert files.stat(name)[0] == len(picture(int(name[2])))
+    assert requests == ["info"] * 4
+
+
+def test_a_file_without_a_mark_of_change_counts_as_changed(
+    pages: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CHANGE_MARKS", ())
+    files, _ = pages()
+    assert list(files.listing(scratch.Scratch()))
+    assert files.stat("a 1.jpg")[0] == files.stat("a 1.jpg")[0] == len(picture(1))
+    assert files.stat("a 1.jpg")[1] < files.stat("a 1.jpg")[1] < files.stat_many(["a 1.jpg"])["a 1.jpg"][1]  # type: ignore[index]
+
+
+def test_times_in_a_listing_are_read_without_the_slow_parser(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connection() -> drivers.Connection:
+        return drivers.Connection(f"{s3}/folder", UserError, PATIENCE_S, skip_instance_cache=True)
+
+    usual = connection()
+    expected = usual.fs.info(f"{usual.root}/a 1.jpg")["LastModified"]  # a header, in another form
+    slow: list[Any] = []
+    monkeypatch.setattr("botocore.parsers.DEFAULT_TIMESTAMP_PARSER", slow.append)
+    times = [info["LastModified"] for _, info in connection().find(usual.root)]
+    assert not slow and len(times) == len(NAMES) and all(abs(when - expected).total_seconds() < 60 for when in times)

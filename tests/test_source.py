@@ -400,7 +400,7 @@ def test_unreadable_folder_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "scandir", denied(scan, "shut"))
     for listing in (
         lambda: listed(tmp_path),
-        LocalFilesystem(tmp_path).find,
+        lambda: list(LocalFilesystem(tmp_path).find()),
         lambda: LocalFilesystem(tmp_path).names("shut"),
     ):
         with pytest.raises(UserError, match="shut"):  # what lies in it would be missing from the source

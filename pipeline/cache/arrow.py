@@ -6,6 +6,10 @@ A column of plain text, or of lists of it, holds less than 2 GiB in one piece; A
 Arrow reads a Python file object ahead on its own threads. Such a thread needs the interpreter; a thread that still
 reads when the process ends aborts the process (SIGABRT). Reading ahead gains little here: a table of the cache is in
 memory already, and a row group of a source is read whole. Price: columns are decompressed one after the other.
+
+Arrow allocates with the C library's allocator. Its usual one, mimalloc, keeps much of what is freed: `encode` with
+nothing to do at 300,000 items reached 350 MiB instead of 281, and the listing of 10^6 pictures 23 MB beyond the start
+instead of 10 (buffers / 16), at the same speed.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+pa.set_memory_pool(pa.system_memory_pool())
 
 LIMIT = 1 << 30
 """Limit on the bytes of a column in one piece: half of Arrow's."""

@@ -2,13 +2,16 @@
 
 `Connection` serves a cache in an object store (`objects`) and sources behind a URL (`pipeline.sources.remote`).
 Why not fsspec's listing: its general `find` treats a folder that it cannot list as empty, so that a server that
-goes away in the middle gives a shorter listing and no error.
-Price: one request per folder for a driver that does not implement `find`.
+goes away in the middle gives a shorter listing and no error. That of s3fs holds every file in memory and begins again
+after an error, so `Connection.find` asks S3 for one page after the other.
+Price: one request per folder for a driver that does not implement `find`; listings of drivers other than s3fs are in
+memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,6 +35,9 @@ _SECRETS = {
 
 CHANGE_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 """Keys under which drivers describe when a file was written."""
+
+PAGE = 1000
+"""Files that S3 lists at a time; a store may send fewer."""
 
 T = TypeVar("T")
 
@@ -120,18 +126,40 @@ class Connection:
                 raise
             raise RequestFailed(f"cannot be {action}: {type(error).__name__}: {error}") from error
 
-    def find(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Every file below a folder: the driver's path -> the driver's description of the file.
+    def find(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every file below a folder, in any order: the driver's path, and the driver's description of the file.
 
         Args:
             folder: the driver's path.
 
         Raises:
             FileNotFoundError: there is no such folder (some drivers describe it as empty instead).
-            RequestFailed: a folder inside it was removed meanwhile. All others as `request`.
+            RequestFailed: a folder inside it was removed meanwhile, or the listing is not whole. All others as
+                `request`.
         """
-        if has_own(self.fs, "find"):
-            return dict(self._list(folder, lambda: self.fs.find(folder, detail=True)))
+        if hasattr(self.fs, "call_s3"):
+            yield from self._find_s3(folder)
+        elif has_own(self.fs, "find"):
+            yield from self._list(folder, lambda: self.fs.find(folder, detail=True)).items()
+        else:
+            yield from self._find_below(folder).items()
+
+    def _find_s3(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        bucket, key, _ = self.fs.split_path(folder)
+        wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{key}/" if key else "", "MaxKeys": PAGE}
+
+        while True:
+            page = self._list(folder, lambda: self.fs.call_s3("list_objects_v2", self.fs.req_kw, **wanted))
+            for entry in page.get("Contents", []):
+                path = f"{bucket}/{entry['Key']}"
+                yield path, {**entry, "name": path, "size": entry["Size"], "type": "file"}
+            if not page.get("IsTruncated"):
+                return
+            if not page.get("NextContinuationToken"):
+                raise RequestFailed("the store sent a part of the listing, and no token for the rest")
+            wanted["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _find_below(self, folder: str) -> dict[str, dict[str, Any]]:
         files: dict[str, dict[str, Any]] = {}
         folders = [folder]
         while folders:
@@ -185,7 +213,23 @@ def _open(
         raise error(f"{url}: cannot be opened: {type(cause).__name__}: {cause}") from None
     if hasattr(fs, "retries"):
         fs.retries = 1
+    if hasattr(fs, "call_s3") and fs.session is None:
+        from aiobotocore.session import AioSession
+
+        fs.session = AioSession(**fs.kwargs)
+        fs.session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_timestamp)
     return fs, str(root).rstrip("/")
+
+
+def _timestamp(value: Any) -> datetime:
+    """A time in an answer of S3. botocore's parser takes any form, and three quarters of the time of a listing."""
+    try:
+        return datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        from botocore.utils import parse_timestamp
+
+        when: datetime = parse_timestamp(value)
+        return when
 
 
 def one_attempt(scheme: str, patience_s: float) -> dict[str, Any]:

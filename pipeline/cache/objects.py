@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
@@ -167,27 +168,33 @@ class ObjectFiles(Files):
         root = self._path(folder)
         try:
             with self._errors(folder):
-                entries = self.connection.find(root)
+                entries = [
+                    (self._name(path), info.get("size"), _modified(info))
+                    for path, info in self.connection.find(root)
+                    if path != root and info["type"] == "file"
+                ]
         except FileNotFoundError:
             return
-        files = [(path, info) for path, info in sorted(entries.items()) if path != root and info["type"] == "file"]
+        entries.sort(key=itemgetter(0))
+        known = [FileEntry(name, int(size), modified) for name, size, modified in entries if size is not None]
+        if len(known) == len(entries):
+            yield from known
+            return
 
-        def complete(file: tuple[str, dict[str, Any]]) -> dict[str, Any] | None:
-            path, info = file
-            return info if info.get("size") is not None else self._info(self._name(path))
+        def complete(name: str) -> FileEntry | None:  # the listing of a web server has no sizes
+            info = self._info(name)
+            if info is None:
+                return None
+            size = self._size(name) if info.get("size") is None else int(info["size"])
+            return FileEntry(name, size, _modified(info))
 
-        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:  # the listing of a web server has no sizes
-            for (path, _), info in zip(files, pool.map(complete, files), strict=True):
-                if info is not None:
-                    size = self._size(self._name(path)) if info.get("size") is None else int(info["size"])
-                    yield FileEntry(self._name(path), size, _modified(info))
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            yield from (entry for entry in pool.map(complete, (name for name, *_ in entries)) if entry is not None)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        wanted = list(names)
-        sizes: dict[str, int] = {}
-        for folder in sorted({"/".join(name.split("/")[:-1][:2]) for name in wanted}):
-            sizes.update((entry.name, entry.size) for entry in self.walk(folder))
-        return {name: sizes[name] for name in wanted if name in sizes}
+        wanted = set(names)
+        folders = sorted({"/".join(name.split("/")[:-1][:2]) for name in wanted})
+        return {entry.name: entry.size for folder in folders for entry in self.walk(folder) if entry.name in wanted}
 
     def sized(self, wanted: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T, int | None]]:
         wanted = list(wanted)

@@ -5,31 +5,36 @@ real batches.
 Why: a run of days should not end on a full disk, nor start if half of the source is rejected.
 Price: if no earlier scan has read a picture, only its header is known. So duplicates are counted separately, damaged
 pixels are not noticed, and such a picture never counts as already encoded. Captions are exact. Sizes of `bf16-zstd`
-storage are typical ones. Of many captions only a sample is tokenized; the report says how many.
+storage are typical ones. Of many captions only a sample is tokenized; the report says how many. What is compared is
+sorted in temporary files (`Scratch`), as in `plan`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.amounts import amount, duration
 from pipeline.cache import codec, layout
+from pipeline.cache.arrow import batches
+from pipeline.cache.key_columns import SortedKeys, fixed
 from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, RECORDS, npy_header
 from pipeline.config import Config, EncodeConfig
 from pipeline.encoding import image_batch
+from pipeline.encoding import plan as planning
 from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
-from pipeline.sources import caption_rules as captions
+from pipeline.sources import caption_rules
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
 
@@ -37,11 +42,14 @@ Shape = tuple[int, int]
 
 SAMPLE = 4096
 """Limit on captions that are tokenized."""
+FIRST = 1024
+"""Pictures of a bucket that a probe may read."""
 
 PROBE_S = 60.0
 """Seconds that a probe may take, without loading the encoders. A started batch is finished."""
 
 _PROBED_BUCKETS = 3
+_JUDGED = ["item", "digest", "height", "width", "reject"]
 _UNIT = 2500  # bytes of a unit's commit document, and of its place in the plan and in the segment
 _SHARD = 4400  # bytes of a shard's head, of its table's frame and of its end
 
@@ -56,8 +64,10 @@ class Wanted:
         unread: usable items that were judged by their header only.
         rejects: by kind of reason.
         buckets: (height, width) -> samples and the sum of their crop losses.
-        pictures: (height, width) -> items of new pictures.
-        captions: new captions, normalised, and their length in bytes as written.
+        pictures: (height, width) -> number of new pictures.
+        first: (height, width) -> the first of these, at most `FIRST` items.
+        captions: number of new captions. caption_bytes: their length as written.
+        sample: some of them, normalised, and their length in bytes as written.
         cached_latents, cached_captions: records that the cache already holds (the null record included).
         null: whether the null record is missing.
     """
@@ -68,8 +78,11 @@ class Wanted:
     unread: int = 0
     rejects: Kinds = field(default_factory=Kinds)
     buckets: dict[Shape, list[float]] = field(default_factory=dict)
-    pictures: dict[Shape, list[str]] = field(default_factory=lambda: defaultdict(list))
-    captions: list[tuple[str, int]] = field(default_factory=list)
+    pictures: dict[Shape, int] = field(default_factory=dict)
+    first: dict[Shape, list[str]] = field(default_factory=dict)
+    captions: int = 0
+    caption_bytes: int = 0
+    sample: list[tuple[str, int]] = field(default_factory=list)
     cached_latents: int = 0
     cached_captions: int = 0
     null: bool = True
@@ -77,80 +90,98 @@ class Wanted:
     @property
     def images(self) -> int:
         """New pictures, including those of unknown size."""
-        return sum(map(len, self.pictures.values())) + self.undecided
+        return sum(self.pictures.values()) + self.undecided
 
     @property
     def texts(self) -> int:
         """New text records."""
-        return len(self.captions) + self.null
+        return self.captions + self.null
+
+    def add_pictures(self, new: pa.Table, table: list[Shape], which: np.ndarray) -> None:
+        """Count new pictures. new: with a column `item`; which: (n,) positions in `table`."""
+        for number in np.unique(which).tolist():
+            shape, rows = table[number], np.flatnonzero(which == number)
+            self.pictures[shape] = self.pictures.get(shape, 0) + len(rows)
+            first = self.first.setdefault(shape, [])
+            first += new.column("item").take(pa.array(rows[: FIRST - len(first)])).to_pylist()
 
 
 def wanted(
     scan: pa.Table, cache: Cache | None, latent: layout.LatentRecipe, text: layout.TextRecipe, table: list[Shape]
 ) -> Wanted:
     """Compare a scan (of whole pictures or of headers) with a cache. table: the target resolutions of the buckets."""
+    scratch = cache.files.scratch if cache is not None else Scratch()
     work = Wanted(items=scan.num_rows)
-    latents, texts = _Known.of(cache, latent), _Known.of(cache, text)
-    rejects: list[tuple[str, str]] = []
-    columns = ("item", "digest", "width", "height", "captions", "reject")
-    for item, digest, width, height, listed, reject in zip(*(scan.column(c).to_pylist() for c in columns), strict=True):
-        if reject is not None:
-            rejects.append((item, reject))
-            continue
-        work.usable += 1
-        for caption in listed:
-            normalised = captions.normalise(caption["text"], text.normalisation)
-            key = layout.text_key(text.id, normalised)
-            state = texts.look(key)
-            if state == "new":
-                work.captions.append((normalised, len(caption["text"].encode())))
-            elif state == "cached":
-                work.cached_captions += 1
-            elif state == "failed":
-                rejects.append((caption["text"], texts.failed[key]))
-        work.unread += digest is None
-        if width is None:
-            work.undecided += 1
-            continue
-        target = buckets.nearest(table, height, width)
-        bucket = work.buckets.setdefault(target, [0, 0.0])
-        bucket[0] += 1
-        bucket[1] += buckets.crop_loss(height, width, target)
-        key = b"" if digest is None else layout.latent_key(latent.id, digest, *target)
-        state = latents.look(key) if key else "new"
-        if state == "new":
-            work.pictures[target].append(item)
-        elif state == "cached":
-            work.cached_latents += 1
-        elif state == "failed":
-            rejects.append((item, latents.failed[key]))
-    work.rejects = Kinds.of(rejects)
-    work.null = not texts.has(layout.null_key(text.id))
+    read = scratch.table(pa.schema([scan.schema.field(name) for name in _JUDGED]), _judged(scan, work, table))
+    for new, cached in _new(planning.image_work(read, "", latent, table, scratch=scratch), "item", cache, latent, work):
+        work.cached_latents += cached
+        height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
+        work.add_pictures(new, table, buckets.nearest_all(table, height, width))
+
+    captions = scratch.table_writer(planning.CAPTIONS)
+    every = planning.caption_work(scan, text, scratch)
+    for new, cached in _new(every.slice(1), "caption", cache, text, work):  # the null record is the first
+        work.cached_captions += cached
+        work.captions += len(new)
+        work.caption_bytes += pc.sum(pc.binary_length(new.column("caption"))).as_py() or 0
+        captions.add(new)
+    work.sample = list(_sampled(captions.finish(), text))
+    work.null = cache is None or not cache.index(text.name).has(layout.null_key(text.id))
     work.cached_captions += not work.null
+    work.rejects = work.rejects.ranked()
     return work
 
 
-@dataclass
-class _Known:
-    """Records of a recipe. failed: key -> why the record cannot be made; seen: keys of the present scan."""
+def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Table]:
+    """Count what the scan says, and new pictures of which only the header was read; those read as a whole are
+    returned."""
+    shapes = np.array(table, np.int64)
+    for batch in batches(scan.select(_JUDGED)):
+        refused = batch.filter(pc.is_valid(batch.column("reject")))
+        work.rejects.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
+        usable = batch.filter(pc.is_null(batch.column("reject")))
+        work.usable += len(usable)
+        work.unread += usable.column("digest").null_count
+        work.undecided += usable.column("width").null_count
+        sized = usable.filter(pc.is_valid(usable.column("width")))
+        height, width = (sized.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
+        which = buckets.nearest_all(table, height, width)
+        _, loss = buckets.fits(height, width, shapes[which])
+        for number in np.unique(which).tolist():
+            bucket = work.buckets.setdefault(table[number], [0, 0.0])
+            bucket[0] += int((which == number).sum())
+            bucket[1] += float(loss[which == number].sum())
+        unread = pc.is_null(sized.column("digest"))
+        work.add_pictures(sized.filter(unread), table, which[unread.to_numpy()])
+        yield sized.filter(pc.invert(unread))
 
-    has: Callable[[bytes], bool]
-    failed: dict[bytes, str]
-    seen: set[bytes] = field(default_factory=set)
 
-    @classmethod
-    def of(cls, cache: Cache | None, recipe: layout.Recipe) -> _Known:
-        if cache is None:
-            return cls(lambda key: False, {})
-        index = cache.index(recipe.name)
-        return cls(index.has, {bytes.fromhex(r.key): r.reason for r in index.rejects if not r.retry})
+def _new(
+    records: pa.Table, name: str, cache: Cache | None, recipe: layout.Recipe, work: Wanted
+) -> Iterator[tuple[pa.Table, int]]:
+    """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
+    made are rejects under the value of column `name`."""
+    index = None if cache is None else cache.index(recipe.name)
+    reasons = {} if index is None else {bytes.fromhex(r.key): r.reason for r in index.rejects if not r.retry}
+    impossible = SortedKeys.of(list(reasons))
+    for batch in batches(records):
+        keys = fixed(batch.column("key"))
+        present = np.zeros(len(keys), bool) if index is None else index.present(keys)
+        failed = ~present & (impossible.find(keys) >= 0)
+        refused = batch.filter(pa.array(failed))
+        pairs = zip(refused.column(name).to_pylist(), refused.column("key").to_pylist(), strict=True)
+        work.rejects.add((label, reasons[key]) for label, key in pairs)
+        yield batch.filter(pa.array(~present & ~failed)), int(present.sum())
 
-    def look(self, key: bytes) -> Literal["seen", "cached", "failed", "new"]:
-        """The state of a record. seen: this method was called for it before."""
-        if key in self.seen:
-            return "seen"
-        self.seen.add(key)
-        return "cached" if self.has(key) else "failed" if key in self.failed else "new"
+
+def _sampled(captions: pa.Table, recipe: layout.TextRecipe) -> Iterator[tuple[str, int]]:
+    """About `SAMPLE` captions at equal distances."""
+    step, before = max(1, math.ceil(len(captions) / SAMPLE)), 0
+    for batch in batches(captions.select(["caption"])):
+        rows = np.arange(-before % step, len(batch), step)
+        before += len(batch)
+        for caption in batch.column("caption").take(pa.array(rows)).to_pylist():
+            yield caption_rules.normalise(caption, recipe.normalisation), len(caption.encode())
 
 
 # ---------------------------------------------------------------- bytes
@@ -237,32 +268,29 @@ def sizes(
     """Bytes by kind.
 
     Args:
-        count_rows: normalised captions -> their rows (a tokenizer); at most `SAMPLE` captions are counted.
+        count_rows: normalised captions -> their rows (a tokenizer); called for `Wanted.sample`.
     """
     known = {shape: latent_bytes(latent, *shape) for shape in work.pictures}
-    latents = sum(known[shape] * len(items) for shape, items in work.pictures.items())
+    latents = sum(known[shape] * count for shape, count in work.pictures.items())
     if work.undecided:
         counted = work.images - work.undecided
         mean = latents / counted if counted else latent_bytes(latent, config.data.resolution, config.data.resolution)
         latents += round(mean * work.undecided)
-    picked = work.captions[:: max(1, math.ceil(len(work.captions) / SAMPLE))]
-    rows = count_rows([caption for caption, _ in picked]) if picked else []
-    scale = len(work.captions) / len(picked) if picked else 0.0
-    body = sum(text_bytes(text, n, size) for n, (_, size) in zip(rows, picked, strict=True))
+    rows = count_rows([caption for caption, _ in work.sample]) if work.sample else []
+    scale = work.captions / len(rows) if rows else 0.0
+    body = sum(text_bytes(text, n, size) for n, (_, size) in zip(rows, work.sample, strict=True))
     null = text_bytes(text, text.max_length, 0) if work.null else 0
-    image_units = sum(
-        -(-len(items) // unit_images(config.encode, known[shape])) for shape, items in work.pictures.items()
-    )
-    text_units = -(-len(work.captions) // config.encode.unit_captions) + work.null
+    image_units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in work.pictures.items())
+    text_units = -(-work.captions // config.encode.unit_captions) + work.null
     # Twice a row: the unit's table and the plan's; the scan and the plan hold keys, digests and the text itself.
     index = work.images * (2 * _row("latent") + 64) + work.texts * (2 * _row("text") + 24)
-    index += (image_units + text_units) * _UNIT + sum(size for _, size in work.captions) // 2 + work.items * 48
+    index += (image_units + text_units) * _UNIT + work.caption_bytes // 2 + work.items * 48
     return Sizes(
         latents + image_units * _SHARD,
         round(body * scale) + null + text_units * _SHARD,
         index if work.images + work.texts else 0,
         round((sum(rows) - len(rows)) * scale),
-        len(picked),
+        len(rows),
     )
 
 
@@ -311,7 +339,7 @@ def probe(
     token_s = None
     if work.captions:
         began = time.monotonic()
-        text = encoders.TextEncoder.load(config.text, captions.instruction(config.text), device)
+        text = encoders.TextEncoder.load(config.text, caption_rules.instruction(config.text), device)
         load_s += time.monotonic() - began
         token_s, texts = _probe_text(text, work, config, began + load_s + budget_s / 3)
         del text
@@ -321,12 +349,10 @@ def probe(
         fitting = image_batch.fitting(config.vae, lambda: device)
         spent = time.monotonic() - began
         load_s += spent
-        often = sorted(work.pictures, key=lambda shape: -len(work.pictures[shape]))[:_PROBED_BUCKETS]
+        often = sorted(work.pictures, key=lambda shape: -work.pictures[shape])[:_PROBED_BUCKETS]
         for number, shape in enumerate(often):
             end = began + spent + budget_s * 2 / 3 * (number + 1) / len(often)
-            seconds, count = probe_images(
-                vae, source, work.pictures[shape], shape, config, latent, end, decoded, fitting
-            )
+            seconds, count = probe_images(vae, source, work.first[shape], shape, config, latent, end, decoded, fitting)
             if seconds is not None:
                 image_s[shape] = seconds
                 images += count
@@ -335,7 +361,7 @@ def probe(
 
 
 def _probe_text(encoder: encoders.TextEncoder, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
-    by_length = sorted(caption for caption, _ in work.captions)
+    by_length = sorted(caption for caption, _ in work.sample)
     by_length.sort(key=len)
     take = min(len(by_length), config.encode.text_batch)
     batch = [by_length[i * len(by_length) // take] for i in range(take)]
@@ -405,7 +431,7 @@ def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -
         if speed.image_s:
             pixel_s = sum(speed.image_s.values()) / sum(h * w for h, w in speed.image_s)
             by_shape = {s: speed.image_s.get(s, pixel_s * s[0] * s[1]) for s in work.pictures}
-            encode_s = sum(by_shape[s] * len(items) for s, items in work.pictures.items())
+            encode_s = sum(by_shape[s] * count for s, count in work.pictures.items())
             encode_s *= work.images / (work.images - work.undecided)
     text_s = size.tokens * speed.token_s if speed.token_s is not None else (0.0 if not work.captions else None)
     decode_s = work.images * (speed.decode_s or 0.0) / max(1, config.encode.workers)
@@ -454,7 +480,7 @@ def report(
         ],
         "reused": {"latents": work.cached_latents, "captions": work.cached_captions},
         "new": {"latents": work.images, "captions": work.texts},
-        "tokens": {"total": size.tokens, "captions_tokenized": size.sampled, "captions": len(work.captions)},
+        "tokens": {"total": size.tokens, "captions_tokenized": size.sampled, "captions": work.captions},
         "bytes": {"latents": size.latents, "text": size.text, "index": size.index, "total": size.total},
         "free_bytes": free,
         "reserve_bytes": reserve,

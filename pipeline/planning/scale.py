@@ -119,7 +119,12 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     rows = [int(n) for n in caption_rows()]
     captions = [(str(rows[i * 1031 % len(rows)]), CAPTION_BYTES) for i in range(SAMPLE * len(shapes))]
     work = estimate.Wanted(
-        items=len(captions), pictures={shape: [""] * SAMPLE for shape in shapes}, captions=captions, null=False
+        items=len(captions),
+        pictures=dict.fromkeys(shapes, SAMPLE),
+        captions=len(captions),
+        caption_bytes=len(captions) * CAPTION_BYTES,
+        sample=captions[:: math.ceil(len(captions) / estimate.SAMPLE)],
+        null=False,
     )
     size = estimate.sizes(work, config, latent, text, lambda texts: [int(text) for text in texts])
     scale = pairs / work.images
@@ -152,7 +157,7 @@ def _speed(config: Config) -> estimate.Speed:
 
 def _encode_hours(work: estimate.Wanted, size: estimate.Sizes, config: Config, positions: int | None) -> float:
     """GPU-hours. positions: that the text encoder computes for each caption; None: its rows."""
-    tokens = size.tokens if positions is None else positions * len(work.captions)
+    tokens = size.tokens if positions is None else positions * work.captions
     hours = estimate.times(work, replace(size, tokens=tokens), _speed(config), config, 1)["device_hours"]
     assert hours is not None
     return float(hours)

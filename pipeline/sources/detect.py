@@ -16,7 +16,7 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,14 @@ def _files_of_format(filesystem: Filesystem, format: str, data: str) -> list[str
     Raises:
         UserError: there is none.
     """
-    every = filesystem.find()
-    files = [file for file in every if extension(file) in _SUFFIXES[format]]
-    if format in ("jsonl", "csv"):
-        files = [file for file in files if posixpath.dirname(file) == ""]
+    nested = format not in ("jsonl", "csv")
+    files, others = _divided(
+        filesystem, lambda file: extension(file) in _SUFFIXES[format] and (nested or "/" not in file)
+    )
     if not files:
         raise UserError(
             f"{data}: holds no {' or '.join('.' + suffix for suffix in _SUFFIXES[format])} file",
-            found=f"{len(every)} other files",
+            found=f"{others} other files",
             fix="leave --format out, or give the folder that holds them",
         )
     return files
@@ -233,11 +233,21 @@ def _expand(filesystem: Filesystem, pattern: str, data: str) -> list[str]:
         ) from None
     if not any("*" in name or "?" in name for name in names):
         return names
-    every = filesystem.find()
-    matches = [file for file in every if any(_matches(file, name) for name in names)]
+    matches, others = _divided(filesystem, lambda file: any(_matches(file, name) for name in names))
     if not matches:
-        raise UserError(f"{data}: matches no file", found=f"{len(every)} files under {filesystem.location}")
+        raise UserError(f"{data}: matches no file", found=f"{others} files under {filesystem.location}")
     return matches
+
+
+def _divided(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], int]:
+    """The files that are wanted, sorted, and the number of the others."""
+    chosen, others = [], 0
+    for file in filesystem.find():
+        if wanted(file):
+            chosen.append(file)
+        else:
+            others += 1
+    return sorted(chosen), others
 
 
 def _matches(file: str, pattern: str) -> bool:

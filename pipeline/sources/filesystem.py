@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
+from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
 from pipeline.sources.filenames import error_text, escaped, unsafe_reason
 
@@ -41,12 +42,17 @@ class Filesystem(ABC):
         return False
 
     @abstractmethod
-    def find(self) -> list[str]:
-        """Sorted names of all files under the root that are not hidden.
+    def find(self) -> Iterator[str]:
+        """Names of all files under the root that are not hidden, in any order.
 
         Raises:
             UserError: a folder under the root cannot be listed.
         """
+
+    def listing(self, scratch: Scratch) -> Iterator[str]:
+        """`find`, for a source that will ask for the size of every file: a remote one remembers what its server says
+        with the names. scratch: storage for that."""
+        return self.find()
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
@@ -150,14 +156,12 @@ class LocalFilesystem(Filesystem):
         except (OSError, ValueError):
             return False
 
-    def find(self) -> list[str]:
-        names = []
+    def find(self) -> Iterator[str]:
         for folder, folders, files in os.walk(self.root, onerror=self.raise_unlisted):
             folders[:] = [name for name in folders if not name.startswith(".")]
             base = os.path.relpath(folder, self.root)
             prefix = "" if base == "." else base.replace(os.sep, "/") + "/"
-            names += [prefix + name for name in files if not name.startswith(".")]
-        return sorted(names)
+            yield from (prefix + name for name in files if not name.startswith("."))
 
     def raise_unlisted(self, error: OSError) -> NoReturn:
         """Raise a UserError for a folder that cannot be listed: the listing would be incomplete."""

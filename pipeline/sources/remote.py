@@ -7,6 +7,9 @@ the first answer; from then on its files are transferred whole, once, into the t
 Price: temporary files of up to `SPOOL_BYTES` together (at most half of the free space there); from a server without
 ranges a file is transferred again whenever its temporary file has been evicted.
 
+`listing` keeps what the server says of each file in temporary tables, so that a folder of any size fits into memory and
+no file needs a request for its size.
+
 Every error of a driver that concerns one file becomes `Unreadable`, after retries where they may help.
 """
 
@@ -21,14 +24,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
+import numpy as np
+import pyarrow as pa
 import xxhash
 
 from pipeline import retrying
+from pipeline.cache.arrow import batches
 from pipeline.cache.drivers import CHANGE_TIMES, Connection, ObjectAwayError, RequestFailed, refuse_credentials
+from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves
+from pipeline.cache.many_keys import item_keys
+from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
 from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length
@@ -38,8 +48,16 @@ BLOCK = 4 << 20
 SPOOL_BYTES = 8 << 30
 SPOOLED_FILES = 4
 PARALLEL_REQUESTS = 16
+KNOWN = 1 << 17
+"""Files whose size is remembered, but for those of a `listing`."""
 
-_CHANGE_MARKS = (
+DESCRIBED = 1 << 12
+"""Files of a `listing` that are Python objects at a time."""
+
+_UNKNOWN = -1
+_DESCRIBED = pa.schema([("key", pa.binary(16)), ("size", pa.int64()), ("version", pa.int64())])
+
+CHANGE_MARKS = (
     "ETag",
     "etag",
     "generation",
@@ -74,7 +92,8 @@ class RemoteFilesystem(Filesystem):
         self.fs, self._root, self._web = self.connection.fs, self.connection.root, self.connection.is_web
         self.location = self.connection.url
         self.supports_ranges = True
-        self._known: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, tuple[int, int]] = {}
+        self._described: _Described | None = None
         self._spools: OrderedDict[str, _Spool] = OrderedDict()
         self._lock = threading.Lock()
         self._ranges_proven = False  # the server has sent a range
@@ -102,23 +121,33 @@ class RemoteFilesystem(Filesystem):
         name = path[len(self._root) + 1 :]
         return unquote(name) if self._web else name
 
-    def find(self) -> list[str]:
+    def find(self) -> Iterator[str]:
+        return (name for name, _ in self._find())
+
+    def _find(self) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             with self._errors(""):
-                files = self.connection.find(self._root)
+                for path, info in self.connection.find(self._root):
+                    name = self._name(path)
+                    if name and not name.endswith("/") and not _is_hidden(name):
+                        yield name, info
         except Unreadable as error:
             reason = str(error).removeprefix("cannot be listed: ")
             raise UserError(
                 f"{self.location}: cannot be listed: {reason}", fix="check the address and who may read it"
             ) from None
-        names = []
-        for path, info in files.items():
-            name = self._name(path)
-            if not name or name.endswith("/") or any(part.startswith(".") and part != ".." for part in name.split("/")):
-                continue
-            names.append(name)
-            self._known[name] = info
-        return sorted(names)
+
+    def listing(self, scratch: Scratch) -> Iterator[str]:
+        if self._web:  # its pages say no sizes
+            yield from self.find()
+            return
+        described = _Described(scratch)
+        files = self._find()
+        while some := list(islice(files, DESCRIBED)):
+            described.add([(name, *_description(info)) for name, info in some])
+            yield from (name for name, _ in some)
+        described.finish()
+        self._described = described
 
     def names(self, folder: str) -> list[str]:
         base = self.path(folder) if folder else self._root
@@ -136,40 +165,47 @@ class RemoteFilesystem(Filesystem):
             name = self._name(str(info["name"]))
             if name and info.get("type") == "file":
                 names.append(name)
-                if info.get("size") is not None:
-                    self._known[name] = info
+                if not self._web:
+                    self._remember(name, info)
         return sorted(names)
 
     def refresh(self) -> None:
         self.fs.invalidate_cache()
         with self._lock:
-            self._known = {}
+            self._known, self._described = {}, None
             self._spools = OrderedDict()
 
     def stat(self, name: str) -> tuple[int, int]:
-        info = self._info(name)
-        version = next((info[key] for key in _CHANGE_MARKS if info.get(key)), None)
-        if version is None:  # no way to see a change: count as changed every time
-            return int(info["size"]), time.time_ns()
-        return int(info["size"]), xxhash.xxh3_64_intdigest(str(version).encode()) >> 1
+        return _seen(self._known_of([name])[0] or self._ask(name))
 
-    def _info(self, name: str) -> dict[str, Any]:
-        info = self._known.get(name)
-        if info is None or info.get("size") is None or (self._web and "url" not in info):
-            path = self.path(name)
-            info = self._request(name, lambda: self.fs.info(path))
-            if info.get("type") == "directory":
-                raise Unreadable(f"{escaped(name)}: is a folder")
-            if info.get("size") is None:
-                raise Unreadable(f"{escaped(name)}: the server does not say how large it is")
-            self._known[name] = info
-        return info
+    def _known_of(self, names: list[str]) -> list[tuple[int, int] | None]:
+        """Size and version of files as far as they are known without a request."""
+        listed = self._described.find(names) if self._described is not None else {}
+        return [listed.get(name) or self._known.get(name) for name in names]
+
+    def _ask(self, name: str) -> tuple[int, int]:
+        path = self.path(name)
+        info = self._request(name, lambda: self.fs.info(path))
+        if info.get("type") == "directory":
+            raise Unreadable(f"{escaped(name)}: is a folder")
+        if info.get("size") is None:
+            raise Unreadable(f"{escaped(name)}: the server does not say how large it is")
+        return self._remember(name, info)
+
+    def _remember(self, name: str, info: dict[str, Any]) -> tuple[int, int]:
+        size, version = _description(info)
+        if size != _UNKNOWN:
+            with self._lock:
+                self._known[name] = size, version
+                if len(self._known) > KNOWN:
+                    del self._known[next(iter(self._known))]
+        return size, version
 
     # ------------------------------------------------------------ bytes
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         path = self.path(name)
-        size = self._info(name)["size"]
+        size, _ = self.stat(name)
         if limit is not None and size > limit:
             return self.read_range(name, 0, limit + 1)
         data = self._request(name, lambda: self.fs.cat_file(path))
@@ -181,10 +217,11 @@ class RemoteFilesystem(Filesystem):
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
         wanted = list(names)
-        if all(self._known.get(name, {}).get("size") is not None for name in wanted):  # from a listing
-            return super().stat_many(wanted)
+        known = dict(zip(wanted, self._known_of(wanted), strict=True))
+        missing = [name for name, described in known.items() if described is None]
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-            return dict(zip(wanted, pool.map(self._stat_one, wanted), strict=True))
+            asked = dict(zip(missing, pool.map(self._stat_one, missing), strict=True))
+        return {name: asked[name] if described is None else _seen(described) for name, described in known.items()}
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         if length == 0:
@@ -222,7 +259,7 @@ class RemoteFilesystem(Filesystem):
     def _spool(self, name: str) -> _Spool | None:
         """The temporary copy of a file; makes space by evicting the least recently used ones. None if there is not
         enough, for a file whose ranges can be read."""
-        size = self._info(name)["size"]
+        size, _ = self.stat(name)
         with self._lock:
             spool = self._spools.get(name)
             if spool is not None:
@@ -265,6 +302,53 @@ class RemoteFilesystem(Filesystem):
             raise Unreadable(file + escaped(error.reason)) from error
         except (RequestFailed, OSError) as error:
             raise Unreadable(file + strip_credentials(escaped(error_text(error)))) from error
+
+
+def _description(info: dict[str, Any]) -> tuple[int, int]:
+    """Size and version of a file, each `_UNKNOWN` where the driver does not say it."""
+    size, mark = info.get("size"), next((info[key] for key in CHANGE_MARKS if info.get(key)), None)
+    version = _UNKNOWN if mark is None else xxhash.xxh3_64_intdigest(str(mark).encode()) >> 1
+    return _UNKNOWN if size is None else int(size), version
+
+
+def _seen(described: tuple[int, int]) -> tuple[int, int]:
+    """The result of `stat`. A file whose changes cannot be seen counts as changed every time."""
+    size, version = described
+    return size, time.time_ns() if version == _UNKNOWN else version
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") and part != ".." for part in name.split("/"))
+
+
+class _Described:
+    """Sizes and versions of listed files, found by name: 32 bytes a file in temporary files."""
+
+    def __init__(self, scratch: Scratch):
+        self._scratch, self._table = scratch, scratch.table_writer(_DESCRIBED)
+
+    def add(self, files: list[tuple[str, int, int]]) -> None:
+        """files: name, size, version."""
+        names, sizes, versions = zip(*files, strict=True)
+        self._table.add(pa.table([binary(item_keys(names)), sizes, versions], schema=_DESCRIBED))
+
+    def finish(self) -> None:
+        """Sort by key; `find` works from now on."""
+        types = {"high": np.uint64, "low": np.uint64, "size": np.int64, "version": np.int64}
+        columns = self._scratch.arrays(map(_columns, self._scratch.sorted_by_key(batches(self._table.finish()))), types)
+        self._keys = SortedKeys(columns["high"], columns["low"])
+        self._sizes, self._versions = columns["size"], columns["version"]
+
+    def find(self, names: list[str]) -> dict[str, tuple[int, int]]:
+        """Size and version of those whose size is known."""
+        at = self._keys.find(item_keys(names))
+        rows = {name: row for name, row in zip(names, at.tolist(), strict=True) if row >= 0 and self._sizes[row] >= 0}
+        return {name: (int(self._sizes[row]), int(self._versions[row])) for name, row in rows.items()}
+
+
+def _columns(part: pa.Table) -> dict[str, np.ndarray]:
+    high, low = halves(fixed(part.column("key")))
+    return {"high": high, "low": low, **{name: part.column(name).to_numpy() for name in ("size", "version")}}
 
 
 class _Spool:

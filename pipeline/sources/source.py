@@ -4,8 +4,7 @@
 `detect` chooses one for `--data`.
 Why an interface this small: a scan needs the keys in a fixed order with their captions, a sign that the bytes have
 changed, and the bytes. Archives, tables and object stores can answer these as well as a disk.
-Price: a listing is in temporary files, but rows of metadata files (JSONL, CSV) and names in an object store, as fsspec
-lists them, are in memory.
+Price: a listing is in temporary files, on a disk beside the cache.
 
 Nothing is dropped silently: what cannot become an item becomes a `Reject` with a reason, and files that are plainly
 not pictures are counted in `ignored`.

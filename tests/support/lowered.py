@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cache import arrow, index, key_columns, long_lists, scratch, snapshot
+from pipeline.cache import arrow, drivers, index, key_columns, long_lists, scratch, snapshot
 from pipeline.encoding import scan
 from pipeline.snapshots import join
-from pipeline.sources import folder, source
+from pipeline.sources import folder, remote, source
 
 
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +23,8 @@ def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "RUN", 2)
     monkeypatch.setattr(folder, "METADATA_BATCH", 2)
     monkeypatch.setattr(folder, "SIDECAR_BATCH", 2)
+    monkeypatch.setattr(drivers, "PAGE", 2)
+    monkeypatch.setattr(remote, "DESCRIBED", 2)
     monkeypatch.setattr(scratch, "LIMIT", 1)
     monkeypatch.setattr(scratch, "RUN", 3)
     monkeypatch.setattr(scratch, "TEXTS", 2)
