@@ -25,7 +25,7 @@ from pipeline.config import DataConfig, MirrorConfig
 from pipeline.encoding.plan import read_targets
 from pipeline.encoding.prompts import read as read_prompts
 from pipeline.errors import AwayError, CacheError, UserError
-from pipeline.sources import range_prefetch, remote
+from pipeline.sources import detect, range_prefetch, remote
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.remote import RemoteFilesystem
@@ -574,3 +574,31 @@ def test_times_in_a_listing_are_read_without_the_slow_parser(s3: str, monkeypatc
     monkeypatch.setattr("botocore.parsers.DEFAULT_TIMESTAMP_PARSER", slow.append)
     times = [info["LastModified"] for _, info in connection().find(usual.root)]
     assert not slow and len(times) == len(NAMES) and all(abs(when - expected).total_seconds() < 60 for when in times)
+
+
+def test_the_kind_of_a_folder_in_s3_is_known_from_its_top_and_its_first_files(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "PAGE", 2)
+    monkeypatch.setattr(detect, "MAX_EXAMINED", 3)
+    fs = fsspec.filesystem("s3")
+    for name in ("top/a/0.jpg", "top/a/1.txt", "top/b/2.jpg", "top/z.tar"):
+        fs.pipe_file(f"bucket/{name}", b"x")
+    for number in range(9):
+        fs.pipe_file(f"bucket/late/{number}.md", b"x")
+    fs.pipe_file("bucket/late/y/0.tar", b"x")
+    requests: list[str] = []
+    list_page = type(fs).call_s3
+
+    def counted(self: Any, *options: Any, **wanted: Any) -> Any:
+        requests.append(wanted["Prefix"])
+        return list_page(self, *options, **wanted)
+
+    monkeypatch.setattr(type(fs), "call_s3", counted)
+    with pytest.raises(UserError, match=naming("several kinds", "z.tar", "a/0.jpg")):
+        opened("s3://bucket/top")
+    assert opened("s3://bucket/late").format == "webdataset", "no kind is known before the last file"
+    requests.clear()
+    monkeypatch.setattr(detect, "MAX_EXAMINED", 1)
+    assert opened("s3://bucket/set/folder").format == "folder"
+    assert len(requests) == 1

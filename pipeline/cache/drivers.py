@@ -126,27 +126,38 @@ class Connection:
                 raise
             raise RequestFailed(f"cannot be {action}: {type(error).__name__}: {error}") from error
 
-    def find(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    @property
+    def is_paged(self) -> bool:
+        """Whether `find` reads page by page, so that its beginning is cheap."""
+        return hasattr(self.fs, "call_s3")
+
+    def find(self, folder: str, deep: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every file below a folder, in any order: the driver's path, and the driver's description of the file.
 
         Args:
             folder: the driver's path.
+            deep: also the files in folders below it; False only where `is_paged`.
 
         Raises:
             FileNotFoundError: there is no such folder (some drivers describe it as empty instead).
             RequestFailed: a folder inside it was removed meanwhile, or the listing is not whole. All others as
                 `request`.
         """
-        if hasattr(self.fs, "call_s3"):
-            yield from self._find_s3(folder)
+        if self.is_paged:
+            yield from self._find_s3(folder, deep)
         elif has_own(self.fs, "find"):
             yield from self._list(folder, lambda: self.fs.find(folder, detail=True)).items()
         else:
             yield from self._find_below(folder).items()
 
-    def _find_s3(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _find_s3(self, folder: str, deep: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         bucket, key, _ = self.fs.split_path(folder)
-        wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{key}/" if key else "", "MaxKeys": PAGE}
+        wanted: dict[str, Any] = {
+            "Bucket": bucket,
+            "Prefix": f"{key}/" if key else "",
+            "MaxKeys": PAGE,
+            "Delimiter": "" if deep else "/",
+        }
 
         while True:
             page = self._list(folder, lambda: self.fs.call_s3("list_objects_v2", self.fs.req_kw, **wanted))

@@ -3,7 +3,8 @@
 `open_source` takes a path, a URL or a pattern (`{0000..0099}`, `*`, `?`) and detects the format unless it is given.
 Why detection: `--data DIR` is what everybody types, for folders of pictures, of tars and of parquet alike. A folder
 with several kinds of data is refused with the choice, never guessed.
-Price: a folder is searched up to its first file of a known kind; a folder of pictures is then listed again.
+Price: a folder on a disk or in S3 is searched until a kind is known and up to `MAX_EXAMINED` files, so what follows may
+be of another kind; a folder of pictures is then listed again.
 
 Keys are relative to the folder itself; for a file to its folder; for a pattern to the folder before the first part that
 varies. So keys do not change when files are added to a set. `image_root` is relative to the same folder.
@@ -299,11 +300,18 @@ def _kind_of_folder(filesystem: Filesystem, data: str) -> str:
 
 
 def _sample(filesystem: Filesystem) -> Iterable[str]:
-    """Files of a folder, top level first; on a disk at most `MAX_EXAMINED`, down to the first level that decides."""
+    """Files of a folder, top level first; on a disk at most `MAX_EXAMINED`, down to the first level that decides; in S3
+    more only while no kind is known."""
+    examined, decided = 0, False
+    if isinstance(filesystem, RemoteFilesystem):
+        for name in filesystem.find_top_first():
+            if decided and examined >= MAX_EXAMINED and filesystem.connection.is_paged:
+                return
+            examined, decided = examined + 1, decided or _kind(name) is not None
+            yield name
     if not isinstance(filesystem, LocalFilesystem):
-        yield from filesystem.find()
         return
-    waiting, examined, decided = [""], 0, False
+    waiting = [""]
     while waiting and examined < MAX_EXAMINED and not decided:
         below: list[str] = []
         for folder in waiting:

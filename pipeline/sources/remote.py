@@ -124,10 +124,16 @@ class RemoteFilesystem(Filesystem):
     def find(self) -> Iterator[str]:
         return (name for name, _ in self._find())
 
-    def _find(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def find_top_first(self) -> Iterator[str]:
+        """`find`. Where its beginning is cheap (`Connection.is_paged`), the files of the root itself come before it."""
+        if self.connection.is_paged:
+            yield from (name for name, _ in self._find(deep=False))
+        yield from self.find()
+
+    def _find(self, deep: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             with self._errors(""):
-                for path, info in self.connection.find(self._root):
+                for path, info in self.connection.find(self._root, deep):
                     name = self._name(path)
                     if name and not name.endswith("/") and not _is_hidden(name):
                         yield name, info
