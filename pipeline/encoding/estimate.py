@@ -116,7 +116,9 @@ def wanted(
     for new, cached in _new(planning.image_work(read, "", latent, table, scratch=scratch), "item", cache, latent, work):
         work.cached_latents += cached
         height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
-        work.add_pictures(new, table, buckets.nearest_all(table, height, width))
+        targets, which = np.unique(height << 32 | width, return_inverse=True)
+        places = [table.index((target >> 32, target & 0xFFFFFFFF)) for target in targets.tolist()]
+        work.add_pictures(new, table, np.array(places, np.int64)[which])
 
     captions = scratch.table_writer(planning.CAPTIONS)
     every = planning.caption_work(scan, text, scratch)
