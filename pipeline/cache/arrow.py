@@ -7,9 +7,9 @@ Arrow reads a Python file object ahead on its own threads. Such a thread needs t
 reads when the process ends aborts the process (SIGABRT). Reading ahead gains little here: a table of the cache is in
 memory already, and a row group of a source is read whole. Price: columns are decompressed one after the other.
 
-Arrow allocates with the C library's allocator. Its usual one, mimalloc, keeps much of what is freed: `encode` with
-nothing to do at 300,000 items reached 350 MiB instead of 281, and the listing of 10^6 pictures 23 MB beyond the start
-instead of 10 (buffers / 16), at the same speed.
+Arrow allocates with the C library's allocator here. The one that pyarrow chooses otherwise, mimalloc, keeps much of
+what is freed: `encode` with nothing to do at 300,000 items reached 350 MiB instead of 281, and the listing of 10^6
+pictures 23 MB beyond the start instead of 10 (buffers / 16), at the same speed.
 """
 
 from __future__ import annotations
