@@ -396,9 +396,13 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
         if sample == 7:
             lower_limits(monkeypatch)
             monkeypatch.setattr(estimate, "SAMPLE", sample)
+            monkeypatch.setattr(estimate, "FIRST", 3)
         work = estimate.wanted(scan, cache, latent, text, table)
         assert {name: getattr(work, name) for name in expected} == expected and work.items == len(rows) and work.null
-        assert work.pictures == pictures and {shape: len(first) for shape, first in work.first.items()} == pictures
+        assert work.pictures == pictures
+        assert {shape: len(set(first)) for shape, first in work.first.items()} == {
+            shape: min(count, estimate.FIRST) for shape, count in pictures.items()
+        }
         assert sum(work.rejects.counts.values()) == failed
         assert (work.captions, work.caption_bytes) == (len(captions), sum(map(len, captions)))
         picked = [caption for caption, _ in work.sample]

@@ -307,7 +307,7 @@ def test_pages_of_files_that_are_dropped_meanwhile_hide_no_memory(tmp_path: Path
             mapped.madvise(mmap.MADV_DONTNEED)
             b"1" * (size // 2)
 
-        assert taken_by(call) >= 0.9 * size // 2
+        assert 0.9 * size // 2 <= taken_by(call) < 1.25 * size // 2
 
 
 @TELLS_PEAK

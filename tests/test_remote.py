@@ -512,7 +512,7 @@ def test_s3_says_names_sizes_and_versions_page_by_page(
     files, requests = pages()
     lower_limits(monkeypatch)
     monkeypatch.setattr(drivers, "PAGE", 5)
-    assert list(files.listing(scratch.Scratch())) == NAMES and requests == PAGES
+    assert list(files.find_with_sizes(scratch.Scratch())) == NAMES and requests == PAGES
     listed = files.stat_many(NAMES)
     assert listed == {name: files.stat(name) for name in NAMES} and requests == PAGES
     for name, seen in listed.items():
@@ -538,7 +538,7 @@ def test_a_listing_without_its_end_is_an_error(pages: Callable[..., Opened]) -> 
         list(files.find())
     files, _ = pages(*[ConnectionResetError("cut")] * 1000)
     with pytest.raises(AwayError, match=naming("set/folder", "cannot be listed")):
-        list(files.listing(scratch.Scratch()))
+        list(files.find_with_sizes(scratch.Scratch()))
 
 
 def test_only_the_last_files_that_were_asked_for_are_remembered(
@@ -556,7 +556,7 @@ def test_a_file_without_a_mark_of_change_counts_as_changed(
 ) -> None:
     monkeypatch.setattr(remote, "CHANGE_MARKS", ())
     files, _ = pages()
-    assert list(files.listing(scratch.Scratch()))
+    assert list(files.find_with_sizes(scratch.Scratch()))
     assert files.stat("a 1.jpg")[0] == files.stat("a 1.jpg")[0] == len(picture(1))
     assert files.stat("a 1.jpg")[1] < files.stat("a 1.jpg")[1] < files.stat_many(["a 1.jpg"])["a 1.jpg"][1]  # type: ignore[index]
 
@@ -599,3 +599,9 @@ def test_the_kind_of_a_folder_in_s3_is_known_from_its_top_and_its_first_files(
     monkeypatch.setattr(detect, "MAX_EXAMINED", 1)
     assert opened("s3://bucket/set/folder").format == "folder"
     assert len(requests) == 1
+
+
+def test_an_option_that_s3_does_not_have_is_no_traceback(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"no_such_option": 1})
+    with pytest.raises(UserError, match=naming(f"{s3}/folder", "no_such_option")):
+        RemoteFilesystem(f"{s3}/folder", PATIENCE_S)

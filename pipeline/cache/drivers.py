@@ -158,7 +158,6 @@ class Connection:
             "MaxKeys": PAGE,
             "Delimiter": "" if deep else "/",
         }
-
         while True:
             page = self._list(folder, lambda: self.fs.call_s3("list_objects_v2", self.fs.req_kw, **wanted))
             for entry in page.get("Contents", []):
@@ -213,6 +212,7 @@ def _open(
     scheme = url.partition("://")[0].lower()
     try:
         fs, root = fsspec.core.url_to_fs(url, **one_attempt(scheme, patience_s), **options)
+        _read_times_fast(fs)
     except (ImportError, ValueError) as cause:
         extra = _EXTRAS.get(scheme)
         raise error(
@@ -224,12 +224,16 @@ def _open(
         raise error(f"{url}: cannot be opened: {type(cause).__name__}: {cause}") from None
     if hasattr(fs, "retries"):
         fs.retries = 1
+    return fs, str(root).rstrip("/")
+
+
+def _read_times_fast(fs: AbstractFileSystem) -> None:
+    """Let s3fs read times in answers with `_timestamp`."""
     if hasattr(fs, "call_s3") and fs.session is None:
         from aiobotocore.session import AioSession
 
         fs.session = AioSession(**fs.kwargs)
         fs.session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_timestamp)
-    return fs, str(root).rstrip("/")
 
 
 def _timestamp(value: Any) -> datetime:

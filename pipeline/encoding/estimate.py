@@ -135,8 +135,8 @@ def wanted(
 
 
 def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Table]:
-    """Count what the scan says, and new pictures of which only the header was read; those read as a whole are
-    returned."""
+    """Count what the scan says, and as new the pictures of which only the header was read. Yields those read as a
+    whole."""
     shapes = np.array(table, np.int64)
     for batch in batches(scan.select(_JUDGED)):
         refused = batch.filter(pc.is_valid(batch.column("reject")))

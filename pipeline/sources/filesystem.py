@@ -49,7 +49,7 @@ class Filesystem(ABC):
             UserError: a folder under the root cannot be listed.
         """
 
-    def listing(self, scratch: Scratch) -> Iterator[str]:
+    def find_with_sizes(self, scratch: Scratch) -> Iterator[str]:
         """`find`, for a source that will ask for the size of every file: a remote one remembers what its server says
         with the names. scratch: storage for that."""
         return self.find()

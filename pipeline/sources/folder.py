@@ -299,7 +299,7 @@ class FolderSource(PrefetchedSource):
         if isinstance(disk, LocalFilesystem):
             files = self._walk(disk, found)
         else:
-            files = ((key, unsafe_reason(key)) for key in disk.listing(self.scratch))
+            files = ((key, unsafe_reason(key)) for key in disk.find_with_sizes(self.scratch))
         pictures = (key for key, problem in files if self._is_picture(key, problem, found))
         listing = Listing(self.scratch, pictures, found.captions.finish)
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch)

@@ -7,8 +7,8 @@ the first answer; from then on its files are transferred whole, once, into the t
 Price: temporary files of up to `SPOOL_BYTES` together (at most half of the free space there); from a server without
 ranges a file is transferred again whenever its temporary file has been evicted.
 
-`listing` keeps what the server says of each file in temporary tables, so that a folder of any size fits into memory and
-no file needs a request for its size.
+`find_with_sizes` keeps what the server says of each file in temporary tables, so that a folder of any size fits into
+memory and no file needs a request for its size.
 
 Every error of a driver that concerns one file becomes `Unreadable`, after retries where they may help.
 """
@@ -49,10 +49,10 @@ SPOOL_BYTES = 8 << 30
 SPOOLED_FILES = 4
 PARALLEL_REQUESTS = 16
 KNOWN = 1 << 17
-"""Files whose size is remembered, but for those of a `listing`."""
+"""Files whose size is remembered, besides those of `find_with_sizes`."""
 
 DESCRIBED = 1 << 12
-"""Files of a `listing` that are Python objects at a time."""
+"""Files of `find_with_sizes` that are Python objects at a time."""
 
 _UNKNOWN = -1
 _DESCRIBED = pa.schema([("key", pa.binary(16)), ("size", pa.int64()), ("version", pa.int64())])
@@ -143,7 +143,7 @@ class RemoteFilesystem(Filesystem):
                 f"{self.location}: cannot be listed: {reason}", fix="check the address and who may read it"
             ) from None
 
-    def listing(self, scratch: Scratch) -> Iterator[str]:
+    def find_with_sizes(self, scratch: Scratch) -> Iterator[str]:
         if self._web:  # its pages say no sizes
             yield from self.find()
             return

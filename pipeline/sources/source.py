@@ -4,7 +4,7 @@
 `detect` chooses one for `--data`.
 Why an interface this small: a scan needs the keys in a fixed order with their captions, a sign that the bytes have
 changed, and the bytes. Archives, tables and object stores can answer these as well as a disk.
-Price: a listing is in temporary files, on a disk beside the cache.
+Price: a listing is in temporary files beside the cache; what an object store other than S3 lists is in memory first.
 
 Nothing is dropped silently: what cannot become an item becomes a `Reject` with a reason, and files that are plainly
 not pictures are counted in `ignored`.
