@@ -49,7 +49,7 @@ ROOMS = {
     ),
     "loader": (
         ["pipeline/loader/*"],
-        "block_order captions edges golden integrity_law loader loader_laws reads schedule scratch "
+        "block_order captions edges golden integrity_law loader loader_laws reads schedule scratch shard_prefetch "
         "snapshot_head validation",
     ),
     "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),

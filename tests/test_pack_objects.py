@@ -268,15 +268,3 @@ def test_packing_in_the_store_reads_ranges_and_gives_the_same(
     assert pack(here.cache, 8).id == pack(local, 8).id
     assert not here.shards(), "whole shards were fetched"
     assert not list(audit.verify(here.cache))
-
-
-def test_what_the_mirror_has_evicted_is_fetched_again() -> None:
-    """The queue counts on `KEPT` of the mirror, which evicts down to that."""
-    steps = [f"s{n}" for n in range(96)]
-    queue = shard_prefetch.FetchQueue(100, lambda step: {steps[step % 96]: 1}, 0, None)
-    taken = []
-    for step in range(97):
-        queue.reached(step)
-        queue.plan()
-        taken.append(queue.take())
-    assert taken == [*steps, "s0"], "96 are more than 95 of 100"
