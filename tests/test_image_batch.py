@@ -43,6 +43,25 @@ def pictures(count: int, height: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 255, (count, height, width, 3), np.uint8)
 
 
+def peak_between_operations(profiler: torch.profiler.profile) -> int:
+    """The most bytes that are allocated when an operation ends: what a CPU's kernel needs inside is not counted."""
+    events = profiler.profiler.kineto_results.events()
+    ends, last = [], 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name().startswith("aten::") and event.start_ns() >= last:
+            last = event.end_ns()
+            ends.append(last)
+    level = most = 0
+    changes = iter(sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"))
+    change = next(changes, None)
+    for end in ends:
+        while change is not None and change[0] <= end:
+            level += change[1]
+            change = next(changes, None)
+        most = max(most, level)
+    return most
+
+
 @pytest.mark.parametrize("dtype", first_quick("fp32", "bf16"))
 def test_a_footprint_is_what_the_encoder_uses_for_each_picture(
     make_config: MakeConfig, tmp_path: Path, dtype: str
@@ -56,12 +75,8 @@ def test_a_footprint_is_what_the_encoder_uses_for_each_picture(
         with Written() as written, torch.profiler.profile(profile_memory=True) as profiler:
             encoder.encode(images)
         assert written.largest == count * each.largest
-        level = most = 0
-        for event in profiler.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                level += event.nbytes()
-                most = max(most, level)
-        assert 0.8 < most / (count * each.picture) < 1.25, "scratch memory of the CPU's kernels is not predicted"
+        most = peak_between_operations(profiler)
+        assert most == pytest.approx(count * each.picture, rel=0.05)
     larger = encoders.footprint(vae, 192, 128)
     assert larger.largest == 4 * each.largest and 3.9 < larger.picture / each.picture < 4.1
 

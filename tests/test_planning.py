@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,9 @@ from pipeline.planning.calibration import made_up_batch
 from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import Shape, Traced, block_numbers, trace
+from tests.support.forked import Forked, succeed
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
+from tests.support.parameters import first_quick
 from tests.support.sana_shapes import SHAPES
 
 
@@ -65,6 +68,26 @@ def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int
 def of_fp32() -> float:
     """Bytes of the prediction that three tests compare with."""
     return trace(NARROW, TrainConfig.model_validate({**COMPUTE, "precision": "fp32"}), ALONE, SHAPE, on_gpu=False).total
+
+
+@pytest.mark.parametrize(
+    "train",
+    first_quick(
+        {"optim": {"name": "adamw8bit", "betas": None, "eps": None}},
+        {"precision": "bf16_pure", "optim": {"name": "came", "betas": None, "eps": None}},
+        {"activation_compression": "int8", "activation_checkpointing": "none"},
+        {"float8": "rowwise"},
+    ),
+    ids=["adamw8bit", "came-bf16_pure", "int8", "float8"],
+)
+def test_a_prediction_changes_nothing_in_the_run_after_it(train: dict[str, Any]) -> None:
+    """In new processes: libraries make tables at first use and keep them, and fake tensors have no values."""
+    if "float8" in train or train.get("optim", {}).get("name") == "adamw8bit":
+        pytest.importorskip("torchao")
+    runs = [Forked(json.dumps(train), predicted, worker="predicted_run") for predicted in "01"]
+    succeed(runs, timeout=300)
+    digests = [re.findall("^digest (.*)$", run.output(), re.MULTILINE) for run in runs]
+    assert digests[0] == digests[1] and len(digests[0]) == 1
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,9 @@ def trace(
         on_gpu: predict a GPU's memory; otherwise that of a run on the CPU, where host and device are one.
 
     Raises:
-        UserError: this process belongs to a process group already.
+        UserError: this process belongs to a process group already; torchao is missing.
     """
+    optimizers.check(train.optim)  # imports it: what a module computes there must not be of fake tensors
     # Packed captions without padding have the shapes of padded ones that fill all rows.
     train = train.model_copy(update={"packed_attention": False})
     sizes = [shape.microbatch] * shape.count
