@@ -1387,14 +1387,16 @@ def holds_several(field: FieldInfo) -> bool:
 def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     """Names that are valid beside the last element of `location`."""
     model: type[_Section] = Config
+    is_element = False  # of a mapping or a list of sections
     for part in location[:-1]:
-        if isinstance(part, int):  # of a list of sections
+        if is_element:
+            is_element = False
             continue
         field = model.model_fields.get(str(part))
         below = None if field is None else section_of(field)
-        if below is None:
+        if field is None or below is None:
             return []
-        model = below
+        model, is_element = below, holds_several(field)
     return list(model.model_fields)
 
 
@@ -1420,7 +1422,9 @@ def _hint(location: tuple[int | str, ...]) -> str:
     typo = similar if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
     elsewhere = [path for path in _all_paths() if path.split(".")[-1] == last]
     candidates = [*typo, *elsewhere, *similar]
-    return f"; did you mean {candidates[0]!r}?" if candidates else f"; valid here: {', '.join(valid)}"
+    if candidates:
+        return f"; did you mean {candidates[0]!r}?"
+    return f"; valid here: {', '.join(valid)}" if valid else ""
 
 
 def _value_at(tree: Any, location: tuple[int | str, ...]) -> Any:
@@ -1441,8 +1445,16 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
             continue  # the error of the union's other member
         location = (*(p for p in above if p not in tags), *item["loc"][len(above) :])
         name = ".".join(str(part) for part in location) or "(whole file)"
-        where = "--set" if any(_within(name, key) for key in overridden) else str(source)
+        below = any(_within(key, name) for key in overridden)  # `--set` gave an option of the section at fault
+        where = (
+            "--set"
+            if any(_within(name, key) for key in overridden)
+            else f"{source} with --set"
+            if below
+            else str(source)
+        )
         if item["type"] == "extra_forbidden":
+            where = "--set" if below else where
             problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
         elif item["type"] == "missing":
             problems.append(f"{where}: {name!r} is required and not given")

@@ -35,7 +35,8 @@ ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
         "audit cache cache_layout claims documents edges fuzz gc golden integrity_law large_tables missing_work "
-        "objects pack patience prompts reads repair scratch snapshot_chunks snapshot_head storage urls web_cache",
+        "objects pack patience prompts reads repair scratch snapshot_chunks snapshot_head storage synced urls "
+        "web_cache",
     ),
     "sources": (
         ["pipeline/sources/*"],

@@ -232,6 +232,26 @@ def test_set_of_an_unknown_key_blames_the_flag_not_the_file(tmp_path: Path) -> N
     assert refusal(tmp_path, MINIMAL, "data.buckets=[[8]]").startswith("--set: 'data.buckets")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "where", "key"),
+    [
+        (["train.optm.lr=1"], "--set: ", "'train.optm'"),
+        (["trian.steps=4"], "--set: ", "'trian'"),
+        (["bucket.sources.art.wieght=2"], "--set: ", "did you mean 'bucket.sources.art.weight'?"),
+        (["train.optim.name=came", "train.optim.eps=1e-8"], "sana_1600m_1024.yaml with --set: ", "'train.optim'"),
+        (["train.steps=x", "train.optim.lr=1"], "--set: ", "'train.steps'"),
+    ],
+)
+def test_an_error_at_a_section_names_the_flag_that_set_an_option_below_it(
+    overrides: list[str], where: str, key: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load("sana_1600m_1024", overrides)
+    [line] = str(error.value).splitlines()
+    assert where in line and key in line
+    assert line.startswith("--set") == (where == "--set: ")
+
+
 def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find(None).name == "sana_1600m_1024.yaml"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-import os
 import sys
 import tracemalloc
 from fractions import Fraction
@@ -19,7 +18,6 @@ import torch
 
 import stages.bucket
 from pipeline.cache import arrow, codec, index, key_columns, layout, scratch, shard
-from pipeline.cache.files import Files
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import BucketPart
@@ -466,29 +464,6 @@ def test_every_unit_is_some_tasks_and_stays_it() -> None:
     shares = [[item for item in todo if engine.in_share(item[1].unit, task, 3)] for task in range(3)]
     assert sorted(unit.unit for part in shares for _, unit in part) == sorted(unit.unit for _, unit in todo)
     assert [sum(engine.in_share(unit.unit, task, 3) for task in range(3)) for _, unit in todo] == [1] * 50
-
-
-def test_a_shard_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = Cache(tmp_path, create=True).files
-    calls: list[str] = []
-    sync, publish = os.fsync, Files.publish_content
-
-    def fsync(descriptor: int) -> None:
-        size = os.fstat(descriptor).st_size
-        calls.append(f"sync {size}")
-        sync(descriptor)
-
-    def published(self: Files, temporary: Path, name: str, digest: str) -> None:
-        calls.append(f"publish {os.stat(temporary).st_size}")
-        publish(self, temporary, name, digest)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Files, "publish_content", published)
-    with shard.ShardWriter(files, LATENT, "unit") as writer:
-        writer.add(bytes(16), np.zeros((4, 2, 3), np.uint16))
-        _, size, _ = writer.finish()
-    at = calls.index(f"publish {size}")
-    assert f"sync {size}" in calls[:at], "all bytes, before the name"
 
 
 # ---------------------------------------------------------------- selection

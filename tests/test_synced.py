@@ -1,0 +1,83 @@
+"""Every file of a cache is on the disk before it has its name: after a loss of power a name never stands for less."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cache import files as cache_files
+from pipeline.cache import long_lists
+from tests.support import tiny_cache
+from tests.support.packed import pack
+
+
+class Disk:
+    """Which files have been synced as they are now, and which got a name of the cache without that."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch):
+        self.root = root
+        self.named: Counter[str] = Counter()
+        self.unsynced: list[str] = []
+        self._synced: dict[tuple[int, int], tuple[int, int]] = {}
+        sync = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            sync(descriptor)
+            seen = os.fstat(descriptor)
+            self._synced[seen.st_dev, seen.st_ino] = seen.st_size, seen.st_mtime_ns
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        for function in (os.link, os.replace, os.rename):
+            monkeypatch.setattr(os, function.__name__, self._watched(function))
+
+    def _watched(self, function: Any) -> Any:
+        def name(source: Path, target: Path) -> None:
+            relative = Path(target).relative_to(self.root).as_posix()
+            seen = os.stat(source)
+            if self._synced.get((seen.st_dev, seen.st_ino)) != (seen.st_size, seen.st_mtime_ns):
+                self.unsynced.append(relative)
+            self.named[relative.partition("/")[0]] += 1
+            function(source, target)
+
+        return name
+
+
+def publish_everything(root: Path) -> None:
+    """Recipes, shards, plans, commits, scans, segments, tables, snapshots, packed shards, and a document whose list is
+    written in pieces."""
+    cache = tiny_cache.build(root, {(256, 256): 12, (128, 256): 12}, batch=4, per_shard=6)
+    pack(cache, 2)
+    files = cache.files
+    files.put_content(b"a table", "tables", "arrow")
+    with files.temporary() as path:
+        path.write_bytes(b"another table")
+        files.put_content_file(path, "arrow")
+    with files.temporary() as path:
+        path.write_bytes(b"a third table")
+        files.put_content_file(path, "arrow")
+    files.replace("claims/one", b"a claim")
+
+
+def test_everything_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_lists, "ENTRIES", 2)
+    disk = Disk(tmp_path / "cache", monkeypatch)
+    publish_everything(tmp_path / "cache")
+    assert not disk.unsynced
+    assert {"shards", "tables", "plans", "units", "segments", "snapshots", "recipes", "copies"} <= disk.named.keys()
+
+
+@pytest.mark.parametrize(
+    ("helper", "lost"),
+    [("write_synced", {"recipes", "tables", "claims"}), ("sync", {"plans", "tables"})],
+)
+def test_a_missing_sync_is_seen(helper: str, lost: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage."""
+    monkeypatch.setattr(long_lists, "ENTRIES", 2)
+    disk = Disk(tmp_path / "cache", monkeypatch)
+    monkeypatch.setattr(cache_files, helper, lambda file, *data: file.write_bytes(*data) if data else None)
+    publish_everything(tmp_path / "cache")
+    assert lost <= {name.partition("/")[0] for name in disk.unsynced}
