@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from pipeline.cache.prompts import PromptSet, open_prompts
@@ -494,7 +495,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         heights=latent_heights(snapshot, part, drawn),
         names=snapshot.names,
         validation=None if part is None else validation,
-        old_samples=None if inputs.old_heldout is None else heldout.sample_ids(inputs.old_heldout),
+        old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,
         check=check,
     )

@@ -34,9 +34,9 @@ WANTED = 0.95
 ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
-        "audit cache cache_layout claims documents edges fuzz gc golden integrity_law large_tables missing_work "
-        "objects pack patience prompts reads repair scratch snapshot_chunks snapshot_head storage synced urls "
-        "web_cache",
+        "audit bucket cache cache_layout claims documents edges fuzz gc golden integrity_law large_tables long_lists "
+        "missing_work objects pack patience prompts reads repair scratch snapshot_chunks snapshot_head storage synced "
+        "urls web_cache",
     ),
     "sources": (
         ["pipeline/sources/*"],
@@ -50,7 +50,7 @@ ROOMS = {
     ),
     "loader": (
         ["pipeline/loader/*"],
-        "block_order captions edges golden integrity_law loader loader_laws reads schedule scratch shard_prefetch "
+        "block_order bucket captions edges golden integrity_law loader loader_laws reads schedule scratch shard_prefetch "
         "snapshot_head validation",
     ),
     "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),

@@ -530,6 +530,14 @@ def test_the_first_half_of_a_digest_decides_what_is_held_out() -> None:
     assert selection.heldout(frame, 0.5).tolist() == [True, False]
 
 
+def test_frames_are_joined_whose_names_are_parts_of_other_columns(tmp_path: Path) -> None:
+    columns = join.FrameColumns(Scratch())
+    names = pa.array(["first", "", "bird", "c", "ü"], pa.large_string())
+    for part in (names.slice(1, 3), names.slice(0, 0), names.slice(3), names):
+        columns.add(dataclasses.replace(frame_of(np.zeros(len(part), int), [""] * len(part)), item=part))
+    assert columns.frame().item.to_pylist() == ["", "bird", "c", "c", "ü", *names.to_pylist()]
+
+
 def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
     """Samples of one source and digest by their buckets, which may be of several tables."""
     count, sides = len(bucket), np.array(TABLE)[bucket % len(TABLE)]

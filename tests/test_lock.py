@@ -23,6 +23,7 @@ from pipeline.training import checkpoint, lock, metrics
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
 from tests.support.foreign_lock import ELSEWHERE, plant
+from tests.support.messages import naming
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,6 +98,13 @@ def test_the_successor_of_a_process_that_ended_here_does_not_wait(
     assert owner.has_ended()
     monkeypatch.setattr(lock, "STALE_S", NEVER)
     assert train(tmp_path / "run").step == 1
+
+
+def test_a_lock_that_was_removed_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(lock.RunTaken, match=naming("lock.json", "--resume auto")) as caught:
+        train(run, steps=2, touch=lambda step: (run / lock.NAME).unlink(missing_ok=True))
+    assert "another training has taken over" not in str(caught.value)
 
 
 def test_a_number_that_is_used_again_is_another_process(process: Any) -> None:

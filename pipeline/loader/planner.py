@@ -1,4 +1,5 @@
-"""Plan steps: the samples of a global batch, and the caption that each visit sees unless it is dropped, as columns.
+"""Plan steps: the samples of a global batch and the caption of each visit, as columns. `Loader` decides whether a
+caption is dropped.
 
 `Planner.step(t)` is the schedule's step, joined with the snapshot: where every record lies, how many rows its text has,
 and the length that text is padded to. It is the same on every rank and reads no tensor bytes.

@@ -4,11 +4,11 @@ What: `search` takes a configuration and varies what a user would otherwise try:
 and pipeline parallelism and products}, checkpointing, optimizer, precision, compression, offload and the update in the
 backward pass (if `train.optim.clip` is null); and the largest microbatch of each that fits. `AXES` names them.
 Why not a trace for each: there are thousands. Memory is a sum. Lasting memory follows from counts of parameters
-(`closed_form`). The activations of a block and of the ends are traced once for each way of treating them, at two
-microbatches; they are linear in the microbatch. The best candidates are then traced whole, and dropped if they do not
-fit after all.
-What is not varied: the batch. Another optimizer, precision or compression changes the training beyond the order of
-sums: every candidate names it, `axes` leaves it out, and each such change must make up for 5 % of the speed (`PRICE`).
+(`closed_form`). Activations of a block, and of the layers before and after the blocks, are traced once for each kind of
+checkpointing, with two sizes of microbatch; they are linear in it. The best candidates are then traced whole, and
+dropped if they do not fit after all.
+What is not varied: the batch. Another optimizer, precision or compression changes the result, not only its rounding. So
+each candidate shows it, `axes` can exclude it, and a candidate's speed counts 5 % less for each (`WEIGHT_OF_A_CHANGE`).
 fp32 and fp16 are considered only if they are configured.
 """
 
@@ -44,12 +44,12 @@ _OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {"name": "adamw8bit", "betas": None, "eps": None},
 )
 _RECOMPUTED: tuple[dict[str, Any], ...] = _ACTIVATIONS[:3]
-_PURE = "bf16", "bf16_pure"
+_BF16 = "bf16", "bf16_pure"
 AXES = frozenset(
     ("parallel", "microbatch", "activation_checkpointing", "compression", "optimizer", "in_backward", "precision")
 )
-"""What can be varied. parallel: layout and offload. compression: and offload of activations."""
-PRICE = 0.95
+"""What can be varied. parallel: layout, and offload of parameters. compression: of activations, or their offload."""
+WEIGHT_OF_A_CHANGE = 0.95
 _TRACED_AT = 4  # samples, beside one
 _AUTO = ("parallel", "activation_checkpointing", "microbatch")
 _SHOWN = 12
@@ -112,7 +112,7 @@ def search(
     constants: ConstantsOf = lambda train: Constants(),
     verified: int = 2,
 ) -> list[Candidate]:
-    """What fits, the fastest first (see `PRICE`).
+    """What fits, the fastest first (see `WEIGHT_OF_A_CHANGE`).
 
     Args:
         axes: what is varied; the rest stays as configured.
@@ -125,8 +125,8 @@ def search(
     if train.parallel.cp_size > 1 and "parallel" not in axes:
         raise ConfigError(
             f"train.parallel.cp_size = {train.parallel.cp_size} is not covered by the search, nor by auto",
-            fix="numbers for train.microbatch and train.activation_checkpointing (sana-pipe plan predicts each), or "
-            "--set train.parallel.cp_size=1",
+            fix="values instead of auto, such as --set train.microbatch=4 --set train.activation_checkpointing=full "
+            "(sana-pipe plan predicts each), or --set train.parallel.cp_size=1",
         )
     train = with_placeholders(predicting.as_new_run(train))
     pieces = _Pieces(train, shape, data, constants, machine)
@@ -170,7 +170,7 @@ def _verified(
         other = candidate.train
         changed = (other.optim.name != train.optim.name) + (other.precision != train.precision)
         changed += other.activation_compression != train.activation_compression
-        return -round(candidate.images_per_s * PRICE**changed, 3), candidate.total
+        return -round(candidate.images_per_s * WEIGHT_OF_A_CHANGE**changed, 3), candidate.total
 
     best: list[Candidate] = []
     rest, needed = sorted(candidates, key=rank), list[float]()
@@ -192,9 +192,9 @@ def _verified(
 def _nothing_fits(machine: Machine, axes: Collection[str], needed: float) -> NothingFitsError:
     on_gpu = machine.card.is_gpu
     frugal = ["more GPUs"] if on_gpu else []
-    frugal += ["a smaller bucket.batch"]
-    frugal += ["train.parallel.offload=all"] if on_gpu and "parallel" not in axes else []
-    frugal += [f"train.{name}=auto" for name in _AUTO if name not in axes]
+    frugal += ["a smaller bucket.batch, then sana-pipe bucket"]
+    frugal += ["--set train.parallel.offload=all"] if on_gpu and "parallel" not in axes else []
+    frugal += [f"--set train.{name}=auto" for name in _AUTO if name not in axes]
     return NothingFitsError(
         f"nothing fits into {machine.gpus} x {machine.memory / 2**30:.1f} GiB",
         expected=f"at least {needed / 2**30:.1f} GiB each in the most frugal case that was considered",
@@ -243,7 +243,7 @@ def variants_of(
     optimizers: Sequence[dict[str, Any]] = _OPTIMIZERS if "optimizer" in axes else _OPTIMIZERS[:1]
     precisions: list[str] = [train.precision]
     if "precision" in axes and train.precision != "fp16":
-        precisions = [*dict.fromkeys((train.precision, *(name for name in _PURE if bears(name))))]
+        precisions = [*dict.fromkeys((train.precision, *(name for name in _BF16 if bears(name))))]
     fused = (False, True) if "in_backward" in axes and train.optim.clip is None else (train.optim.in_backward,)
     varied = "parallel" in axes
     for layout in (

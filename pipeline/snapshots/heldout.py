@@ -77,11 +77,6 @@ def check_disjoint(snapshot: Snapshot, part: Snapshot) -> None:
         )
 
 
-def sample_ids(snapshot: Snapshot) -> np.ndarray:
-    """The ids of all samples, uint64 (n,)."""
-    return np.concatenate([_identities(table)[0] for table in snapshot.tables()])
-
-
 def _identities(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """Sample ids, uint64 (n,), and keys of latents, S16 (n,)."""
     return table.column("sample_id").to_numpy(), fixed(table.column("key"))

@@ -4,8 +4,8 @@ Filters over metadata, deduplication and a held-out part by image digest, subset
 of buckets that are smaller than a batch. Samples left out are counted in `Joined` by their reason.
 
 Each rule depends on a sample's content or id alone (and on the samples that it is compared with), not on the order of
-the listing or on chance: the same data give the same choice, and more data change as little as possible. So a subset
-has exactly the size that was asked for, and the held-out part has it on average.
+the listing or on chance: the same data give the same choice, and more data change as little as possible. A subset has
+exactly the requested number of pictures; a held-out part has the requested share on average.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def filtered(
         scans: usable items by source.
 
     Raises:
-        UserError: a filter names a column that no item has (of the source, for its own filter), or misuses one.
+        UserError: a filter names a column that no item has (for a source's own filter: no item of that source), or
+            compares a column with a value of another type.
     """
     rules = {
         source: [
@@ -279,7 +280,7 @@ Move = tuple[str, str, int, int]
 def reassigned(
     joined: Joined, frame: Frame, resolution: Resolution, batches: Sequence[int], records: EncodedRecords
 ) -> tuple[Frame, list[Move]]:
-    """Move the samples of buckets smaller than one batch into the nearest bucket that is not.
+    """Close buckets smaller than one batch, and move their samples into the nearest bucket that is still open.
 
     Samples whose latent does not exist at the new size are left out and returned, to be encoded.
 
@@ -303,7 +304,7 @@ def reassigned(
     joined.leave(
         "its bucket is smaller than one batch, and its latent is not yet encoded for the neighbouring one",
         len(missing),
-        "sana-pipe encode --data DIR --reassign FILE (see above), then sana-pipe bucket again",
+        "sana-pipe encode --data DIR --reassign FILE (FILE: see below), then sana-pipe bucket again",
     )
     keep = joined.scratch.array(len(frame), bool)
     keep[:] = True

@@ -3,7 +3,7 @@
 What: `run_lock` puts `lock.json` into the run directory: a token of this attempt, and its owner (host, process, start).
 A thread touches the file every `BEAT_S` seconds. `Lock.check` raises `RunTaken` when the file no longer has this token;
 it is called before every publication and removal.
-Refused: a training that sees the lock being touched while it looks, which takes `BEAT_S` seconds.
+Refused: a training watches the lock for about `BEAT_S` seconds; if it is touched meanwhile, its owner is alive.
 Not refused: a training after a process of this host that has ended; a requeued SLURM job, if the scheduler says that
 it is the next attempt of the same job; and any training `STALE_S` seconds after the last touch (the host died). An
 earlier owner that wakes up finds another token and stops without having published or removed anything.
@@ -98,11 +98,17 @@ class Lock:
         """
         owner = _owner(self._path)
         self.lost = owner is None or owner.token != self.token
+        if owner is None:
+            raise RunTaken(
+                f"{self._path}: the lock of this run directory was removed",
+                expected=f"the token of this attempt, {self.token}",
+                fix="make sure that no other training uses the directory, then start again with --resume auto",
+            )
         if self.lost:
             raise RunTaken(
                 f"{self._path.parent}: another training has taken over this run directory",
                 expected=f"the token of this attempt, {self.token}, in {self._path}",
-                found="no lock" if owner is None else f"{owner.token}, of {owner}",
+                found=f"{owner.token}, of {owner}",
                 fix="let the other training continue; it started from the last published checkpoint",
             )
 
@@ -197,7 +203,7 @@ class _Candidate:
             )
         first, self._last_touch = self._last_touch is None, touched
         left = duration(max(0.0, STALE_S - (now - touched)))
-        return f"waiting to see whether {described} is alive, at most {left}: {self.path}" if first else ""
+        return f"{self.path}: locked by {described}; waiting at most {left} for a sign of life" if first else ""
 
 
 def _make(run: Path) -> bool:
