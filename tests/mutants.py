@@ -50,8 +50,8 @@ ROOMS = {
     ),
     "loader": (
         ["pipeline/loader/*"],
-        "block_order bucket captions edges golden integrity_law loader loader_laws reads schedule scratch shard_prefetch "
-        "snapshot_head validation",
+        "block_order bucket captions edges golden integrity_law loader loader_laws reads schedule scratch "
+        "shard_prefetch snapshot_head validation",
     ),
     "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),
     "encoding": (
