@@ -283,8 +283,9 @@ def _publish(
     """Adopt the shards of other caches and publish the snapshot; returns the report."""
     cache, head = inputs.caches[0], made.assembled.head
     adopted_bytes = _adopt(made, inputs, dry_run)
-    snapshot_id = None
+    before = snapshot_id = None
     if not dry_run:
+        before = cache.snapshot_of("latest")
         chunks = tuple(write_chunk(cache.files, *tables) for tables in made.assembled.chunks())
         snapshot_id = cache.add_snapshot(replace(head, chunks=chunks), name, latest=latest, move=move)
     sources, rows = made.joined.sources, made.assembled.report
@@ -293,6 +294,7 @@ def _publish(
         counts += np.bincount(made.frame.source[piece], minlength=len(sources))
     return {
         "snapshot": snapshot_id,
+        "unchanged": latest and snapshot_id is not None and snapshot_id == before,
         "name": name,
         "samples": head.samples,
         "steps_per_epoch": sum(float(row.steps) for row in rows),
@@ -394,6 +396,8 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
 def _print_id(report: dict[str, Any]) -> None:
     name = f" ({report['name']})" if report["name"] else ""
     click.echo(f"snapshot {report['snapshot']}{name}" if report["snapshot"] else f"dry run: no snapshot was made{name}")
+    if report["unchanged"]:
+        click.echo("it is the latest snapshot already: nothing has changed. New pictures: sana-pipe encode first")
 
 
 # ---------------------------------------------------------------- recipes

@@ -1000,6 +1000,20 @@ def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.C
     assert "dry run: no snapshot was made" in capsys.readouterr().out
 
 
+def test_a_run_that_changes_nothing_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of = config(root, "bucket.heldout=0.2")
+    add(of, "one", pictures(40))
+    assert not report(of, capsys)["unchanged"]
+    again = report(of, capsys)
+    assert again["unchanged"] and not again["heldout"]["unchanged"]
+    assert not report(of, capsys, dry_run=True)["unchanged"]
+    stages.bucket.run(of)
+    assert "sana-pipe encode" in capsys.readouterr().out
+    add(of, "one", pictures(41))
+    stages.bucket.run(of)
+    assert "sana-pipe encode" not in capsys.readouterr().out
+
+
 def test_rejects_are_counted_by_kind_with_a_few_examples(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """However many there are: the snapshot's head and the lines stay short, the list has the rest."""
     one = [
