@@ -23,7 +23,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config, ParallelConfig, written
 from pipeline.encoding import survey as surveying
 from pipeline.errors import UserError
-from pipeline.launch import detect, resolve_device
+from pipeline.launch import detect, resolve_device, set_tf32
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import open_mesh
 from pipeline.planning import auto, calibration
@@ -202,6 +202,7 @@ def _calibrate(config: Config, shape: SanaConfig, data: Data, gpu: str | None, a
     fixed = {name: value for name, value in auto.FIXED.items() if name in config.train.undecided}
     train = searching.with_placeholders(config.train.model_copy(update=fixed))
     mesh = partial(open_mesh, launch, ParallelConfig(), device)
+    set_tf32(train.tf32)
     earlier = calibration.find(present, train)
     made = calibration.calibrate(train, shape, data, machine, device, mesh, earlier)
     path = calibration.save(made, train, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,19 @@ def test_the_step_within_the_backward_pass_is_the_step_after_it(name: str) -> No
     assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
     assert at_once == len(weights)
     assert found_at_once <= 1, "a gradient is given back before the next one is complete"
+
+
+def test_a_gradient_on_its_way_to_the_host_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch before 2.13 hands it over where parameters are in host memory."""
+    order: list[str] = []
+    settings = tiny_run.config(microbatch=8, optim={"clip": None, "in_backward": True})
+    model = ParallelModel(tiny_run.model(settings))
+    model.update_in_backward(lambda parameter: order.append("update"))
+    step = tiny_run.train_step(model, settings.train, optimizers.build(model.module, settings.train.optim, CPU))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: order.append("wait")))
+    step([tiny_run.global_batch(0)], 1)
+    assert order == ["wait", "update"] * len(list(model.module.parameters()))
 
 
 def test_the_configuration_moves_the_step_into_the_backward_pass(

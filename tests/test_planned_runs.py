@@ -82,11 +82,16 @@ def test_a_calibration_measures_the_fixed_choice_where_the_options_are_auto(
 
     def calibrate(train: TrainConfig, *given: Any) -> Any:
         asked.append((train.microbatch, train.activation_checkpointing, train.compile))
+        flags.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
         raise UserError("enough")
 
+    flags: list[tuple[bool, bool]] = []
     monkeypatch.setattr(calibration, "calibrate", calibrate)
-    plan([*words, "--calibrate", *(part for setting in AUTO[1:] for part in ("--set", setting))], capsys)
-    assert asked == [(8, "full", "none")]
+    for tf32 in ("true", "false"):
+        options = ("train.precision=fp32", f"train.tf32={tf32}", *AUTO[1:])
+        plan([*words, "--calibrate", *(part for setting in options for part in ("--set", setting))], capsys)
+    assert asked == [(8, "full", "none")] * 2
+    assert flags == [(True, True), (False, False)]
 
 
 # --------------------------------------------------------------------------------------------- predicted and measured
@@ -173,6 +178,24 @@ def test_main_memory_is_compared_where_it_means_something() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- calibration
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_compiled_update_is_measured_as_one_operation() -> None:
+    pytest.importorskip("torchao")
+    from pipeline.training.optimizers.adamw_8bit import AdamW8bit
+
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    parameter.grad = torch.ones(64, 64)
+    step = RealStep.__new__(RealStep)
+    step.device, step.optimizer = CPU, AdamW8bit([parameter], lr=1e-3, compiled=True)
+    update = step.optimizer.update_one
+    step.step_once = lambda watch=None: step.optimizer.step()  # type: ignore[method-assign]
+    seconds = step.watched()
+    assert seconds["optimizer"] > 0
+    assert step.optimizer.update_one is update
+    assert not torch.equal(parameter, torch.ones(64, 64))
 
 
 @pytest.mark.parametrize(

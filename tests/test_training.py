@@ -219,6 +219,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
     with pytest.raises(NonFiniteError) as caught:
         step(tiny_run.microbatches(replace(batch, latents=latents), 3), 17)
     text = str(caught.value)
+    assert caught.value.everywhere, "every process raises it; one prints it"
     assert "step 17" in text
     assert "64x64" in text
     assert "samples with such a loss: 0000000000000005\n" in text

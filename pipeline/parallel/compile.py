@@ -10,8 +10,8 @@ breaks. Why a limit on graphs: dynamo gives up at its default (8) and silently r
 error.
 Price: the first step compiles (inductor: a minute on two CPU cores); a last microbatch of a single sample is compiled
 separately. Call it after `apply_activation_checkpointing` (which replaces the class whose forward pass is compiled) and
-before `fully_shard`. Dynamo's settings are the process's: sizes that are equal by chance stay independent, and floating
-numbers (epsilons) are constants.
+before `fully_shard`. Dynamo's settings are those of the process (since torch 2.12 of this thread): sizes that are equal
+by chance stay independent, and floating numbers (epsilons) are constants.
 """
 
 from __future__ import annotations

@@ -126,6 +126,8 @@ class ParallelModel:
         def complete(parameter: nn.Parameter) -> None:
             gradient = parameter.grad
             assert gradient is not None and self._freed_norms is not None
+            if torch.cuda.is_initialized() and local(gradient).device.type == "cpu":
+                torch.cuda.current_stream().synchronize()  # torch before 2.13 may still be copying it to the host
             norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float32)
             self._freed_norms.setdefault(_sharding_groups(gradient), []).append(norm)
             update(parameter)

@@ -11,14 +11,16 @@ Price: collectives are not measured: one process runs. Each precision and optimi
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from pipeline.planning.cards import Card
 from pipeline.planning.cost import Constants, Time, class_of, loads
 from pipeline.planning.predict import Data, Machine, Prediction, as_new_run, predict
 from pipeline.planning.trace import CUSTOM, Shape, watch_updates
-from pipeline.planning.tracker import Stopwatch
+from pipeline.planning.tracker import UPDATE, Stopwatch
 from pipeline.training import optimizers
 from pipeline.training.build import numerics
 from pipeline.training.ema import EMA
@@ -90,9 +92,22 @@ class RealStep:
         """Do a step. Returns its seconds by class of kernels; they leave out the time between operations."""
         watch = Stopwatch(inside=() if self.device.type == "cuda" else CUSTOM, device=self.device, clock=clock)
         watch.phase = "forward"
-        with watch_updates(self.optimizer, watch), watch:
+        with watch_updates(self.optimizer, watch), self._compiled_update_in(watch), watch:
             self.step_once(watch)
         return watch.finish()
+
+    @contextmanager
+    def _compiled_update_in(self, watch: Stopwatch) -> Iterator[None]:
+        """A compiled update is one operation: torch compiles nothing while operations are watched."""
+        if not getattr(self.optimizer, "compiled", False):
+            yield
+            return
+        update = self.optimizer.update_one  # type: ignore[attr-defined]
+        self.optimizer.update_one = partial(watch.whole, UPDATE, update)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self.optimizer.update_one = update  # type: ignore[attr-defined]
 
     def step_once(self, watch: Stopwatch | None = None) -> None:
         self.done += 1
@@ -183,6 +198,9 @@ def calibrate(
             step = RealStep(part.architecture, part.train, prediction.shape, device, opened)
             seconds = timed(step, clock)
             del step
+            gc.collect()  # FSDP2's modules refer to each other
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
         named = {class_of(name, train): value for name, value in seconds.items()}
         measured.append((part, prediction, named))
     after = constants.corrected([(seconds, loads(prediction, constants)) for _, prediction, seconds in measured])

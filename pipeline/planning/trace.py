@@ -13,6 +13,7 @@ are not in the trace.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -191,8 +192,8 @@ def trace(
             parameters = list(model.module.parameters())
             tracker.mark(kinds.PARAMETERS, parameters)
             optimizer = optimizers.build(model.module, train.optim, CPU, seed=train.seed, recipe=train.recipe)
-            if on_gpu and train.parallel.offload == "none" and hasattr(optimizer, "_update_one"):
-                optimizer._update_one = lambda *args: None  # the compiled update makes no copies
+            if on_gpu and train.parallel.offload == "none" and hasattr(optimizer, "update_one"):
+                optimizer.update_one = lambda *args: None  # the compiled update makes no copies
             ema = EMA(model.module, train.ema) if train.ema is not None else None
             if ema is not None:
                 away = train.ema.device == "cpu" if train.ema is not None else False
@@ -351,9 +352,11 @@ def _process_group(rank: int, layout: Layout) -> Iterator[Any]:
     if dist.is_initialized():
         raise UserError("this process already belongs to a process group", fix="plan in a process of its own")
     with _ONE_GROUP:
+        hook = sys.excepthook  # torch puts the rank before every line of a traceback, and leaves it there
         dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())
         try:
             yield init_device_mesh("cpu", layout.sizes, mesh_dim_names=DIMS)
         finally:
             dist.destroy_process_group()
+            sys.excepthook = hook
             _clear_sharding_prop_cache()  # its entries name groups that are gone

@@ -26,7 +26,11 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -291,6 +295,11 @@ class Stopwatch(Tracker):
         self._timed.clear()
         return dict(self.seconds)
 
+    def whole(self, kind: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Time a call as one operation of a class, with the operations in it unwatched."""
+        with _disable_current_modes():
+            return self._time(lambda: call(*args), lambda result: kind)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
@@ -300,18 +309,24 @@ class Stopwatch(Tracker):
         if func.namespace in self.inside:
             with self:
                 return _python_code(func)(*args, **kwargs)
+        return self._time(
+            lambda: func(*args, **kwargs), lambda result: self._count(func, args, kwargs, _tensors(result))
+        )
+
+    def _time(self, call: Callable[[], Any], class_of: Callable[[Any], str | None]) -> Any:
+        """class_of: of the call's result; None: its time does not count."""
         if self.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            result = func(*args, **kwargs)
+            result = call()
             end.record()
-            if (kind := self._count(func, args, kwargs, _tensors(result))) is not None:
+            if (kind := class_of(result)) is not None:
                 self._timed.append((kind, start, end))
             return result
         began = self.clock()
-        result = func(*args, **kwargs)
+        result = call()
         seconds = self.clock() - began
-        if (kind := self._count(func, args, kwargs, _tensors(result))) is not None:
+        if (kind := class_of(result)) is not None:
             self.seconds[kind] += seconds
         return result
 

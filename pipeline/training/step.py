@@ -40,6 +40,7 @@ class NonFiniteError(UserError):
     """The loss or the gradient of a step is not a finite number."""
 
     exit_code = 9
+    everywhere = True
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,10 @@ class AdamW8bit(RoundingAdamW):
 
     def __init__(self, params: Iterable[Any], lr: float, *, compiled: bool = True, **options: Any):
         super().__init__(params, lr, **options)
-        self._update_one = single_param_adam
+        self.update_one, self.compiled = single_param_adam, compiled
         if compiled:
             warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # addressed to torchao's developers
-            self._update_one = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+            self.update_one = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -71,7 +71,7 @@ class AdamW8bit(RoundingAdamW):
             return
         assert gradient is not None
         value = stored.float()
-        self._update_one(
+        self.update_one(
             value,
             local(gradient),
             state["step"],

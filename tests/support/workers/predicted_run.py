@@ -30,8 +30,10 @@ from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 def main() -> None:
     train = TrainConfig.model_validate({**COMPUTE, **json.loads(sys.argv[1])})
     if int(sys.argv[2]):
+        hook = sys.excepthook
         for on_gpu in (True, False):
             trace(NARROW, train, ALONE, SHAPE, on_gpu=on_gpu)
+        assert sys.excepthook is hook
     device = torch.device("cpu")
     with open_mesh(detect(), train.parallel, device) as mesh:
         model = parallelize(SanaTransformer.from_scratch(NARROW, 0, numerics=numerics(train)), mesh, train)
