@@ -193,7 +193,7 @@ class Letters(engine.Job[str]):
         self.others, self.events = dict(others or {}), []  # type: ignore[var-annotated]
         self.made: set[str] = set()
 
-    def claim(self, item: str) -> tuple[str | int, ...]:
+    def claim_key(self, item: str) -> tuple[str | int, ...]:
         return "letters", item
 
     def collect(self, item: str) -> bool:
@@ -260,8 +260,8 @@ def test_the_bar_expects_what_this_worker_makes(cache: Cache, todo: engine.Work)
 
     plan = todo[0][0]
     worker = engine.Worker(Claims(cache.files, 60), Stop(0), 1, 3)
-    mine = [unit for _, unit in todo if worker.owns(unit.unit)]
-    others = [unit for _, unit in todo if not worker.owns(unit.unit)]
+    mine = [unit for _, unit in todo if worker.in_my_share(unit.unit)]
+    others = [unit for _, unit in todo if not worker.in_my_share(unit.unit)]
     for done in (mine[0], others[0]):
         index.publish_commit(cache.files, plan.recipe, plan.number, empty(done))
     maker = Maker(cache, hook)

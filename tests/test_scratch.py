@@ -265,9 +265,13 @@ def test_samples_of_an_earlier_snapshot_are_found_and_their_pictures_stay(folder
     frame = dataclasses.replace(joined.frame(), sample_id=ids, picture_id=ids % np.uint64(40))
     assert selection.places(joined, frame, known).tolist() == [row.get(sample, 20) for sample in ids.tolist()]
     stay = {sample % 40 for sample in earlier.tolist()}
-    assert selection.stays_selected(joined, frame, known).tolist() == [sample % 40 in stay for sample in ids.tolist()]
+    assert selection.in_earlier_snapshot(joined, frame, known).tolist() == [
+        sample % 40 in stay for sample in ids.tolist()
+    ]
     none = selection.Earlier(joined.scratch)
-    assert not selection.places(joined, frame, none).any() and not selection.stays_selected(joined, frame, none).any()
+    assert (
+        not selection.places(joined, frame, none).any() and not selection.in_earlier_snapshot(joined, frame, none).any()
+    )
 
 
 def test_samples_that_are_selected_are_beside_the_cache(

@@ -180,7 +180,7 @@ class _Gathering(Job[str]):
     arrived: Callable[[str, Rows], None]
     scans: int
 
-    def claim(self, item: str) -> tuple[str | int, ...]:
+    def claim_key(self, item: str) -> tuple[str | int, ...]:
         return "fragments", self.fragments.source, item
 
     def collect(self, item: str) -> bool:
@@ -218,7 +218,7 @@ class _Planning(Job[str]):
         self.result: dict[str, Any] = {}
         self._helped = False
 
-    def claim(self, item: str) -> tuple[str | int, ...]:
+    def claim_key(self, item: str) -> tuple[str | int, ...]:
         return "fragments", self.fragments.source, _PLANNED + item
 
     def collect(self, item: str) -> bool:

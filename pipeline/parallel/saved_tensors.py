@@ -217,7 +217,7 @@ class OnDevice:
         self._order.append(ref(handle))
         return handle
 
-    def leave(self, stored: _StoredTensor) -> None:
+    def send_to_host(self, stored: _StoredTensor) -> None:
         """Begin to copy a new tensor to the host."""
         here = stored.parts
         stored.parts, event = self.through.to_host(here)
@@ -327,7 +327,7 @@ class Offloader:
             with torch.no_grad():
                 stored = self._live[key] = _StoredTensor(tensor, compress)
                 if on_device is not None:
-                    on_device.leave(stored)
+                    on_device.send_to_host(stored)
                 elif self.offload:
                     stored.parts = tuple(part.clone() for part in stored.parts)
             self.stored += 1

@@ -43,7 +43,7 @@ _OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {"name": "came", "betas": None, "eps": None},
     {"name": "adamw8bit", "betas": None, "eps": None},
 )
-_RECOMPUTED: tuple[dict[str, Any], ...] = _ACTIVATIONS[:3]
+_CHECKPOINTING: tuple[dict[str, Any], ...] = _ACTIVATIONS[:3]
 _BF16 = "bf16", "bf16_pure"
 AXES = frozenset(
     ("parallel", "microbatch", "activation_checkpointing", "compression", "optimizer", "in_backward", "precision")
@@ -239,7 +239,7 @@ def variants_of(
     activations: Sequence[dict[str, Any]] = [{}]
     if "activation_checkpointing" in axes:
         plain = {"activation_compression": "none", "activation_offload": False}
-        activations = [{**plain, **change} for change in _ACTIVATIONS] if "compression" in axes else _RECOMPUTED
+        activations = [{**plain, **change} for change in _ACTIVATIONS] if "compression" in axes else _CHECKPOINTING
     optimizers: Sequence[dict[str, Any]] = _OPTIMIZERS if "optimizer" in axes else _OPTIMIZERS[:1]
     precisions: list[str] = [train.precision]
     if "precision" in axes and train.precision != "fp16":

@@ -190,7 +190,7 @@ def places(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     return rows
 
 
-def stays_selected(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
+def in_earlier_snapshot(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     """(n,) bool: samples whose picture has a record in an earlier snapshot."""
     stays = joined.scratch.array(len(frame), bool)
 
@@ -211,7 +211,7 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Ea
     """Keep one picture of each digest. A picture in an earlier snapshot precedes; then sources precede as in `order`,
     then items by (source, item)."""
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
-    stays = stays_selected(joined, frame, earlier)
+    stays = in_earlier_snapshot(joined, frame, earlier)
     keep = joined.scratch.array(len(frame), bool)
 
     def keyed() -> Iterator[pa.Table]:
@@ -254,7 +254,7 @@ def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[
     Returns:
         Their samples, and how many pictures there were before.
     """
-    stays = stays_selected(joined, frame, earlier)
+    stays = in_earlier_snapshot(joined, frame, earlier)
     selected = joined.scratch.array(len(frame), bool)
 
     def keyed() -> Iterator[pa.Table]:

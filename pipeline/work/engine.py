@@ -45,7 +45,7 @@ class Job(ABC, Generic[Item]):
     """How items of one kind are claimed and made."""
 
     @abstractmethod
-    def claim(self, item: Item) -> tuple[str | int, ...]:
+    def claim_key(self, item: Item) -> tuple[str | int, ...]:
         """The arguments of `Claims` for an item."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Worker:
     task: int = 0
     tasks: int = 1
 
-    def owns(self, item_id: str) -> bool:
+    def in_my_share(self, item_id: str) -> bool:
         return in_share(item_id, self.task, self.tasks)
 
     def run(
@@ -109,7 +109,7 @@ class Worker:
         share: list[Item] = []
         others: list[Item] = []
         for item in items:
-            (share if self.owns(id_of(item)) else others).append(item)
+            (share if self.in_my_share(id_of(item)) else others).append(item)
         # The order differs between processes, so that two seldom meet at an item.
         others.sort(key=lambda item: layout.digest(self.claims.token, id_of(item)))
         poll_s = min(poll_s, self.claims.stale_s / (4 * BEATS))
@@ -130,9 +130,9 @@ class Worker:
         if job.collect(item):
             return "settled"
         try:
-            state = self.claims.take(*job.claim(item))
+            state = self.claims.take(*job.claim_key(item))
             if state == "ours":
-                with self.claims.heartbeat(*job.claim(item)):
+                with self.claims.heartbeat(*job.claim_key(item)):
                     if job.collect(item):  # published between the first look and the claim
                         return "settled"
                     job.make(item)
@@ -184,7 +184,7 @@ def make_units(
         NoSpaceError: there was too little space for too long.
     """
     job = _Units(maker, worker, bar, space)
-    bar.expect(sum(unit.count for _, unit in todo if worker.owns(unit.unit)))
+    bar.expect(sum(unit.count for _, unit in todo if worker.in_my_share(unit.unit)))
     with worker.stop.polite():
         worker.run(job, todo, lambda item: item[1].unit)
     return job.records, job.left
@@ -197,7 +197,7 @@ class _Units(Job[tuple[WorkPlan, Unit]]):
         self.maker, self.worker, self.bar, self.space = maker, worker, bar, space
         self.records = self.left = 0
 
-    def claim(self, item: tuple[WorkPlan, Unit]) -> tuple[str | int, ...]:
+    def claim_key(self, item: tuple[WorkPlan, Unit]) -> tuple[str | int, ...]:
         plan, unit = item
         return plan.recipe, plan.number, unit.unit
 
@@ -210,7 +210,7 @@ class _Units(Job[tuple[WorkPlan, Unit]]):
     def make(self, item: tuple[WorkPlan, Unit]) -> None:
         plan, unit = item
         counts = self.bar.done, self.bar.rejected
-        taken_over = 0 if self.worker.owns(unit.unit) else unit.count
+        taken_over = 0 if self.worker.in_my_share(unit.unit) else unit.count
         self.bar.expect(taken_over)
         try:
             if self.space is not None:
@@ -234,7 +234,7 @@ class _Units(Job[tuple[WorkPlan, Unit]]):
         self.space.wait(*item, error)
 
     def _expect_no_more(self, unit: Unit) -> None:
-        if self.worker.owns(unit.unit):
+        if self.worker.in_my_share(unit.unit):
             self.bar.expect(-unit.count)
 
     def _batch_made(self, records: int, rejects: int) -> None:
