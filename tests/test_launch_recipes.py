@@ -75,12 +75,16 @@ def test_the_recipes_are_read() -> None:
 
 
 STAND_INS = {
+    # A function, so that nothing is left to parse when the signal comes: bash can then lose its place in a `$(...)`.
     "srun": """#!/bin/bash
-echo "srun $*" >> "$LOG"
-trap 'echo signalled >> "$LOG"; exit "${ON_SIGNAL:-0}"' USR1
-echo ready >> "$LOG"
-[ -n "$LASTS" ] && for i in $(seq 400); do sleep 0.05; done
-exit "${CODE:-0}"
+main() {
+    echo "srun $*" >> "$LOG"
+    trap 'echo signalled >> "$LOG"; exit "${ON_SIGNAL:-0}"' USR1
+    echo ready >> "$LOG"
+    [ -n "$LASTS" ] && for ((n = 0; n < 400; n++)); do sleep 0.05; done
+    exit "${CODE:-0}"
+}
+main "$@"
 """,
     "sana-pipe": """#!/bin/bash
 exit "${ON_STATUS:-0}"
