@@ -29,7 +29,7 @@ from pathlib import PurePosixPath
 
 from pipeline.cache import index, process_identity
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.findings import packs, recipe_names
+from pipeline.cache.findings import damage_only, packs, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
@@ -142,7 +142,8 @@ class Needed:
                 head = Head.read(files, snapshot_id)
                 tables = head.tables()
                 shards = Digests(name for kind in head.shards for name in head.shard_names(kind))
-            except CacheError:
+            except CacheError as error:
+                damage_only(error)
                 if snapshot_id in named:
                     raise
                 continue
