@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import shutil
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -33,8 +36,9 @@ from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, load
-from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.errors import AwayError, CacheError, IntegrityError, UserError
 from tests.support import tiny_cache
+from tests.support.damage import flip
 from tests.support.messages import naming
 from tests.support.synthetic import with_another
 
@@ -126,6 +130,75 @@ def test_a_lost_document_is_no_permission(cache: Cache, capsys: pytest.CaptureFi
             path.write_bytes(content)
     assert stages.gc.run(config, yes=True, older_than_hours=0) == 0
     assert not list(audit.verify(cache))
+
+
+def unneeded_or_contradiction(cache: Cache) -> object:
+    try:
+        return list(garbage.unneeded(cache))
+    except IntegrityError as error:
+        return error.what
+
+
+@pytest.mark.parametrize("why", [errno.EIO, errno.EACCES])
+def test_a_head_that_cannot_be_read_is_no_permission(why: int, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    orphan, real = a_shard(cache, unit="e" * 32), os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(orphan):
+            raise OSError(why, os.strerror(why))
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert [finding.path for finding in contradictions(cache)] == [orphan]
+    monkeypatch.setattr(os, "preadv", real)
+    cache.files.path(orphan).write_bytes(b"no shard")
+    assert not list(contradictions(cache))
+
+
+def test_a_document_that_was_readable_a_moment_ago_is_no_permission(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plans(cache: Cache, recipe: str) -> object:
+        raise CacheError("cannot be read: too many open files")
+
+    monkeypatch.setattr(Cache, "plans", plans)
+    with pytest.raises(CacheError):
+        list(contradictions(cache))
+
+
+def counts(cache: Cache) -> object:
+    return {**status(cache, 0.0), "free_bytes": None}
+
+
+@pytest.mark.parametrize("lost", [(), ("plans",), ("segments", "units")], ids=["whole", "no-plan", "no-commits"])
+@pytest.mark.parametrize(
+    "look", [unneeded_or_contradiction, lambda cache: list(audit.verify(cache)), counts], ids=["gc", "verify", "status"]
+)
+def test_storage_that_does_not_answer_changes_no_finding(
+    look: Callable[[Cache], object], lost: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever request is not answered: the answer is the same, or the command ends."""
+    made = tiny_cache.build(tmp_path / "cache", {(16, 16): 1})
+    a_shard(made, unit=("e" if lost else "0") * 32)
+    for folder in [f"{top}{name}/{tiny_cache.recipes()[0].name}" for top in ("", "copies/") for name in lost]:
+        shutil.rmtree(made.root / folder)
+    flip(next(made.root.glob("shards/text-*/*/*.tar")), -1)
+    age(made.files)
+    expected, real, asked, k = look(Cache(made.root)), Files.when_reachable, [0], 1
+
+    def when_reachable(files: Files, read: Callable[[], object]) -> object:
+        asked[0] += 1
+        if asked[0] == k:
+            raise AwayError("no answer")
+        return real(files, read)
+
+    monkeypatch.setattr(Files, "when_reachable", when_reachable)
+    while asked[0] >= k - 1:
+        asked[0] = 0
+        with suppress(AwayError):
+            assert look(Cache(made.root)) == expected
+        k += 1
+    assert k > 20
 
 
 # ---------------------------------------------------------------- used again at the same moment

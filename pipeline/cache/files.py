@@ -234,7 +234,7 @@ class Files:
 
     def digest(self, name: str) -> str:
         """Hex xxh3-128 of a file's bytes as they are now. Raises as `open`."""
-        return local_files.digest_of(self.open(name))
+        return self.when_reachable(lambda: local_files.digest_of(self.open(name)))
 
     # ------------------------------------------------------------ writing
 

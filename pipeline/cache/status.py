@@ -13,11 +13,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.cache import index, prompts
-from pipeline.cache.findings import packs, recipe_names
+from pipeline.cache.findings import damage_only, packs, recipe_names
 from pipeline.cache.layout import REPAIR, Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot, check_files
-from pipeline.errors import CacheError, NoSpaceError
+from pipeline.errors import CacheError
 from pipeline.urls import strip_credentials
 
 RATE_S = 600
@@ -62,10 +62,8 @@ class _Counts:
     def _readable(self, what: str) -> Iterator[None]:
         try:
             yield
-        except NoSpaceError:  # of this machine, not of the cache
-            raise
         except CacheError as error:
-            self.damaged[what] = {"problem": error.what, "fix": error.fix or REPAIR}
+            self.damaged[what] = {"problem": damage_only(error), "fix": error.fix or REPAIR}
 
     def stores(self) -> dict[str, dict[str, Any]]:
         """By recipe or pack."""
