@@ -36,6 +36,7 @@ from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, load
+from pipeline.encoding import rebuild
 from pipeline.errors import AwayError, CacheError, IntegrityError, UserError
 from tests.support import tiny_cache
 from tests.support.damage import flip
@@ -164,6 +165,20 @@ def test_a_document_that_was_readable_a_moment_ago_is_no_permission(
     monkeypatch.setattr(Cache, "plans", plans)
     with pytest.raises(CacheError):
         list(contradictions(cache))
+
+
+@pytest.mark.parametrize("stray", [".nfs000000000001a2b300000007", ".DS_Store", "00000000.json~"])
+def test_stray_files_between_the_documents_are_no_documents(stray: str, cache: Cache) -> None:
+    folders = {path.parent for top in layout.DOCUMENTS for path in cache.root.glob(f"{top}/**/*.json")}
+    folders |= {cache.root / top for top in layout.DOCUMENTS} | {path.parent for path in cache.root.glob("units/*/*")}
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        (folder / stray).write_bytes(b"stray")
+    (cache.root / "units" / tiny_cache.recipes()[0].name / f"{stray}.d").mkdir()
+    assert list(garbage.unneeded(cache)) == [] and list(audit.verify(cache)) == []
+    rebuild.rebuild_documents(cache)
+    counts(cache)
+    assert list(audit.verify(cache)) == []
 
 
 def counts(cache: Cache) -> object:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import PurePosixPath
 
-from pipeline.cache import codec, copies, index, shard
+from pipeline.cache import codec, copies, index, layout, shard
 from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, named_snapshots, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
@@ -35,7 +35,8 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
         yield from _gap(cache, folder)
     files, recipes = cache.files, set(recipe_names(cache))
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
-    for owner in sorted(owners | {name.removesuffix(".json") for name in files.names("scales")} | recipes):
+    scales = {name.removesuffix(".json") for name in files.names("scales") if name.endswith(".json")}
+    for owner in sorted(owners | scales | recipes):
         packed = owner.startswith(PACKED)
         if not packed and owner not in recipes:
             yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
@@ -89,9 +90,9 @@ def _recipe_contradictions(cache: Cache, owner: str, reported: bool) -> Iterator
         shards.add(stem) if entry.name == Paths.shard(owner, stem) else others.append(entry.name)
     committed, made = dict[int, Digests](), Digests()
     try:
-        numbers = {name.removesuffix(".json") for name in files.names(f"segments/{owner}")}
-        numbers |= set(files.folders(f"units/{owner}"))
-        for number in sorted(map(int, numbers)):
+        numbers = {*layout.numbers_of(files.names(f"segments/{owner}"))}
+        numbers |= {*layout.numbers_of(files.folders(f"units/{owner}"), "")}
+        for number in sorted(numbers):
             for commit in index.each_commit(files, owner, number):
                 committed.setdefault(number, Digests()).add(commit.unit)
                 made.update([commit.shard] if commit.shard is not None else [])

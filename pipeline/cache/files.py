@@ -452,7 +452,7 @@ class Files:
         Raises:
             IntegrityError: a number is missing in the middle.
         """
-        numbers = [int(name[:-5]) for name in self.names(folder) if name.endswith(".json") and name[:-5].isdigit()]
+        numbers = layout.numbers_of(self.names(folder))
         if numbers != list(range(len(numbers))):
             missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
             raise IntegrityError(
