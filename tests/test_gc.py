@@ -273,6 +273,58 @@ def test_between_the_look_and_the_removal_it_is_put_back(tmp_path: Path, monkeyp
     assert files.names("tmp") == []
 
 
+@pytest.mark.parametrize("call", ["link", "fstat"])
+def test_a_young_file_keeps_its_name_though_a_call_fails(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(tmp_path)
+    name = Paths.table(files.put_content(b"young", "tables", "arrow"), "arrow")
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = files.now() - STALE_TMP_S
+    monkeypatch.setattr(os, call, fails)
+    with suppress(CacheError):
+        files.discard(name, before)
+    monkeypatch.undo()
+    assert files.read(name) == b"young" and files.names("tmp") == []
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_file_that_a_killed_gc_had_moved_aside_gets_its_name_again(
+    taken: bool, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, name = cache.files, next(entry.name for entry in cache.files.walk("shards"))
+    content, real = files.read(name), os.rename
+
+    def killed(*paths: Any) -> None:
+        real(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        files.discard(name, 0)
+    monkeypatch.undo()
+    [left] = files.names("tmp")
+    assert left.startswith(process_identity.name_prefix()) and not files.has_file(name)
+    files.put_back()
+    assert not files.has_file(name), "its process lives"
+    monkeypatch.setattr(process_identity, "is_owned_by_live_process", lambda name: False)
+    if taken:
+        files.path(name).write_bytes(content)
+        files.sweep()
+        assert files.names("tmp") == []
+    assert collect(cache) == []
+    assert files.read(name) == content and files.names("tmp") == [] and not list(audit.verify(cache))
+
+
+def test_a_long_name_can_be_discarded(tmp_path: Path) -> None:
+    files, name = Files(tmp_path), f"fragments/{'é' * 100}/0.json"
+    files.replace(name, b"{}")
+    assert files.discard(name, files.now() + 1) and not files.has_file(name)
+
+
 def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a writer that does not freshen, such as an older version: what refers to a file is read again."""
     left = a_shard(cache)

@@ -431,18 +431,30 @@ class Files:
     def _discard(self, name: str, before: float) -> bool:
         # The file is moved aside before its age is read. A process that freshens it either did so before,
         # and the file is put back, or does so afterwards, and `freshen` reports it as missing.
-        path = self.path(name)
-        with self.temporary() as aside, cache_errors(path):
+        path, old = self.path(name), False
+        aside = local_files.aside(self.root / "tmp", name)
+        with cache_errors(path):
+            make_folder(aside.parent)
             try:
                 os.rename(path, aside)
             except FileNotFoundError:
                 return False
-            with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
-                old = os.fstat(file.fileno()).st_mtime <= before
-            if not old:
-                with suppress(FileExistsError):
-                    os.link(aside, path)
+            try:
+                with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
+                    old = os.fstat(file.fileno()).st_mtime <= before
+            finally:
+                aside.unlink() if old else local_files.put_back(aside, path)
         return old
+
+    def put_back(self) -> None:
+        """Give the files their names again that a killed process has moved aside in `discard`.
+
+        Raises:
+            CacheError: that failed.
+        """
+        for path, name in local_files.left_aside(self.root / "tmp"):
+            with cache_errors(self.path(name)), suppress(FileNotFoundError):  # another process did it
+                local_files.put_back(path, self.path(name))
 
     # ------------------------------------------------------------ numbered documents
 
@@ -560,6 +572,8 @@ class Files:
 
     def sweep(self) -> int:
         """Remove temporary files that no living writer can own. Returns how many."""
+        with suppress(CacheError):  # of another user; `gc` names it
+            self.put_back()
         return local_files.sweep_in(self.root / "tmp")
 
     def free_bytes(self) -> int | None:
