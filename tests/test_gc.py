@@ -313,10 +313,28 @@ def test_a_file_that_a_killed_gc_had_moved_aside_gets_its_name_again(
     monkeypatch.setattr(process_identity, "is_owned_by_live_process", lambda name: False)
     if taken:
         files.path(name).write_bytes(content)
+    else:
         files.sweep()
-        assert files.names("tmp") == []
+        assert files.read(name) == content
     assert collect(cache) == []
     assert files.read(name) == content and files.names("tmp") == [] and not list(audit.verify(cache))
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, tries, real = Files(tmp_path / "cache"), [0], Files.freshen
+
+    def freshen(files: Files, name: str) -> bool:
+        tries[0] += 1
+        assert tries[0] < 9
+        return real(files, name)
+
+    monkeypatch.setattr(Files, "freshen", freshen)
+    path = files.path(Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow"))
+    for link in (path, path.parent, path.parent.parent):
+        shutil.rmtree(link) if link.is_dir() else link.unlink()
+        link.symlink_to(tmp_path / "away" / link.name)
+        with pytest.raises(CacheError, match=naming(link)):
+            files.put_content(b"content", "tables", "arrow")
 
 
 def test_a_long_name_can_be_discarded(tmp_path: Path) -> None:

@@ -354,12 +354,21 @@ class Files:
         while not self.publish(temporary, name):
             with suppress(FileNotFoundError):  # removed meanwhile: try again
                 if not self.freshen(name):
+                    self._refuse_dangling_link(name)
                     continue
                 if file_digest(self.path(name)) != digest:
                     with cache_errors(self.path(name)):
                         os.replace(temporary, self.path(name))
                         sync_path(self.path(name).parent)
                 return
+
+    def _refuse_dangling_link(self, name: str) -> None:
+        with suppress(OSError):  # no link, or removed meanwhile
+            target = os.readlink(self.path(name))
+            raise CacheError(
+                f"{self.path(name)}: is a link to {target}, which is missing",
+                fix="mount the disk of that file, or remove the link",
+            )
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a file that may change (reports, claims); readers see the old bytes or the new ones."""

@@ -194,7 +194,11 @@ def make_folder(path: Path) -> None:
     """Make a folder and its parents, durably: they survive a loss of power."""
     if not path.is_dir():
         make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+        try:
+            path.mkdir(exist_ok=True)
+        except FileExistsError:
+            problem = f"{path} is a file, or a link to a folder that is missing"
+            raise NotADirectoryError(errno.ENOTDIR, problem) from None
         sync_path(path.parent)
 
 
