@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -335,6 +336,18 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path, monkeypat
         link.symlink_to(tmp_path / "away" / link.name)
         with pytest.raises(CacheError, match=naming(link)):
             files.put_content(b"content", "tables", "arrow")
+
+
+@pytest.mark.parametrize("young", ["claims/fragments/running/c.json", "fragments/running/z.json"])
+def test_the_pieces_of_a_scan_that_goes_on_stay(young: str, cache: Cache) -> None:
+    pieces = {of: [f"fragments/{of}/a.json", f"fragments/{of}/{'0' * 32}.arrow"] for of in ("running", "ended")}
+    for name in chain(*pieces.values()):
+        cache.files.replace(name, b"{}")
+        age(cache.files, name)
+    cache.files.replace(young, b"{}")
+    assert collect(cache) == sorted(pieces["ended"])
+    age(cache.files, young)
+    assert collect(cache) == sorted([*pieces["running"], young])
 
 
 def test_a_long_name_can_be_discarded(tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ class Needed:
     """What a cache's documents refer to, as read at one moment.
 
     Args:
-        before: a head without a name does not count if it was last written at or before this moment.
+        before: a head without a name does not count if it was last written at or before this moment. A source counts as
+            being scanned if one of its fragments or claims was written later.
     """
 
     def __init__(self, cache: Cache, before: float):
@@ -117,6 +118,8 @@ class Needed:
         self.heads: set[str] = set()
         self.merged: set[str] = set()
         self.abandoned_packs: set[str] = set()
+        young = (e for top in ("claims/fragments", "fragments") for e in cache.files.walk(top) if e.modified > before)
+        self.being_scanned = {PurePosixPath(entry.name.removeprefix("claims/")).parts[1] for entry in young}
         self._add_scans()
         named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
         packs_in_use = self._add_heads(named, before)
@@ -199,7 +202,7 @@ class Needed:
             return "nothing refers to this table"
         if folder == "claims":
             return "claimed by a worker that died"
-        if folder == "fragments":
+        if folder == "fragments" and path.parts[1] not in self.being_scanned:
             return "of a scan that ended long ago"
         if folder == "snapshots" and name not in self.heads:
             return "no name points to this snapshot"
