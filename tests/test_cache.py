@@ -563,7 +563,7 @@ def test_status_counts_what_is_made_and_how_fast(tmp_path: Path, monkeypatch: py
         return dict(result["stores"][name])
 
     assert [unit.count for unit in plan.units] == [10, 10, 10, 10, 5]
-    assert store(601.0, 601.0, 100.0, 50.0) == {
+    assert store(700.0, 700.0, 100.0, 50.0) == {
         "plans": 1,
         "units": 5,
         "units_done": 4,
@@ -574,6 +574,9 @@ def test_status_counts_what_is_made_and_how_fast(tmp_path: Path, monkeypatch: py
         "rate": pytest.approx(0.2),
         "eta_s": pytest.approx(25.0),
     }
-    assert store(601.0, 601.0, 600.5, 40.0)["rate"] == pytest.approx(0.25)
-    for ages in ((601.0,) * 4, (601.0, 601.0, 0.9, 0.5)):
+    for other in (900.0, -900.0):  # the store's clock differs
+        assert store(*(age + other for age in (700.0, 700.0, 100.0, 50.0)))["rate"] == pytest.approx(0.2)
+    assert store(640.0, 601.0, 600.5, 40.0)["rate"] == pytest.approx(20 / 561)
+    stopped = [age + 3600 for age in (40.0, 30.0, 20.0, 10.0)]
+    for ages in ((601.0,) * 4, (601.0, 601.0, 0.9, 0.5), stopped):
         assert (store(*ages)["rate"], store(*ages)["eta_s"]) == (0, None)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import shutil
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -33,8 +37,10 @@ from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, load
-from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.encoding import rebuild
+from pipeline.errors import AwayError, CacheError, IntegrityError, UserError
 from tests.support import tiny_cache
+from tests.support.damage import flip
 from tests.support.messages import naming
 from tests.support.synthetic import with_another
 
@@ -128,6 +134,89 @@ def test_a_lost_document_is_no_permission(cache: Cache, capsys: pytest.CaptureFi
     assert not list(audit.verify(cache))
 
 
+def unneeded_or_contradiction(cache: Cache) -> object:
+    try:
+        return list(garbage.unneeded(cache))
+    except IntegrityError as error:
+        return error.what
+
+
+@pytest.mark.parametrize("why", [errno.EIO, errno.EACCES])
+def test_a_head_that_cannot_be_read_is_no_permission(why: int, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    orphan, real = a_shard(cache, unit="e" * 32), os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(orphan):
+            raise OSError(why, os.strerror(why))
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert [finding.path for finding in contradictions(cache)] == [orphan]
+    monkeypatch.setattr(os, "preadv", real)
+    cache.files.path(orphan).write_bytes(b"no shard")
+    assert not list(contradictions(cache))
+
+
+def test_a_document_that_was_readable_a_moment_ago_is_no_permission(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plans(cache: Cache, recipe: str) -> object:
+        raise CacheError("cannot be read: too many open files")
+
+    monkeypatch.setattr(Cache, "plans", plans)
+    with pytest.raises(CacheError):
+        list(contradictions(cache))
+
+
+@pytest.mark.parametrize("stray", [".nfs000000000001a2b300000007", ".DS_Store", "00000000.json~"])
+def test_stray_files_between_the_documents_are_no_documents(stray: str, cache: Cache) -> None:
+    folders = {path.parent for top in layout.DOCUMENTS for path in cache.root.glob(f"{top}/**/*.json")}
+    folders |= {cache.root / top for top in layout.DOCUMENTS} | {path.parent for path in cache.root.glob("units/*/*")}
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        (folder / stray).write_bytes(b"stray")
+    (cache.root / "units" / tiny_cache.recipes()[0].name / f"{stray}.d").mkdir()
+    assert list(garbage.unneeded(cache)) == [] and list(audit.verify(cache)) == []
+    rebuild.rebuild_documents(cache)
+    counts(cache)
+    assert list(audit.verify(cache)) == []
+
+
+def counts(cache: Cache) -> object:
+    return {**status(cache, 0.0), "free_bytes": None}
+
+
+@pytest.mark.parametrize("lost", [(), ("plans",), ("segments", "units")], ids=["whole", "no-plan", "no-commits"])
+@pytest.mark.parametrize(
+    "look", [unneeded_or_contradiction, lambda cache: list(audit.verify(cache)), counts], ids=["gc", "verify", "status"]
+)
+def test_storage_that_does_not_answer_changes_no_finding(
+    look: Callable[[Cache], object], lost: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever request is not answered: the answer is the same, or the command ends."""
+    made = tiny_cache.build(tmp_path / "cache", {(16, 16): 1})
+    a_shard(made, unit=("e" if lost else "0") * 32)
+    for folder in [f"{top}{name}/{tiny_cache.recipes()[0].name}" for top in ("", "copies/") for name in lost]:
+        shutil.rmtree(made.root / folder)
+    flip(next(made.root.glob("shards/text-*/*/*.tar")), -1)
+    age(made.files)
+    expected, real, asked, k = look(Cache(made.root)), Files.when_reachable, [0], 1
+
+    def when_reachable(files: Files, read: Callable[[], object]) -> object:
+        asked[0] += 1
+        if asked[0] == k:
+            raise AwayError("no answer")
+        return real(files, read)
+
+    monkeypatch.setattr(Files, "when_reachable", when_reachable)
+    while asked[0] >= k - 1:
+        asked[0] = 0
+        with suppress(AwayError):
+            assert look(Cache(made.root)) == expected
+        k += 1
+    assert k > 20
+
+
 # ---------------------------------------------------------------- used again at the same moment
 
 
@@ -183,6 +272,88 @@ def test_between_the_look_and_the_removal_it_is_put_back(tmp_path: Path, monkeyp
     assert files.discard(name, files.now() - STALE_TMP_S)
     assert files.read(name) == b"content" and files.path(name).stat().st_ino != inode
     assert files.names("tmp") == []
+
+
+@pytest.mark.parametrize("call", ["link", "fstat"])
+def test_a_young_file_keeps_its_name_though_a_call_fails(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(tmp_path)
+    name = Paths.table(files.put_content(b"young", "tables", "arrow"), "arrow")
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = files.now() - STALE_TMP_S
+    monkeypatch.setattr(os, call, fails)
+    with suppress(CacheError):
+        files.discard(name, before)
+    monkeypatch.undo()
+    assert files.read(name) == b"young" and files.names("tmp") == []
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_file_that_a_killed_gc_had_moved_aside_gets_its_name_again(
+    taken: bool, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, name = cache.files, next(entry.name for entry in cache.files.walk("shards"))
+    content, real = files.read(name), os.rename
+
+    def killed(*paths: Any) -> None:
+        real(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        files.discard(name, 0)
+    monkeypatch.undo()
+    [left] = files.names("tmp")
+    assert left.startswith(process_identity.name_prefix()) and not files.has_file(name)
+    files.put_back()
+    assert not files.has_file(name), "its process lives"
+    monkeypatch.setattr(process_identity, "is_owned_by_live_process", lambda name: False)
+    if taken:
+        files.path(name).write_bytes(content)
+    else:
+        files.sweep()
+        assert files.read(name) == content
+    assert collect(cache) == []
+    assert files.read(name) == content and files.names("tmp") == [] and not list(audit.verify(cache))
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, tries, real = Files(tmp_path / "cache"), [0], Files.freshen
+
+    def freshen(files: Files, name: str) -> bool:
+        tries[0] += 1
+        assert tries[0] < 9
+        return real(files, name)
+
+    monkeypatch.setattr(Files, "freshen", freshen)
+    path = files.path(Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow"))
+    for link in (path, path.parent, path.parent.parent):
+        shutil.rmtree(link) if link.is_dir() else link.unlink()
+        link.symlink_to(tmp_path / "away" / link.name)
+        with pytest.raises(CacheError, match=naming(link)):
+            files.put_content(b"content", "tables", "arrow")
+
+
+@pytest.mark.parametrize("young", ["claims/fragments/running/c.json", "fragments/running/z.json"])
+def test_the_pieces_of_a_scan_that_goes_on_stay(young: str, cache: Cache) -> None:
+    pieces = {of: [f"fragments/{of}/a.json", f"fragments/{of}/{'0' * 32}.arrow"] for of in ("running", "ended")}
+    for name in chain(*pieces.values()):
+        cache.files.replace(name, b"{}")
+        age(cache.files, name)
+    cache.files.replace(young, b"{}")
+    assert collect(cache) == sorted(pieces["ended"])
+    age(cache.files, young)
+    assert collect(cache) == sorted([*pieces["running"], young])
+
+
+def test_a_long_name_can_be_discarded(tmp_path: Path) -> None:
+    files, name = Files(tmp_path), f"fragments/{'é' * 100}/0.json"
+    files.replace(name, b"{}")
+    assert files.discard(name, files.now() + 1) and not files.has_file(name)
 
 
 def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

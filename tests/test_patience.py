@@ -7,7 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,7 +19,7 @@ from pipeline import retrying
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import ShardReader
+from pipeline.cache.shard import ShardReader, read_head, read_table
 from pipeline.config import MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, ConfigError
 from pipeline.work.stop import Stop, Stopped
@@ -241,6 +242,30 @@ def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
     held = reader._handle(sample.shard)  # its number is given to no other file
     assert reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, length) == expected
     assert tries[0] > 1 and held.descriptor == dead
+
+
+@pytest.mark.parametrize("call", ["preadv", "dup"])
+def test_whole_files_on_a_disk_that_is_away_are_waited_for(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    name = next(entry.name for entry in cache.files.walk("shards"))
+    real, gone = getattr(os, call), list[int]()
+
+    def away(*args: Any) -> Any:
+        if gone:
+            raise OSError(gone.pop(), "away")
+        return real(*args)
+
+    monkeypatch.setattr(os, call, away)
+    readers: dict[str, list[Callable[[str], object]]] = {
+        "preadv": [cache.files.digest, partial(read_head, cache.files)],
+        "dup": [partial(read_table, cache.files)],
+    }
+    for look in readers[call]:
+        expected = look(name)
+        gone.append(errno.ESTALE)
+        assert look(name) == expected and not gone
 
 
 def test_listings_and_looks_at_a_disk_that_is_away_wait_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

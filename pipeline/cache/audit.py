@@ -27,8 +27,10 @@ from pipeline.cache.findings import (
     PROMPTS,
     Finding,
     Replaced,
+    damage_only,
     named_snapshots,
     recipe_names,
+    skip_damaged,
 )
 from pipeline.cache.layout import REPAIR, Paths, is_document
 from pipeline.cache.root import Cache
@@ -94,7 +96,7 @@ def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
                 fix = _fix_of_table(referring.get(entry.name))
                 yield Finding(entry.name, "its bytes do not match its name", fix=fix)
         except (CacheError, OSError) as error:
-            yield Finding(entry.name, _problem(error), fix=_fix_of_table(referring.get(entry.name)))
+            yield Finding(entry.name, damage_only(error), fix=_fix_of_table(referring.get(entry.name)))
         on_file_read(entry.size)
     for table, document in sorted(referring.items()):
         # `_verify_scale` and `verify_snapshot` report missing tables of scales and snapshots.
@@ -106,14 +108,14 @@ def _referring_documents(cache: Cache) -> dict[str, str]:
     """Table -> a readable document that refers to it. Scans of forgotten sources do not count; of several documents a
     snapshot or scale comes last."""
     forgotten: set[str] = set()
-    with suppress(CacheError):
+    with skip_damaged():
         forgotten = cache.forgotten_scans()
     referring: dict[str, str] = {}
     secondary: dict[str, str] = {}
     for name, _ in copies.documents(cache.files):
         if name in forgotten:
             continue
-        with suppress(CacheError):
+        with skip_damaged():
             into = secondary if name.startswith(("snapshots/", "scales/")) else referring
             into.update(dict.fromkeys(_tables_of(cache, name), name))
     return {**secondary, **referring}
@@ -144,10 +146,6 @@ def _fix_of_table(document: str | None) -> str:
     return {"sources": ENCODE, "snapshots": BUCKET, "scales": BACKUP}.get(document.partition("/")[0], REPAIR)
 
 
-def _problem(error: CacheError | OSError) -> str:
-    return error.what if isinstance(error, CacheError) else f"cannot be read: {error.strerror or error}"
-
-
 # ---------------------------------------------------------------- joint shards of packed snapshots
 
 
@@ -156,7 +154,8 @@ def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read
     that it reads."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
-    except CacheError:
+    except CacheError as error:
+        damage_only(error)
         return  # `verify_documents` reports the damaged head
     for path, size in snapshot.shard_files().items() if snapshot.packed else ():
         if path in already_read:
@@ -170,7 +169,7 @@ def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read
         except FileNotFoundError:
             yield Finding(path, "the joint shard is missing")
         except (CacheError, OSError) as error:
-            yield Finding(path, _problem(error))
+            yield Finding(path, damage_only(error))
         else:
             if not intact:
                 problem = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
@@ -221,7 +220,7 @@ def _verify_shards(
 ) -> Iterator[Finding]:
     snapshots = []
     for name in named:
-        with suppress(CacheError):
+        with skip_damaged():
             snapshots.append(Snapshot(cache.files, name))
     for recipe in recipe_names(cache):
         yield from _verify_scale(cache, recipe)
@@ -231,7 +230,7 @@ def _verify_shards(
             try:
                 yield from verified.findings(replaced, on_file_read)
             except (CacheError, OSError) as error:
-                problem = f"is damaged, and its damaged records cannot be listed: {_problem(error)}"
+                problem = f"is damaged, and its damaged records cannot be listed: {damage_only(error)}"
                 yield verified.finding(problem)
 
 
@@ -239,7 +238,8 @@ def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
     """A missing table of channel scales. `_verify_tables` reports a damaged table."""
     try:
         table = cache.files.document(Paths.scale(recipe))["table"] if cache.files.exists(Paths.scale(recipe)) else None
-    except CacheError:
+    except CacheError as error:
+        damage_only(error)
         return  # `verify_documents` reports it
     if table is not None and not cache.files.exists(Paths.table(table, "npy")):
         yield Finding(Paths.table(table, "npy"), f"the channel scales of {recipe} are missing", fix=BACKUP)
@@ -247,7 +247,7 @@ def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
 
 def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
     """(plan number, commit), up to the first unreadable document, which `verify_documents` reports."""
-    with suppress(CacheError):
+    with skip_damaged():
         for number in cache.files.numbers(Paths.plans(recipe)):
             for commit in index.each_commit(cache.files, recipe, number):
                 yield number, commit
@@ -290,7 +290,7 @@ class _Shard:
                 yield self.finding(f"the shard is missing with {len(lost) or commit.records} records", lost)
             return
         except (CacheError, OSError) as error:
-            yield self.finding(_problem(error))
+            yield self.finding(damage_only(error))
             return
         if intact:
             return
@@ -302,10 +302,9 @@ class _Shard:
             yield self.finding("bytes outside the records are damaged")
 
     def _keys(self) -> list[bytes]:
-        try:
+        with skip_damaged():
             return [row["key"] for row in record_rows(self.cache, self.commit)]
-        except CacheError:
-            return []
+        return []
 
     def _to_repair(self, keys: list[bytes], replaced: Replaced) -> tuple[str, ...]:
         """Those of some damaged keys (hex) that must be made again. Keys that another shard holds are added to
@@ -314,7 +313,7 @@ class _Shard:
         name = str(self.commit.shard)
         elsewhere = replaced[name] = set(keys) - needed
         for snapshot in self.snapshots if elsewhere else ():
-            with suppress(CacheError):  # `verify_snapshot` reports it
+            with skip_damaged():  # `verify_snapshot` reports it
                 for part in referred_keys(snapshot, {name: elsewhere}):
                     needed.update(key_columns.binary(part).to_pylist())
         return tuple(key.hex() for key in keys if key in needed)
@@ -391,7 +390,8 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Containe
     """
     try:
         Head.read(cache.files, PurePosixPath(name).stem)
-    except CacheError:
+    except CacheError as error:
+        damage_only(error)
         return  # `verify_documents` reports the damaged head
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
@@ -403,12 +403,12 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Containe
         for number in range(len(snapshot.head.chunks)):
             snapshot.check_chunk(number)
     except CacheError as error:
-        yield Finding(name, error.what, fix=error.fix or REPAIR)
+        yield Finding(name, damage_only(error), fix=error.fix or REPAIR)
 
 
 def verify_prompts(cache: Cache, replaced: Replaced) -> Iterator[Finding]:
     """Prompt sets that refer to records that were made again. Unreadable ones are skipped."""
-    with suppress(CacheError):
+    with skip_damaged():
         for known in prompts.current(cache):
             stale = [place for place in (known.empty, *known.places) if place.key in replaced.get(place.shard, ())]
             if stale:

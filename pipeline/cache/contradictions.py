@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import PurePosixPath
 
-from pipeline.cache import codec, copies, index, shard
-from pipeline.cache.findings import BUCKET, ENCODE, Finding, named_snapshots, recipe_names
+from pipeline.cache import codec, copies, index, layout, shard
+from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, named_snapshots, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.root import Cache
@@ -24,23 +24,26 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
     unneeded.
 
     A shard without a commit is harmless in two cases: its unit is committed with another shard (by a late worker, or
-    after a crash), or its head is unreadable. If its unit is planned and not committed, or in no plan, either a
+    after a crash), or its bytes are no shard. If its unit is planned and not committed, or in no plan, either a
     document was lost or the work was not finished. Joint shards are copies of records, so they do not count.
     """
-    yield from _unreadable_documents(cache)
+    unreadable = list(_unreadable_documents(cache))
+    yield from unreadable
     yield from _snapshot_contradictions(cache)
     prompts = map(Paths.prompts, cache.files.folders("prompts"))
     for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts):
         yield from _gap(cache, folder)
     files, recipes = cache.files, set(recipe_names(cache))
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
-    for owner in sorted(owners | {name.removesuffix(".json") for name in files.names("scales")} | recipes):
+    scales = {name.removesuffix(".json") for name in files.names("scales") if name.endswith(".json")}
+    for owner in sorted(owners | scales | recipes):
         packed = owner.startswith(PACKED)
         if not packed and owner not in recipes:
             yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
-        yield from _gap(cache, Paths.plans(owner))
+        gap = list(_gap(cache, Paths.plans(owner)))
+        yield from gap
         if not packed:
-            yield from _recipe_contradictions(cache, owner)
+            yield from _recipe_contradictions(cache, owner, reported=bool(unreadable or gap))
 
 
 def _unreadable_documents(cache: Cache) -> Iterator[Finding]:
@@ -55,7 +58,7 @@ def _unreadable_documents(cache: Cache) -> Iterator[Finding]:
         try:
             files.document(name)
         except CacheError as error:
-            yield Finding(name, error.what)
+            yield Finding(name, damage_only(error))
 
 
 def _snapshot_contradictions(cache: Cache) -> Iterator[Finding]:
@@ -73,11 +76,11 @@ def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
     try:
         cache.files.numbers(folder)
     except CacheError as error:
-        yield Finding(folder, error.what)
+        yield Finding(folder, damage_only(error))
 
 
-def _recipe_contradictions(cache: Cache, owner: str) -> Iterator[Finding]:
-    """Commits, shards and scales of a recipe whose document is missing."""
+def _recipe_contradictions(cache: Cache, owner: str, reported: bool) -> Iterator[Finding]:
+    """Commits, shards and scales of a recipe whose document is missing. reported: whether damaged documents were."""
     files = cache.files
     # Shards are listed before commits, and commits before plans, so that work that is published meanwhile is no
     # contradiction.
@@ -87,15 +90,18 @@ def _recipe_contradictions(cache: Cache, owner: str) -> Iterator[Finding]:
         shards.add(stem) if entry.name == Paths.shard(owner, stem) else others.append(entry.name)
     committed, made = dict[int, Digests](), Digests()
     try:
-        numbers = {name.removesuffix(".json") for name in files.names(f"segments/{owner}")}
-        numbers |= set(files.folders(f"units/{owner}"))
-        for number in sorted(map(int, numbers)):
+        numbers = {*layout.numbers_of(files.names(f"segments/{owner}"))}
+        numbers |= {*layout.numbers_of(files.folders(f"units/{owner}"), "")}
+        for number in sorted(numbers):
             for commit in index.each_commit(files, owner, number):
                 committed.setdefault(number, Digests()).add(commit.unit)
                 made.update([commit.shard] if commit.shard is not None else [])
         planned = {plan.number: Digests(unit.unit for unit in plan.units) for plan in cache.plans(owner)}
-    except CacheError:
-        return  # `_unreadable_documents` or `_gap` reports it
+    except CacheError as error:
+        damage_only(error)
+        if not reported:  # by `_unreadable_documents` or `_gap`, which could read the document a moment ago
+            raise
+        return
     yield from _unplanned_commits(owner, committed, planned)
     others = [name for name in others if PurePosixPath(name).stem not in made]
     left = chain(others, (Paths.shard(owner, name) for name in shards if name not in made))
@@ -131,7 +137,11 @@ def _uncommitted_shards(
     for path in shard_paths:
         try:
             unit = shard.read_head(cache.files, path)["unit"]
-        except CacheError:
+        except (shard.NotAShardError, FileNotFoundError):
+            continue
+        except CacheError as error:
+            fix = "check the disk; if the file stays unreadable, remove it: no commit refers to it"
+            yield Finding(path, damage_only(error), fix=fix)
             continue
         number = plan_of(unit)
         if number is None:
@@ -156,7 +166,8 @@ def _missing_scale(cache: Cache, owner: str) -> Iterator[Finding]:
         return
     try:
         int8 = codec.storage_of(cache.recipe(owner)) == codec.INT8
-    except CacheError:
+    except CacheError as error:
+        damage_only(error)
         return
     if int8:
         yield Finding(Paths.scale(owner), "is missing, and there are records that were made with these scales")

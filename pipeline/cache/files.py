@@ -234,7 +234,7 @@ class Files:
 
     def digest(self, name: str) -> str:
         """Hex xxh3-128 of a file's bytes as they are now. Raises as `open`."""
-        return local_files.digest_of(self.open(name))
+        return self.when_reachable(lambda: local_files.digest_of(self.open(name)))
 
     # ------------------------------------------------------------ writing
 
@@ -354,12 +354,21 @@ class Files:
         while not self.publish(temporary, name):
             with suppress(FileNotFoundError):  # removed meanwhile: try again
                 if not self.freshen(name):
+                    self._refuse_dangling_link(name)
                     continue
                 if file_digest(self.path(name)) != digest:
                     with cache_errors(self.path(name)):
                         os.replace(temporary, self.path(name))
                         sync_path(self.path(name).parent)
                 return
+
+    def _refuse_dangling_link(self, name: str) -> None:
+        with suppress(OSError):  # no link, or removed meanwhile
+            target = os.readlink(self.path(name))
+            raise CacheError(
+                f"{self.path(name)}: is a link to {target}, which is missing",
+                fix="mount the disk of that file, or remove the link",
+            )
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a file that may change (reports, claims); readers see the old bytes or the new ones."""
@@ -431,18 +440,30 @@ class Files:
     def _discard(self, name: str, before: float) -> bool:
         # The file is moved aside before its age is read. A process that freshens it either did so before,
         # and the file is put back, or does so afterwards, and `freshen` reports it as missing.
-        path = self.path(name)
-        with self.temporary() as aside, cache_errors(path):
+        path, old = self.path(name), False
+        aside = local_files.aside(self.root / "tmp", name)
+        with cache_errors(path):
+            make_folder(aside.parent)
             try:
                 os.rename(path, aside)
             except FileNotFoundError:
                 return False
-            with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
-                old = os.fstat(file.fileno()).st_mtime <= before
-            if not old:
-                with suppress(FileExistsError):
-                    os.link(aside, path)
+            try:
+                with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
+                    old = os.fstat(file.fileno()).st_mtime <= before
+            finally:
+                aside.unlink() if old else local_files.put_back(aside, path)
         return old
+
+    def put_back(self) -> None:
+        """Give the files their names again that a killed process has moved aside in `discard`.
+
+        Raises:
+            CacheError: that failed.
+        """
+        for path, name in local_files.left_aside(self.root / "tmp"):
+            with cache_errors(self.path(name)), suppress(FileNotFoundError):  # another process did it
+                local_files.put_back(path, self.path(name))
 
     # ------------------------------------------------------------ numbered documents
 
@@ -452,7 +473,7 @@ class Files:
         Raises:
             IntegrityError: a number is missing in the middle.
         """
-        numbers = [int(name[:-5]) for name in self.names(folder) if name.endswith(".json") and name[:-5].isdigit()]
+        numbers = layout.numbers_of(self.names(folder))
         if numbers != list(range(len(numbers))):
             missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
             raise IntegrityError(
@@ -560,6 +581,8 @@ class Files:
 
     def sweep(self) -> int:
         """Remove temporary files that no living writer can own. Returns how many."""
+        with suppress(CacheError):  # of another user; `gc` names it
+            self.put_back()
         return local_files.sweep_in(self.root / "tmp")
 
     def free_bytes(self) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.root import Cache
-from pipeline.errors import CacheError
+from pipeline.errors import AwayError, CacheError, NoSpaceError
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
 GC = "sana-pipe gc --yes"
@@ -37,6 +38,26 @@ class Finding:
     fix: str = REPAIR
 
 
+def damage_only(error: CacheError | OSError) -> str:
+    """What is wrong with a file, as an error of reading it says.
+
+    Raises:
+        AwayError, NoSpaceError: `error` is one: it says nothing about the file.
+    """
+    if isinstance(error, AwayError | NoSpaceError):
+        raise error
+    return error.what if isinstance(error, CacheError) else f"cannot be read: {error.strerror or error}"
+
+
+@contextmanager
+def skip_damaged() -> Iterator[None]:
+    """End the block at the first damaged file, which is reported elsewhere. Raises as `damage_only`."""
+    try:
+        yield
+    except CacheError as error:
+        damage_only(error)
+
+
 def recipe_names(cache: Cache) -> list[str]:
     return [name.removesuffix(".json") for name in cache.files.names("recipes") if name.endswith(".json")]
 
@@ -51,7 +72,7 @@ def named_snapshots(cache: Cache) -> dict[str, str]:
     """The snapshots that names point to now, each with one of these names. Unreadable names are left out."""
     names = {}
     for name in cache.snapshot_names():
-        with suppress(CacheError):
+        with skip_damaged():
             if (snapshot := cache.snapshot_of(name)) is not None:
                 names[snapshot] = name
     return names

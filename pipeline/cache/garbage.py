@@ -29,7 +29,7 @@ from pathlib import PurePosixPath
 
 from pipeline.cache import index, process_identity
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.findings import packs, recipe_names
+from pipeline.cache.findings import damage_only, packs, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
@@ -57,7 +57,9 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
 
     Raises:
         IntegrityError: documents and shards contradict each other (see `contradictions`).
+        CacheError: a file that an earlier removal left without its name cannot be put back (see `Files.put_back`).
     """
+    cache.files.put_back()
     contradiction = next(contradictions(cache), None)
     if contradiction is not None:
         raise IntegrityError(
@@ -106,7 +108,8 @@ class Needed:
     """What a cache's documents refer to, as read at one moment.
 
     Args:
-        before: a head without a name does not count if it was last written at or before this moment.
+        before: a head without a name does not count if it was last written at or before this moment. A source counts as
+            being scanned if one of its fragments or claims was written later.
     """
 
     def __init__(self, cache: Cache, before: float):
@@ -115,6 +118,8 @@ class Needed:
         self.heads: set[str] = set()
         self.merged: set[str] = set()
         self.abandoned_packs: set[str] = set()
+        young = (e for top in ("claims/fragments", "fragments") for e in cache.files.walk(top) if e.modified > before)
+        self.being_scanned = {PurePosixPath(entry.name.removeprefix("claims/")).parts[1] for entry in young}
         self._add_scans()
         named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
         packs_in_use = self._add_heads(named, before)
@@ -142,7 +147,8 @@ class Needed:
                 head = Head.read(files, snapshot_id)
                 tables = head.tables()
                 shards = Digests(name for kind in head.shards for name in head.shard_names(kind))
-            except CacheError:
+            except CacheError as error:
+                damage_only(error)
                 if snapshot_id in named:
                     raise
                 continue
@@ -196,7 +202,7 @@ class Needed:
             return "nothing refers to this table"
         if folder == "claims":
             return "claimed by a worker that died"
-        if folder == "fragments":
+        if folder == "fragments" and path.parts[1] not in self.being_scanned:
             return "of a scan that ended long ago"
         if folder == "snapshots" and name not in self.heads:
             return "no name points to this snapshot"

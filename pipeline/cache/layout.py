@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import Any, ClassVar, Self
@@ -241,6 +242,13 @@ REPAIR = "sana-pipe verify --repair"
 def is_document(name: str) -> bool:
     """Whether a file is a document, which is stored twice."""
     return name == Paths.FORMAT or (name.partition("/")[0] in DOCUMENTS and name.endswith(".json"))
+
+
+def numbers_of(names: Iterable[str], suffix: str = ".json") -> list[int]:
+    """The numbers in names of documents (`NNNNNNNN.json`) or, without the suffix, of folders. Other names are left out:
+    NFS clients (`.nfs*`), file browsers and editors leave files of their own."""
+    stems = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
+    return [int(stem) for stem in stems if len(stem) >= 8 and stem.isascii() and stem.isdigit()]
 
 
 _ALWAYS = {

@@ -340,6 +340,9 @@ class ObjectFiles(Files):
         self._remove(name)
         return True
 
+    def put_back(self) -> None:
+        """Nothing to do: `_discard` moves nothing."""
+
     def sweep(self) -> int:
         """Remove unfinished files of the local mirror. Unfinished uploads are invisible; a lifecycle rule of the bucket
         (abort incomplete multipart uploads) frees their space."""

@@ -13,6 +13,7 @@ Other storages are stored as `|u1`, one-dimensional: the payload of `pipeline.ca
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -37,6 +38,11 @@ from pipeline.cache.arrow import combined, ipc_table
 from pipeline.cache.files import Files
 from pipeline.cache.local_files import Handle, cache_errors, descriptors_left, is_out_of_resources
 from pipeline.errors import CacheError, IntegrityError
+
+
+class NotAShardError(IntegrityError):
+    """The first bytes of a file were read, and are not those of a shard."""
+
 
 BLOCK = 512
 TOUCH_S = 3600
@@ -637,17 +643,26 @@ def read_head(files: Files, name: str) -> dict[str, Any]:
     """The head of a shard, from its first bytes: `recipe` (or `pack`) and `unit`.
 
     Raises:
-        IntegrityError: not a shard of this format, or it cannot be read.
+        NotAShardError: not a shard of this format.
+        FileNotFoundError: it is missing.
+        IntegrityError: the disk cannot read it.
+        CacheError: it cannot be read for another reason.
     """
     data = bytearray(_HEAD)
     try:
-        got = files.ranged(name).read_into(memoryview(data), 0)
+        got = files.when_reachable(lambda: files.ranged(name).read_into(memoryview(data), 0))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        kind = IntegrityError if error.errno == errno.EIO else CacheError
+        raise kind(f"{files.where(name)}: cannot be read: {error.strerror or error}") from None
+    try:
         member = tarfile.TarInfo.frombuf(bytes(data[:BLOCK]), "utf-8", "strict")
         head = json.loads(data[BLOCK : min(got, BLOCK + member.size)])
-    except (tarfile.TarError, OSError, ValueError, RecursionError) as error:
-        raise IntegrityError(f"{files.where(name)}: not a shard: {error}") from None
+    except (tarfile.TarError, ValueError, RecursionError) as error:
+        raise NotAShardError(f"{files.where(name)}: not a shard: {error}") from None
     if member.name != f"{layout.META}/head.json" or not isinstance(head, dict) or "unit" not in head:
-        raise IntegrityError(f"{files.where(name)}: not a shard of this format: it does not say what it is")
+        raise NotAShardError(f"{files.where(name)}: not a shard of this format: it does not say what it is")
     return head
 
 
@@ -658,16 +673,17 @@ def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
         IntegrityError: not a shard of this format.
     """
     where = files.where(name)
-    try:
+    wanted = f"{layout.META}/head.json", f"{layout.META}/records.arrow"
+
+    def members() -> dict[str, bytes]:
         with files.open(name).file() as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            head = table = None
-            for member in tar:
-                if member.name == f"{layout.META}/head.json":
-                    head = tar.extractfile(member).read()  # type: ignore[union-attr]
-                elif member.name == f"{layout.META}/records.arrow":
-                    table = tar.extractfile(member).read()  # type: ignore[union-attr]
+            return {m.name: tar.extractfile(m).read() for m in tar if m.name in wanted}  # type: ignore[union-attr]
+
+    try:
+        read = files.when_reachable(members)
     except (tarfile.TarError, OSError) as error:
         raise IntegrityError(f"{where}: not a shard: {error}") from None
+    head, table = map(read.get, wanted)
     if head is None or table is None:
         raise IntegrityError(f"{where}: not a shard of this format: it has no {layout.META} members")
     try:

@@ -6,6 +6,7 @@ are asked for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,23 +14,26 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.cache import index, prompts
-from pipeline.cache.findings import packs, recipe_names
+from pipeline.cache.findings import damage_only, packs, recipe_names
 from pipeline.cache.layout import REPAIR, Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot, check_files
-from pipeline.errors import CacheError, NoSpaceError
+from pipeline.errors import CacheError
 from pipeline.urls import strip_credentials
 
 RATE_S = 600
-"""Commits of so many last seconds give the rate."""
+"""The commits of so many seconds up to the newest give the rate."""
+STOPPED_S = 3600
+"""Age of the newest commit at which the work has stopped; much longer than clocks of two machines differ."""
 
 
 def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     """Counts of a cache, while or after it is filled: JSON values.
 
-    `rate` is records per second over the commits of the last ten minutes (0 without such commits). `eta_s` is the time
-    that the missing units take at that rate (null if unknown). `damaged` gives the `problem` and the `fix` of each
-    document or snapshot that is unreadable or incomplete; the counts leave it out.
+    `rate` is records per second over the ten minutes up to the newest commit, by the store's clock, which may differ
+    from this machine's (0 if the newest commit is the only one or older than an hour). `eta_s` is the time that the
+    missing units take at that rate (null if unknown). `damaged` gives the `problem` and the `fix` of each document or
+    snapshot that is unreadable or incomplete; the counts leave it out.
     """
     counts = _Counts(cache, time.time() if now is None else now)
     stores = counts.stores()
@@ -62,10 +66,8 @@ class _Counts:
     def _readable(self, what: str) -> Iterator[None]:
         try:
             yield
-        except NoSpaceError:  # of this machine, not of the cache
-            raise
         except CacheError as error:
-            self.damaged[what] = {"problem": error.what, "fix": error.fix or REPAIR}
+            self.damaged[what] = {"problem": damage_only(error), "fix": error.fix or REPAIR}
 
     def stores(self) -> dict[str, dict[str, Any]]:
         """By recipe or pack."""
@@ -85,11 +87,7 @@ class _Counts:
             units += len(plan.units)
             planned += sum(counts.values())
             entries = files.walk(Paths.units(name, plan.number))
-            written = {
-                PurePosixPath(entry.name).stem: entry.modified
-                for entry in entries
-                if self.now - entry.modified < RATE_S
-            }
+            written = {PurePosixPath(entry.name).stem: entry.modified for entry in entries}
             for commit in index.each_commit(files, name, plan.number):
                 done += 1
                 made += commit.records
@@ -99,8 +97,7 @@ class _Counts:
                 when = written.get(commit.unit)
                 if when is not None:
                     recent.append((when, commit.records))
-        span = self.now - min((when for when, _ in recent), default=self.now)
-        rate = sum(records for _, records in recent) / span if span > 1 else 0.0
+        rate = self._rate(sorted(recent))
         return {
             "plans": len(plans),
             "units": units,
@@ -112,6 +109,14 @@ class _Counts:
             "rate": rate,
             "eta_s": planned / rate if rate else None,
         }
+
+    def _rate(self, made: list[tuple[float, int]]) -> float:
+        """Records per second of commits: (time, records), sorted. The first was made before its time."""
+        newest = made[-1][0] if made else -math.inf
+        if abs(self.now - newest) >= STOPPED_S:
+            return 0.0
+        (first, _), *others = [(when, records) for when, records in made if newest - when < RATE_S]
+        return sum(records for _, records in others) / (newest - first) if newest - first > 1 else 0.0
 
     def sources(self, stores: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], bool]:
         """By name; and whether some source is still being scanned or planned."""

@@ -83,7 +83,7 @@ def _fill_gaps(cache: Cache, folder: str) -> None:
 
 def _numbers(cache: Cache, folder: str) -> list[int]:
     """The numbers of the existing documents; unlike `Files.numbers` it accepts gaps."""
-    return [int(name[:-5]) for name in cache.files.names(folder) if name.endswith(".json")]
+    return layout.numbers_of(cache.files.names(folder))
 
 
 def _readable(cache: Cache, table: str) -> bool:
@@ -104,8 +104,9 @@ def _plans(cache: Cache, recipe: str) -> None:
         if not _readable(cache, table):
             files.set_aside(Paths.numbered(folder, number))
             files.set_aside(Paths.table(table, "parquet"))
-    listed = {int(name.removesuffix(".json")) for name in files.names(f"segments/{recipe}")}
-    listed |= {int(name) for name in files.folders(f"units/{recipe}") if files.unit_names(f"units/{recipe}/{name}")}
+    listed = set(layout.numbers_of(files.names(f"segments/{recipe}")))
+    folders = layout.numbers_of(files.folders(f"units/{recipe}"), "")
+    listed |= {number for number in folders if files.unit_names(Paths.units(recipe, number))}
     numbers = _numbers(cache, folder)
     for number in sorted(set(range(max([-1, *listed, *numbers]) + 1)) - set(numbers)):
         with suppress(IntegrityError):  # one of its shards is lost, too: the plan stays lost until the shard is back
