@@ -8,18 +8,21 @@ Price: on a disk each read resolves the links in the name again; with opening, a
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import os
 import posixpath
 import stat as stat_module
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
+from pipeline.cache.local_files import is_out_of_resources, is_out_of_space
 from pipeline.cache.scratch import Scratch
-from pipeline.errors import UserError
+from pipeline.errors import CacheError, NoSpaceError, UserError
 from pipeline.sources.filenames import error_text, escaped, unsafe_reason
 
 LINES = 1 << 20
@@ -28,6 +31,44 @@ LINES = 1 << 20
 
 class Unreadable(OSError):
     """The bytes of one item cannot be read; the message is the reason in plain words."""
+
+    @classmethod
+    def of(cls, name: str, error: Exception) -> Unreadable:
+        """The same for an error of reading a file. Raises as `raise_if_of_machine`."""
+        raise_if_of_machine(error, escaped(name))
+        return cls(f"{escaped(name)}: {escaped(error_text(error))}")
+
+
+def raise_if_of_machine(error: BaseException, place: str) -> None:
+    """Raise an error that concerns this machine and no item.
+
+    Args:
+        place: where it happened, for messages.
+
+    Raises:
+        NoSpaceError: disk space has run out, of the temporary folder for example.
+        CacheError: file descriptors or memory have run out.
+    """
+    if is_out_of_resources(error):
+        full = is_out_of_space(error)
+        raise (NoSpaceError if full else CacheError)(
+            f"{place}: cannot be read on this machine: {error_text(error)}",
+            fix=f"free space in {tempfile.gettempdir()}" if full else "ulimit -n 65536, or fewer workers",
+        ) from error
+
+
+def is_read_error(error: BaseException) -> bool:
+    """Whether bytes could not be read. Errors of bytes that were read have no number, or come from a seek to a place
+    that a damaged header names."""
+    numbers = (None, errno.EINVAL, errno.EOVERFLOW)
+    return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in numbers)
+
+
+def unreadable_reason(name: str, error: OSError, what: str = "") -> str:
+    """The reason of a reject that the next scan tries again, for an error of reading a file. what: the part of the file
+    and a colon. Raises as `raise_if_of_machine`."""
+    raise_if_of_machine(error, escaped(name))
+    return f"unreadable: {what}{escaped(error_text(error)).removeprefix(escaped(name) + ': ')}"
 
 
 class Filesystem(ABC):
@@ -165,6 +206,7 @@ class LocalFilesystem(Filesystem):
 
     def raise_unlisted(self, error: OSError) -> NoReturn:
         """Raise a UserError for a folder that cannot be listed: the listing would be incomplete."""
+        raise_if_of_machine(error, str(error.filename))
         raise UserError(
             f"{error.filename}: the folder cannot be read: {error_text(error)}",
             expected=f"every folder under {self.location} to be readable",
@@ -186,7 +228,7 @@ class LocalFilesystem(Filesystem):
         try:
             status = os.stat(path)
         except (OSError, ValueError) as error:
-            raise Unreadable(f"{escaped(name)}: {error_text(error)}") from error
+            raise Unreadable.of(name, error) from error
         if not stat_module.S_ISREG(status.st_mode):
             raise Unreadable(f"{escaped(name)}: is not a regular file")
         return status.st_size, status.st_mtime_ns
@@ -196,7 +238,7 @@ class LocalFilesystem(Filesystem):
             try:
                 return stream.read() if limit is None else stream.read(limit + 1)
             except OSError as error:
-                raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
+                raise Unreadable.of(name, error) from None
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         with self.open(name) as stream:
@@ -204,7 +246,7 @@ class LocalFilesystem(Filesystem):
                 stream.seek(offset)
                 data = stream.read(length)
             except (OSError, ValueError) as error:
-                raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
+                raise Unreadable.of(name, error) from None
         return check_length(name, data, offset, length)
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
@@ -220,7 +262,7 @@ class LocalFilesystem(Filesystem):
         except Unreadable:
             raise
         except (OSError, ValueError) as error:
-            raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
+            raise Unreadable.of(name, error) from None
 
 
 class BoundedReader(io.BufferedReader):
