@@ -15,15 +15,18 @@ import posixpath
 import stat as stat_module
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
+from pipeline import retrying
 from pipeline.cache.local_files import is_out_of_resources, is_out_of_space
 from pipeline.cache.scratch import Scratch
-from pipeline.errors import CacheError, NoSpaceError, UserError
+from pipeline.errors import AwayError, CacheError, NoSpaceError, UserError
 from pipeline.sources.filenames import error_text, escaped, unsafe_reason
+
+T = TypeVar("T")
 
 LINES = 1 << 20
 """Bytes of a file that are read at once for its lines."""
@@ -174,11 +177,27 @@ class Filesystem(ABC):
         """Drop cached listings and file contents."""
 
 
-class LocalFilesystem(Filesystem):
-    """A local folder. Only links to files inside it are followed."""
+def mode_of(path: Path | str, patience_s: float) -> int:
+    """The mode of what a path names, as `os.stat` gives it; 0 if there is nothing, or it may not be looked at.
 
-    def __init__(self, root: Path | str):
-        self.root = Path(root)
+    Raises:
+        AwayError: its file system stays disconnected for `patience_s`.
+    """
+    try:
+        return retrying.when_reachable(lambda: os.stat(path), str(path), patience_s).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+class LocalFilesystem(Filesystem):
+    """A local folder. Only links to files inside it are followed.
+
+    Args:
+        patience_s: how long to wait for a network file system that does not answer; then `AwayError`.
+    """
+
+    def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
+        self.root, self.patience_s = Path(root), patience_s
         self.location = str(self.root.resolve())
         self._real_root = os.path.realpath(self.root)
 
@@ -197,16 +216,45 @@ class LocalFilesystem(Filesystem):
         except (OSError, ValueError):
             return False
 
+    def when_reachable(self, read: Callable[[], T]) -> T:
+        """See `retrying.when_reachable`."""
+        return retrying.when_reachable(read, self.location, self.patience_s)
+
     def find(self) -> Iterator[str]:
-        for folder, folders, files in os.walk(self.root, onerror=self.raise_unlisted):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            base = os.path.relpath(folder, self.root)
-            prefix = "" if base == "." else base.replace(os.sep, "/") + "/"
-            yield from (prefix + name for name in files if not name.startswith("."))
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            for entry in self.entries(folder):
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.name.startswith("."):
+                    continue
+                if not self.is_folder(entry):
+                    yield name
+                elif not entry.is_symlink():
+                    folders.append(name)
+
+    def entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
+        """The entries of a folder itself. Raises as `raise_unlisted`."""
+        try:
+            with self.when_reachable(lambda: os.scandir(os.path.join(self.root, folder))) as entries:
+                yield from entries
+        except OSError as error:
+            self.raise_unlisted(error)
+
+    def is_folder(self, entry: os.DirEntry[str]) -> bool:
+        """Whether an entry is a folder, or a link to one; False for a circle of links."""
+        try:
+            return entry.is_dir()
+        except OSError as error:
+            if retrying.is_disconnected(error):
+                self.raise_unlisted(error)
+            return False
 
     def raise_unlisted(self, error: OSError) -> NoReturn:
         """Raise a UserError for a folder that cannot be listed: the listing would be incomplete."""
         raise_if_of_machine(error, str(error.filename))
+        if retrying.is_disconnected(error):
+            raise AwayError(f"{error.filename}: the folder cannot be read: {error_text(error)}") from error
         raise UserError(
             f"{error.filename}: the folder cannot be read: {error_text(error)}",
             expected=f"every folder under {self.location} to be readable",
@@ -215,7 +263,7 @@ class LocalFilesystem(Filesystem):
 
     def names(self, folder: str) -> list[str]:
         try:
-            with os.scandir(os.path.join(self.root, folder)) as entries:
+            with self.when_reachable(lambda: os.scandir(os.path.join(self.root, folder))) as entries:
                 names = [entry.name for entry in entries if entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -226,7 +274,7 @@ class LocalFilesystem(Filesystem):
     def stat(self, name: str) -> tuple[int, int]:
         path = self.path(name)
         try:
-            status = os.stat(path)
+            status = self.when_reachable(lambda: os.stat(path))
         except (OSError, ValueError) as error:
             raise Unreadable.of(name, error) from error
         if not stat_module.S_ISREG(status.st_mode):
@@ -251,18 +299,57 @@ class LocalFilesystem(Filesystem):
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         path = self.path(name)
-        handle = -1
-        try:
+
+        def opened() -> int:
             # Not blocking: opening a pipe without a writer would hang the run.
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
             if not stat_module.S_ISREG(os.fstat(handle).st_mode):
                 os.close(handle)
                 raise Unreadable(f"{escaped(name)}: is not a regular file")
-            return BoundedReader(io.FileIO(handle))
+            return handle
+
+        try:
+            return self.when_reachable(lambda: BoundedReader(PatientFile(opened, self.when_reachable)))
         except Unreadable:
             raise
         except (OSError, ValueError) as error:
             raise Unreadable.of(name, error) from None
+
+
+class PatientFile(io.FileIO):
+    """A file whose reads are repeated while its file system is disconnected. The old descriptor may be stale then, so
+    the file is opened again.
+
+    Args:
+        opened: opens the file and returns its descriptor.
+        when_reachable: see `LocalFilesystem`.
+    """
+
+    def __init__(self, opened: Callable[[], int], when_reachable: Callable[[Callable[[], Any]], Any]):
+        super().__init__(opened())
+        self._opened, self._when_reachable = opened, when_reachable
+
+    def readinto(self, buffer: Any) -> int:
+        return self._repeated(lambda: io.FileIO.readinto(self, buffer))
+
+    def readall(self) -> bytes:
+        return self._repeated(lambda: io.FileIO.readall(self))
+
+    def _repeated(self, read: Callable[[], Any]) -> Any:
+        position = self.tell()
+        failed = False
+
+        def once() -> Any:
+            nonlocal failed
+            if failed:
+                handle = self._opened()
+                os.dup2(handle, self.fileno(), inheritable=False)
+                os.close(handle)
+                self.seek(position)
+            failed = True
+            return read()
+
+        return self._when_reachable(once)
 
 
 class BoundedReader(io.BufferedReader):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -32,3 +36,34 @@ def fail_reads(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: i
         return BoundedReader(Failing(self.path(file))) if file == name else stream
 
     monkeypatch.setattr(LocalFilesystem, "open", opened)
+
+
+def disconnect(monkeypatch: pytest.MonkeyPatch, root: str, every: int = 1) -> set[str]:
+    """Let calls that read or list something below a folder fail as if its network file system had gone.
+
+    Args:
+        root: the folder.
+        every: which calls of each kind fail: the first, and then each so many.
+
+    Returns:
+        The names of the calls that failed, to which each failure is added.
+    """
+    failed, calls = set[str](), Counter[str]()
+
+    def failing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            place = self.fileno() if isinstance(self, io.IOBase) else self
+            place = os.readlink(f"/dev/fd/{place}") if isinstance(place, int) else os.fspath(place)
+            calls[name] += place.startswith(root)
+            if place.startswith(root) and calls[name] % every == 1 % every:
+                failed.add(name)
+                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), place)
+            return function(self, *args, **options)
+
+        return call
+
+    for name in ("open", "stat", "scandir"):
+        monkeypatch.setattr(os, name, failing(name, getattr(os, name)))
+    methods = {name: failing(name, getattr(io.FileIO, name)) for name in ("readinto", "readall")}
+    monkeypatch.setattr(io, "FileIO", type("Disconnected", (io.FileIO,), methods))
+    return failed
