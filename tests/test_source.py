@@ -474,6 +474,19 @@ def test_a_source_that_is_away_from_the_start_is_waited_for(tmp_path: Path, monk
         reopen(str(tmp_path), "webdataset", ["a.tar"], DataConfig(), "x", patience_s=0.01)
 
 
+def test_a_place_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9") / "photos"
+    put(folder, a_dot_png=b"", a_dot_txt="x")
+    make_tar(folder.parent / "a.tar", [("1.png", b""), ("1.txt", "said")])
+    monkeypatch.chdir(folder.parent)
+    for data in (str(folder), "photos", "a.tar", "*.tar", f"file://{folder}", "memory://caf\udce9"):
+        with pytest.raises(UserError, match=naming("UTF-8")):
+            open_source(data, DataConfig())
+    (tmp_path / os.fsdecode(b"caf\xe9.tar")).write_bytes(b"")
+    with pytest.raises(UserError):
+        list(open_source(str(tmp_path / os.fsdecode(b"caf\xe9.tar")), DataConfig()).items())
+
+
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, mode_of
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, mode_of, refuse_surrogates
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.link_tables import LinkListing, lists_links
 from pipeline.sources.links import Links
@@ -180,6 +180,7 @@ def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None
     remote = is_url(data) and not data.startswith("file://")
     path = data.removeprefix("file://")
     if remote:
+        refuse_surrogates(data)
         drivers.refuse_credentials(data)
     mode = 0 if remote else mode_of(path, patience_s)
     pattern = _PATTERN.search(path)

@@ -24,7 +24,7 @@ from pipeline import retrying
 from pipeline.cache.local_files import is_out_of_resources, is_out_of_space
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import AwayError, CacheError, NoSpaceError, UserError
-from pipeline.sources.filenames import error_text, escaped, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, unsafe_reason
 
 T = TypeVar("T")
 
@@ -177,6 +177,15 @@ class Filesystem(ABC):
         """Drop cached listings and file contents."""
 
 
+def refuse_surrogates(location: str) -> None:
+    """Raise a UserError for a path or URL that is not UTF-8."""
+    if has_surrogates(location):
+        raise UserError(
+            f"the path of the data is not valid UTF-8: {escaped(location)}",
+            fix="rename the folder, or mount it elsewhere",
+        )
+
+
 def mode_of(path: Path | str, patience_s: float) -> int:
     """The mode of what a path names, as `os.stat` gives it; 0 if there is nothing, or it may not be looked at.
 
@@ -194,11 +203,15 @@ class LocalFilesystem(Filesystem):
 
     Args:
         patience_s: how long to wait for a network file system that does not answer; then `AwayError`.
+
+    Raises:
+        UserError: the path is not UTF-8, so that no document can name it.
     """
 
     def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
         self.root, self.patience_s = Path(root), patience_s
         self.location = str(self.root.resolve())
+        refuse_surrogates(self.location)
         self._real_root = os.path.realpath(self.root)
 
     def path(self, name: str) -> Path:
