@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from pipeline.errors import AwayError
+
 PATIENCE_S = 300.0
 FIRST_S = 5.0
 CONNECT_S = 5.0
@@ -169,6 +171,24 @@ def retry(
             else:
                 state.record_answer()
                 return answer
+
+
+def when_reachable(read: Callable[[], T], store: str, patience_s: float) -> T:
+    """The result of `read`, repeated while a network file system is disconnected. store: as in `retry`.
+
+    Raises:
+        AwayError: it stays disconnected for `patience_s`.
+        OSError: as `read`.
+    """
+    try:
+        return read()
+    except OSError as error:
+        if not is_disconnected(error):
+            raise
+    try:
+        return retry(read, store, patience_s, is_disconnected)
+    except NoAnswer as error:
+        raise AwayError(f"{store}: {error}", fix=error.fix) from None
 
 
 def _raise_unless_retryable(

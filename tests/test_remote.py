@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
+import os
 import re
 import tarfile
 import time
@@ -24,7 +26,7 @@ from pipeline.cache.objects import ObjectFiles
 from pipeline.config import DataConfig, MirrorConfig
 from pipeline.encoding.plan import read_targets
 from pipeline.encoding.prompts import read as read_prompts
-from pipeline.errors import AwayError, CacheError, UserError
+from pipeline.errors import AwayError, CacheError, NoSpaceError, UserError
 from pipeline.sources import detect, range_prefetch, remote
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
@@ -141,6 +143,35 @@ def test_a_tar_without_space_for_a_copy_is_read_by_ranges_or_not_at_all(
         items = list(opened(f"{plain_server.url}/tars/s-0.tar").items())
         assert sum(isinstance(item, Item) for item in items) == read
     assert ["lacks space" in item.reason for item in items if isinstance(item, Reject)] == [True]
+
+
+def test_a_full_temporary_folder_is_no_fault_of_the_files(
+    ranged_server: Server, plain_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source, keys = again(f"{plain_server.url}/tars/s-0.tar")
+    monkeypatch.setattr(remote.tempfile, "TemporaryFile", Full)
+    for server in (ranged_server, plain_server):
+        with pytest.raises(NoSpaceError):
+            list(opened(f"{server.url}/tars/s-0.tar").items())
+    with pytest.raises(NoSpaceError):
+        source.read(keys[0])
+
+
+def test_a_limit_of_this_machine_is_no_fault_of_the_file(
+    ranged_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = remote.RemoteFilesystem(ranged_server.url, PATIENCE_S)
+
+    def refused(*args: object, **options: object) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(files.fs, "cat_file", refused)
+    with pytest.raises(CacheError):
+        files.read("t.parquet")
 
 
 def test_a_server_without_ranges_sends_a_tar_once_not_per_member(plain_server: Server, data: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -31,8 +32,9 @@ from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
-from pipeline.errors import NoSpaceError, UserError
+from pipeline.errors import CacheError, NoSpaceError, UserError
 from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.source import Item, Part, Runs, Source
@@ -41,6 +43,7 @@ from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
+from tests.support.failing_reads import fail_reads
 from tests.support.lowered import lower_limits
 from tests.support.workers.scanning import RUN
 
@@ -652,6 +655,69 @@ def test_what_could_not_be_read_is_read_by_the_next_run(folder: Path, cache: Cac
 def refuse(count: int) -> None:
     if count == 3:
         raise Unreadable("the server is busy")
+
+
+@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("kind", ["tars", "tables"])
+def test_a_part_of_which_a_read_failed_is_read_by_the_next_run(
+    kind: str, after: int, tmp_path: Path, cache: Cache, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(kind)[1]
+    data = str(path.parent / f"*{path.suffix}")
+    alone = Cache(tmp_path / "alone", create=True)
+    truth = scanned(open_source(data, DataConfig()), alone)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_reads(patch, path.name, errno.EIO, after)
+        broken = scanned(open_source(data, DataConfig()), cache)
+    assert all(r.startswith("unreadable: ") for r in broken.column("reject").to_pylist() if r)
+    assert scanned(open_source(data, DataConfig()), cache).equals(truth)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, NoSpaceError), (errno.EMFILE, CacheError)])
+@pytest.mark.parametrize("files", ["tars", "tables"])
+def test_a_limit_of_this_machine_rejects_no_part(
+    files: str, number: int, kind: type, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cache: Cache
+) -> None:
+    path = request.getfixturevalue(files)[1]
+    fail_reads(monkeypatch, path.name, number, times=100)
+    with pytest.raises(kind):
+        scanned(open_source(str(path.parent / f"*{path.suffix}"), DataConfig()), cache)
+
+
+@pytest.mark.parametrize(
+    ("reason", "again"),
+    [
+        ("is no whole tar: Input/output error (behind byte 512)", True),
+        ("is no whole tar: No space left on device (behind byte 0)", True),
+        ("is no whole tar: unexpected end of data (behind byte 512)", False),
+        ("is no whole tar: Invalid argument (behind byte 512)", False),
+        ("is no parquet file: Input/output error", True),
+        ("is no parquet file: Parquet magic bytes not found in footer.", False),
+        ("rows 0 to 19 cannot be read: [Errno 5] Input/output error", True),
+        ("rows 0 to 19 cannot be read: Stale file handle", True),
+        ("rows 0 to 19 cannot be read: a.parquet: no answer for 300 s (ReadTimeout: )", True),
+        ("rows 0 to 19 cannot be read: a.parquet: gave 3 of 5 bytes at 0; the file has been cut or changed", True),
+        ("rows 0 to 19 cannot be read: 19 pictures and 20 rows instead of 20", False),
+        ("1.json: Connection timed out", True),
+        ("no picture behind the link: Input/output error", False),
+    ],
+)
+def test_rejects_of_earlier_versions_that_came_from_failed_reads_are_tried_again(
+    reason: str, again: bool, tars: list[Path], cache: Cache
+) -> None:
+    truth = scanned(CountedTars(tars), cache)
+    rows = truth.to_pylist()
+    lost = [row for row in rows if row["part"] == "1.tar"]
+    kept = [row for row in rows if row not in lost]
+    empty = dict.fromkeys(scanning.SCAN.names)
+    kept[3:3] = [
+        {**empty, "item": "1.tar", "captions": [], "reject": reason, "part": "1.tar", "stamp": lost[0]["stamp"]}
+    ]
+    old = pa.Table.from_pylist(kept, scanning.SCAN)
+    source = CountedTars(tars)
+    cache.add_scan("photos", {"root": source.location, "table": cache.put_table(old), "latent": "l", "text": "t"})
+    assert scanned(source, cache).equals(truth if again else old)
+    assert source.listed == ["1.tar"] * again
 
 
 def test_items_that_find_no_disk_space_are_the_same_error_for_every_reader(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import posixpath
@@ -13,21 +14,27 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline import retrying
 from pipeline.cache import local_files
 from pipeline.cache.scratch import Scratch
-from pipeline.errors import UserError
+from pipeline.config import DataConfig
+from pipeline.errors import AwayError, UserError
 from pipeline.sources import filenames
 from pipeline.sources import folder as folder_source
+from pipeline.sources.detect import open_source, reopen
 from pipeline.sources.filenames import stem
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.source import Item, Reject, Source, Unreadable
+from tests.support.failing_reads import disconnect
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.source_files import make_tar
 
 PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "photos"
 
@@ -405,6 +412,79 @@ def test_unreadable_folder_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(UserError, match="shut"):  # what lies in it would be missing from the source
             listing()
+
+
+@pytest.mark.parametrize("format", ["folder", "webdataset", "parquet"])
+def test_a_network_file_system_that_goes_away_is_waited_for(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if format == "folder":
+        put(
+            tmp_path,
+            sub__a_dot_png=b"12345",
+            sub__a_dot_txt="x",
+            b_dot_png=b"",
+            metadata_dot_csv="file_name,text\nb.png,y",
+        )
+    elif format == "webdataset":
+        make_tar(tmp_path / "a.tar", [("1.png", bytes(3 * io.DEFAULT_BUFFER_SIZE)), ("1.txt", "said"), ("2.png", b"")])
+    else:
+        pq.write_table(pa.table({"jpg": [b"1", b"2"], "text": ["x", "y"]}), tmp_path / "a.parquet")
+
+    def content() -> list[object]:
+        source = open_source(str(tmp_path), DataConfig(), patience_s=30)
+        entries = list(source.items())
+        read = [(source.read(e.key), source.stat(e.key)) for e in entries if isinstance(e, Item)]
+        return [entries, read, sorted(LocalFilesystem(tmp_path).find()), LocalFilesystem(tmp_path).names("")]
+
+    truth = content()
+    monkeypatch.setattr(retrying, "PAUSE_S", 1e-3)
+    failed = disconnect(monkeypatch, str(tmp_path), every=2)
+    assert content() == truth
+    assert {"open", "stat", "scandir", "readinto"} <= failed
+
+
+@pytest.mark.parametrize("call", ["open", "stat", "scandir", "readinto", "readall"])
+def test_a_network_file_system_that_stays_away_rejects_nothing(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, a_dot_png=b"12345", a_dot_txt="x")
+    files = LocalFilesystem(tmp_path, patience_s=0.01)
+    monkeypatch.setattr(retrying, "PAUSE_S", 1e-3)
+    real = {name: getattr(os, name) for name in ("open", "stat", "scandir")}
+    disconnect(monkeypatch, str(tmp_path))
+    for name in real.keys() - {call}:
+        monkeypatch.setattr(os, name, real[name])
+    calls: dict[str, list[Callable[[], object]]] = {
+        "stat": [lambda: files.stat("a.png")],
+        "readall": [lambda: files.read("a.png")],
+        "scandir": [lambda: list(files.find()), lambda: files.names("")],
+    }
+    for read in calls.get(call, [lambda: files.read("a.png", 3), lambda: files.read_range("a.png", 1, 2)]):
+        with pytest.raises(AwayError):
+            read()
+
+
+def test_a_source_that_is_away_from_the_start_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrying, "PAUSE_S", 1e-3)
+    disconnect(monkeypatch, str(tmp_path))
+    with pytest.raises(AwayError):
+        open_source(str(tmp_path), DataConfig(), patience_s=0.01)
+    with pytest.raises(AwayError):
+        reopen(str(tmp_path), "webdataset", ["a.tar"], DataConfig(), "x", patience_s=0.01)
+
+
+def test_a_place_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9") / "photos"
+    put(folder, a_dot_png=b"", a_dot_txt="x")
+    make_tar(folder.parent / "a.tar", [("1.png", b""), ("1.txt", "said")])
+    monkeypatch.chdir(folder.parent)
+    for data in (str(folder), "photos", "a.tar", "*.tar", f"file://{folder}", "memory://caf\udce9"):
+        with pytest.raises(UserError, match=naming("UTF-8")):
+            open_source(data, DataConfig())
+    (tmp_path / os.fsdecode(b"caf\xe9.tar")).write_bytes(b"")
+    with pytest.raises(UserError):
+        list(open_source(str(tmp_path / os.fsdecode(b"caf\xe9.tar")), DataConfig()).items())
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
 from pipeline.sources.source import Item, Unreadable
 from pipeline.sources.tables import ListingSource
+from tests.support.failing_reads import fail_reads
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.source_files import Rows, listed, make_tar, opened
@@ -63,6 +64,23 @@ def test_long_and_foreign_names(tmp_path: Path, format: int) -> None:
     assert not rejects
     assert set(items) == {f"a.tar/{name}.png" for name in names}
     assert all(source.read(f"a.tar/{name}.png") == name.encode() for name in names)
+
+
+def test_a_caption_that_was_not_reached_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tar(tmp_path / "a.tar", [("1.png", bytes(io.DEFAULT_BUFFER_SIZE)), ("1.txt", "said")])
+    fail_reads(monkeypatch, "a.tar", errno.EIO, 1)
+    items, rejects = listed(opened(tmp_path))
+    assert not items and rejects["a.tar"].startswith("unreadable: ")
+
+
+def test_captions_beside_a_tar_that_cannot_be_read_are_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tar(tmp_path / "a.tar", [("1.png", b""), ("1.txt", "said")])
+    (tmp_path / "a.json").write_text('{"1": {"text": "more"}}')
+    fail_reads(monkeypatch, "a.json", errno.EIO)
+    items, rejects = listed(opened(tmp_path))
+    assert len(items) == 1 and rejects["a.json"].startswith("unreadable: ")
 
 
 def test_pictures_json_and_text_of_one_sample(tmp_path: Path) -> None:

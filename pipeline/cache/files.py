@@ -31,7 +31,7 @@ from pipeline.cache import layout, local_files, long_lists
 from pipeline.cache import scratch as scratches
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, cache_errors, file_digest, make_folder, sync, sync_path, write_synced
-from pipeline.errors import AwayError, CacheError, IntegrityError
+from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
 
@@ -87,15 +87,7 @@ class Files:
             AwayError: it stays disconnected for `patience_s`.
             OSError: as `read`.
         """
-        try:
-            return read()
-        except OSError as error:
-            if not retrying.is_disconnected(error):
-                raise
-        try:
-            return retrying.retry(read, self.where(""), self.patience_s, retrying.is_disconnected)
-        except retrying.NoAnswer as error:
-            raise AwayError(f"{self.where('')}: {error}", fix=error.fix) from None
+        return retrying.when_reachable(read, self.where(""), self.patience_s)
 
     def where(self, name: str) -> str:
         """The file's full name, for messages."""

@@ -25,7 +25,7 @@ STALE_TMP_S = 48 * 3600
 SPARE_DESCRIPTORS = 128
 """File descriptors left for sockets, checkpoints and libraries."""
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, *_OUT_OF_SPACE)
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, *_OUT_OF_SPACE)
 
 
 class Handle:
@@ -93,9 +93,18 @@ def cache_errors(path: Path) -> Iterator[None]:
 
 
 def is_out_of_resources(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes says that file descriptors or disk space have run out."""
+    """Whether an error or one of its causes says that file descriptors, memory or disk space have run out."""
+    return _has_number(error, _OUT_OF_RESOURCES)
+
+
+def is_out_of_space(error: BaseException | None) -> bool:
+    """Whether an error or one of its causes says that disk space has run out."""
+    return _has_number(error, _OUT_OF_SPACE)
+
+
+def _has_number(error: BaseException | None, numbers: tuple[int, ...]) -> bool:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
+        if isinstance(error, OSError) and error.errno in numbers:
             return True
         error = error.__cause__
     return False

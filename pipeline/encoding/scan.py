@@ -19,7 +19,9 @@ Unreadable items are tried again by the next scan, but not when an interrupted s
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -89,6 +91,18 @@ RULE = "fragment-3"
 
 HEADS = (1 << 16, 1 << 20)
 """Bytes that `from_header` reads of a picture; the second number if the first was not enough."""
+
+_NUMBERS = errno.errorcode.keys() - {errno.EINVAL, errno.EOVERFLOW}
+_READ_ERRORS = "|".join(re.escape(os.strerror(number)) for number in sorted(_NUMBERS))
+UNREADABLE = "|".join(
+    (
+        "^unreadable",
+        rf"^(?!{re.escape(DEAD)}).*: (?:\[Errno \d+\] )?(?:{_READ_ERRORS})(?: \(behind byte \d+\))?$",
+        r"^rows \d+ to \d+ cannot be read: .*: (?:no answer for \d|gave \d+ of \d+ bytes at |cannot be read: \w+: )",
+    )
+)
+"""Matches the reasons of rejects that come from a failed read and not from the bytes. Now all begin with the first; the
+others are in tables of earlier versions, for tars and tables that were read in part."""
 
 Look = Callable[[Source, str, int, int], dict[str, Any]]
 """(source, key, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
@@ -395,7 +409,7 @@ class Scan:
 
     def _cut(self) -> list[_Piece]:
         pieces = []
-        again = "^unreadable" + (f"|^{re.escape(DEAD)}" if self.source.retries_links else "")
+        again = UNREADABLE + (f"|^{re.escape(DEAD)}" if self.source.retries_links else "")
         runs = _runs(last, again) if (last := self._stamps()) is not None else {}
         for part in self.source.parts():
             self._check()

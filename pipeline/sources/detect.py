@@ -17,8 +17,10 @@ import json
 import os
 import posixpath
 import re
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, mode_of, refuse_surrogates
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.link_tables import LinkListing, lists_links
 from pipeline.sources.links import Links
@@ -93,7 +95,7 @@ def open_source(
         if files is not None:
             raise UserError(f"{data}: is a file, not a folder of pictures", fix="leave --format out, or give a folder")
         if isinstance(filesystem, LocalFilesystem):
-            return FolderSource(Path(data.removeprefix("file://")), rule, name)
+            return FolderSource(Path(data.removeprefix("file://")), rule, name, patience_s)
         return FolderSource(filesystem, rule, name)
     if format == "wids":
         counts = _wids(filesystem, files, data)
@@ -165,9 +167,9 @@ def reopen(
     if is_url(location):
         filesystem: Filesystem = RemoteFilesystem(location, patience_s)
     elif format == "folder":
-        return FolderSource(Path(location), rule, name)
+        return FolderSource(Path(location), rule, name, patience_s)
     else:
-        filesystem = _disk(location, location)
+        filesystem = _disk(location, location, patience_s)
     if format == "folder":
         return FolderSource(filesystem, rule, name)
     return _of_format(format, filesystem, parts, rule, config, name, patience_s)
@@ -178,14 +180,16 @@ def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None
     remote = is_url(data) and not data.startswith("file://")
     path = data.removeprefix("file://")
     if remote:
+        refuse_surrogates(data)
         drivers.refuse_credentials(data)
+    mode = 0 if remote else mode_of(path, patience_s)
     pattern = _PATTERN.search(path)
-    if pattern and (remote or not os.path.exists(path)):
+    if pattern and not mode:
         head, slash, rest = path[: pattern.start()].rpartition("/")
         # A brace may contain slashes, so split before the pattern.
         rest = path[len(head) + len(slash) :]
         filesystem: Filesystem = (
-            RemoteFilesystem(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data)
+            RemoteFilesystem(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data, patience_s)
         )
         files = _expand(filesystem, rest, data)
         return filesystem, files, last_part(head) if remote else Path(head or ".").resolve().name
@@ -195,16 +199,16 @@ def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None
             head, _, base = path.rpartition("/")
             return RemoteFilesystem(head, patience_s), [base], base.partition(".")[0]
         return RemoteFilesystem(path, patience_s), None, last_part(path)
-    if os.path.isfile(path):
+    if stat.S_ISREG(mode):
         file = Path(path)
-        return LocalFilesystem(file.parent), [file.name], file.name.partition(".")[0]
-    return LocalFilesystem(path), None, Path(path).resolve().name
+        return LocalFilesystem(file.parent, patience_s), [file.name], file.name.partition(".")[0]
+    return LocalFilesystem(path, patience_s), None, Path(path).resolve().name
 
 
-def _disk(folder: str, data: str) -> LocalFilesystem:
-    if not os.path.isdir(folder):
+def _disk(folder: str, data: str, patience_s: float) -> LocalFilesystem:
+    if not stat.S_ISDIR(mode_of(folder, patience_s)):
         raise _missing(data, folder)
-    return LocalFilesystem(folder)
+    return LocalFilesystem(folder, patience_s)
 
 
 def _missing(data: str, path: str) -> UserError:
@@ -222,7 +226,9 @@ def _missing(data: str, path: str) -> UserError:
 
 
 def _is_folder(filesystem: Filesystem, data: str) -> bool:
-    return not isinstance(filesystem, LocalFilesystem) or filesystem.root.is_dir()
+    if not isinstance(filesystem, LocalFilesystem):
+        return True
+    return stat.S_ISDIR(mode_of(filesystem.root, filesystem.patience_s))
 
 
 def _expand(filesystem: Filesystem, pattern: str, data: str) -> list[str]:
@@ -316,7 +322,8 @@ def _sample(filesystem: Filesystem) -> Iterable[str]:
         below: list[str] = []
         for folder in waiting:
             try:
-                with os.scandir(os.path.join(filesystem.root, folder)) as entries:
+                path = os.path.join(filesystem.root, folder)
+                with filesystem.when_reachable(partial(os.scandir, path)) as entries:
                     for entry in entries:
                         if entry.name.startswith("."):
                             continue

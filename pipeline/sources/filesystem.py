@@ -8,19 +8,25 @@ Price: on a disk each read resolves the links in the name again; with opening, a
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import os
 import posixpath
 import stat as stat_module
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
+from pipeline import retrying
+from pipeline.cache.local_files import is_out_of_resources, is_out_of_space
 from pipeline.cache.scratch import Scratch
-from pipeline.errors import UserError
-from pipeline.sources.filenames import error_text, escaped, unsafe_reason
+from pipeline.errors import AwayError, CacheError, NoSpaceError, UserError
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, unsafe_reason
+
+T = TypeVar("T")
 
 LINES = 1 << 20
 """Bytes of a file that are read at once for its lines."""
@@ -28,6 +34,44 @@ LINES = 1 << 20
 
 class Unreadable(OSError):
     """The bytes of one item cannot be read; the message is the reason in plain words."""
+
+    @classmethod
+    def of(cls, name: str, error: Exception) -> Unreadable:
+        """The same for an error of reading a file. Raises as `raise_if_of_machine`."""
+        raise_if_of_machine(error, escaped(name))
+        return cls(f"{escaped(name)}: {escaped(error_text(error))}")
+
+
+def raise_if_of_machine(error: BaseException, place: str) -> None:
+    """Raise an error that concerns this machine and no item.
+
+    Args:
+        place: where it happened, for messages.
+
+    Raises:
+        NoSpaceError: disk space has run out, of the temporary folder for example.
+        CacheError: file descriptors or memory have run out.
+    """
+    if is_out_of_resources(error):
+        full = is_out_of_space(error)
+        raise (NoSpaceError if full else CacheError)(
+            f"{place}: cannot be read on this machine: {error_text(error)}",
+            fix=f"free space in {tempfile.gettempdir()}" if full else "ulimit -n 65536, or fewer workers",
+        ) from error
+
+
+def is_read_error(error: BaseException) -> bool:
+    """Whether bytes could not be read. Errors of bytes that were read have no number, or come from a seek to a place
+    that a damaged header names."""
+    numbers = (None, errno.EINVAL, errno.EOVERFLOW)
+    return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in numbers)
+
+
+def unreadable_reason(name: str, error: OSError, what: str = "") -> str:
+    """The reason of a reject that the next scan tries again, for an error of reading a file. what: the part of the file
+    and a colon. Raises as `raise_if_of_machine`."""
+    raise_if_of_machine(error, escaped(name))
+    return f"unreadable: {what}{escaped(error_text(error)).removeprefix(escaped(name) + ': ')}"
 
 
 class Filesystem(ABC):
@@ -133,12 +177,41 @@ class Filesystem(ABC):
         """Drop cached listings and file contents."""
 
 
-class LocalFilesystem(Filesystem):
-    """A local folder. Only links to files inside it are followed."""
+def refuse_surrogates(location: str) -> None:
+    """Raise a UserError for a path or URL that is not UTF-8."""
+    if has_surrogates(location):
+        raise UserError(
+            f"the path of the data is not valid UTF-8: {escaped(location)}",
+            fix="rename the folder, or mount it elsewhere",
+        )
 
-    def __init__(self, root: Path | str):
-        self.root = Path(root)
+
+def mode_of(path: Path | str, patience_s: float) -> int:
+    """The mode of what a path names, as `os.stat` gives it; 0 if there is nothing, or it may not be looked at.
+
+    Raises:
+        AwayError: its file system stays disconnected for `patience_s`.
+    """
+    try:
+        return retrying.when_reachable(lambda: os.stat(path), str(path), patience_s).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+class LocalFilesystem(Filesystem):
+    """A local folder. Only links to files inside it are followed.
+
+    Args:
+        patience_s: how long to wait for a network file system that does not answer; then `AwayError`.
+
+    Raises:
+        UserError: the path is not UTF-8, so that no document can name it.
+    """
+
+    def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
+        self.root, self.patience_s = Path(root), patience_s
         self.location = str(self.root.resolve())
+        refuse_surrogates(self.location)
         self._real_root = os.path.realpath(self.root)
 
     def path(self, name: str) -> Path:
@@ -156,15 +229,45 @@ class LocalFilesystem(Filesystem):
         except (OSError, ValueError):
             return False
 
+    def when_reachable(self, read: Callable[[], T]) -> T:
+        """See `retrying.when_reachable`."""
+        return retrying.when_reachable(read, self.location, self.patience_s)
+
     def find(self) -> Iterator[str]:
-        for folder, folders, files in os.walk(self.root, onerror=self.raise_unlisted):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            base = os.path.relpath(folder, self.root)
-            prefix = "" if base == "." else base.replace(os.sep, "/") + "/"
-            yield from (prefix + name for name in files if not name.startswith("."))
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            for entry in self.entries(folder):
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.name.startswith("."):
+                    continue
+                if not self.is_folder(entry):
+                    yield name
+                elif not entry.is_symlink():
+                    folders.append(name)
+
+    def entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
+        """The entries of a folder itself. Raises as `raise_unlisted`."""
+        try:
+            with self.when_reachable(lambda: os.scandir(os.path.join(self.root, folder))) as entries:
+                yield from entries
+        except OSError as error:
+            self.raise_unlisted(error)
+
+    def is_folder(self, entry: os.DirEntry[str]) -> bool:
+        """Whether an entry is a folder, or a link to one; False for a circle of links."""
+        try:
+            return entry.is_dir()
+        except OSError as error:
+            if retrying.is_disconnected(error):
+                self.raise_unlisted(error)
+            return False
 
     def raise_unlisted(self, error: OSError) -> NoReturn:
         """Raise a UserError for a folder that cannot be listed: the listing would be incomplete."""
+        raise_if_of_machine(error, str(error.filename))
+        if retrying.is_disconnected(error):
+            raise AwayError(f"{error.filename}: the folder cannot be read: {error_text(error)}") from error
         raise UserError(
             f"{error.filename}: the folder cannot be read: {error_text(error)}",
             expected=f"every folder under {self.location} to be readable",
@@ -173,7 +276,7 @@ class LocalFilesystem(Filesystem):
 
     def names(self, folder: str) -> list[str]:
         try:
-            with os.scandir(os.path.join(self.root, folder)) as entries:
+            with self.when_reachable(lambda: os.scandir(os.path.join(self.root, folder))) as entries:
                 names = [entry.name for entry in entries if entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -184,9 +287,9 @@ class LocalFilesystem(Filesystem):
     def stat(self, name: str) -> tuple[int, int]:
         path = self.path(name)
         try:
-            status = os.stat(path)
+            status = self.when_reachable(lambda: os.stat(path))
         except (OSError, ValueError) as error:
-            raise Unreadable(f"{escaped(name)}: {error_text(error)}") from error
+            raise Unreadable.of(name, error) from error
         if not stat_module.S_ISREG(status.st_mode):
             raise Unreadable(f"{escaped(name)}: is not a regular file")
         return status.st_size, status.st_mtime_ns
@@ -196,7 +299,7 @@ class LocalFilesystem(Filesystem):
             try:
                 return stream.read() if limit is None else stream.read(limit + 1)
             except OSError as error:
-                raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
+                raise Unreadable.of(name, error) from None
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         with self.open(name) as stream:
@@ -204,23 +307,62 @@ class LocalFilesystem(Filesystem):
                 stream.seek(offset)
                 data = stream.read(length)
             except (OSError, ValueError) as error:
-                raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
+                raise Unreadable.of(name, error) from None
         return check_length(name, data, offset, length)
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         path = self.path(name)
-        handle = -1
-        try:
+
+        def opened() -> int:
             # Not blocking: opening a pipe without a writer would hang the run.
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
             if not stat_module.S_ISREG(os.fstat(handle).st_mode):
                 os.close(handle)
                 raise Unreadable(f"{escaped(name)}: is not a regular file")
-            return BoundedReader(io.FileIO(handle))
+            return handle
+
+        try:
+            return self.when_reachable(lambda: BoundedReader(PatientFile(opened, self.when_reachable)))
         except Unreadable:
             raise
         except (OSError, ValueError) as error:
-            raise Unreadable(f"{escaped(name)}: {error_text(error)}") from None
+            raise Unreadable.of(name, error) from None
+
+
+class PatientFile(io.FileIO):
+    """A file whose reads are repeated while its file system is disconnected. The old descriptor may be stale then, so
+    the file is opened again.
+
+    Args:
+        opened: opens the file and returns its descriptor.
+        when_reachable: see `LocalFilesystem`.
+    """
+
+    def __init__(self, opened: Callable[[], int], when_reachable: Callable[[Callable[[], Any]], Any]):
+        super().__init__(opened())
+        self._opened, self._when_reachable = opened, when_reachable
+
+    def readinto(self, buffer: Any) -> int:
+        return self._repeated(lambda: io.FileIO.readinto(self, buffer))
+
+    def readall(self) -> bytes:
+        return self._repeated(lambda: io.FileIO.readall(self))
+
+    def _repeated(self, read: Callable[[], Any]) -> Any:
+        position = self.tell()
+        failed = False
+
+        def once() -> Any:
+            nonlocal failed
+            if failed:
+                handle = self._opened()
+                os.dup2(handle, self.fileno(), inheritable=False)
+                os.close(handle)
+                self.seek(position)
+            failed = True
+            return read()
+
+        return self._when_reachable(once)
 
 
 class BoundedReader(io.BufferedReader):

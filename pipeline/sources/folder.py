@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,9 +23,10 @@ from pipeline.cache.layout import digest
 from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
+from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, stem, unsafe_reason
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, mode_of
 from pipeline.sources.metadata_files import (
     FILE_COLUMN,
     METADATA_NAMES,
@@ -213,21 +215,29 @@ class FolderSource(PrefetchedSource):
         root: the folder, or another filesystem.
         rule: which captions; or the column of the metadata files that holds them.
         name: the source's name in sample identities.
+        patience_s: of the root, if it is a folder; see `LocalFilesystem`.
 
     Raises:
         UserError: the root does not exist or is not a folder.
     """
 
-    def __init__(self, root: Path | str | Filesystem, rule: CaptionRule | str, name: str = "folder"):
+    def __init__(
+        self,
+        root: Path | str | Filesystem,
+        rule: CaptionRule | str,
+        name: str = "folder",
+        patience_s: float = PATIENCE_S,
+    ):
         if not isinstance(root, Filesystem):
-            if not os.path.isdir(root):
+            mode = mode_of(root, patience_s)
+            if not stat.S_ISDIR(mode):
                 raise UserError(
                     f"the data folder {str(root)!r} "
-                    + ("is not a folder" if os.path.exists(root) else "does not exist or may not be read"),
+                    + ("is not a folder" if mode else "does not exist or may not be read"),
                     expected="a folder of pictures with captions in .txt files or a metadata.jsonl / metadata.csv",
                     fix="sana-pipe encode --data DIR",
                 )
-            root = LocalFilesystem(root)
+            root = LocalFilesystem(root, patience_s)
         self.filesystem = root
         self.location = root.location
         self.rule: CaptionRule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
@@ -327,11 +337,11 @@ class FolderSource(PrefetchedSource):
         folders = [""]
         while folders:
             folder = folders.pop()
-            for entry in _entries(disk, folder):
+            for entry in disk.entries(folder):
                 key = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.name.startswith("."):
                     self._ignore("hidden")
-                elif not _is_folder(entry):
+                elif not disk.is_folder(entry):
                     yield key, _problem(entry, key, disk) if _is_data(entry.name) else None
                 elif entry.is_symlink():
                     reason = "is a linked folder; move or mount its pictures under the root"
@@ -483,32 +493,9 @@ def _identity_of(rejects: Callable[[], Iterator[Reject]], stats: Seen) -> bytes:
     return digest("items", *map(repr, rejects()))
 
 
-def _entries(disk: LocalFilesystem, folder: str) -> Iterator[os.DirEntry[str]]:
-    try:
-        scan = os.scandir(os.path.join(disk.root, folder))
-    except OSError as error:
-        disk.raise_unlisted(error)
-    with scan:
-        while True:
-            try:
-                entry = next(scan, None)
-            except OSError as error:
-                disk.raise_unlisted(error)
-            if entry is None:
-                return
-            yield entry
-
-
 def _is_data(name: str) -> bool:
     kind = extension(name)
     return kind in EXTENSIONS or kind in ("txt", "json") or name.lower() in METADATA_NAMES
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a circle of links
-        return False
 
 
 def _problem(entry: os.DirEntry[str], key: str, disk: LocalFilesystem) -> str | None:
@@ -519,7 +506,7 @@ def _problem(entry: os.DirEntry[str], key: str, disk: LocalFilesystem) -> str | 
     if entry.is_symlink():
         if not disk.inside(entry.path):
             return "a link leads out of the source folder"
-        if not os.path.exists(entry.path):
+        if not mode_of(entry.path, disk.patience_s):
             return "is a broken link"
     try:
         return None if entry.is_file() else "is not a regular file"

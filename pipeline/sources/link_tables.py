@@ -21,7 +21,7 @@ from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import escaped, has_surrogates, is_url, shown
-from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reason
 from pipeline.sources.links import REQUESTS, Links
 from pipeline.sources.metadata_files import NAME_COLUMNS, RowReader, check_caption_columns
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
@@ -130,8 +130,8 @@ class LinkListing(LinkTables):
                     column = column or link_column(row)
                     self._check(name, column, rule, row)
                 yield from self._item(key, name, f"{start}+{end - start}", row, column or "", rule)
-        except Unreadable as error:
-            yield Reject(escaped(name), f"unreadable: {str(error).removeprefix(escaped(name) + ': ')}")
+        except OSError as error:
+            yield Reject(escaped(name), unreadable_reason(name, error))
             return
         if not any_row:
             yield Reject(escaped(name), "holds no row")

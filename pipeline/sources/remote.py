@@ -41,7 +41,7 @@ from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
 from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason
-from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length
+from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length, raise_if_of_machine
 from pipeline.urls import strip_credentials
 
 BLOCK = 4 << 20
@@ -307,6 +307,7 @@ class RemoteFilesystem(Filesystem):
         except ObjectAwayError as error:
             raise Unreadable(file + escaped(error.reason)) from error
         except (RequestFailed, OSError) as error:
+            raise_if_of_machine(error, f"{self.location}/{escaped(name)}")
             raise Unreadable(file + strip_credentials(escaped(error_text(error)))) from error
 
 
@@ -362,7 +363,10 @@ class _Spool:
 
     def __init__(self, remote: RemoteFilesystem, name: str, size: int):
         self.remote, self.name, self.size = remote, name, size
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the spool
+        try:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the spool
+        except OSError as error:
+            raise Unreadable.of(name, error) from error
         self._blocks: set[int] = set()
         self._lock = threading.Lock()
 
@@ -383,9 +387,12 @@ class _Spool:
             start, after, first, end = 0, -(-self.size // BLOCK), 0, self.size
             data = self.remote.read(self.name)
         check_length(self.name, data, start, end - start)
-        self._file.seek(start)
-        self._file.write(data)
-        self._file.flush()
+        try:
+            self._file.seek(start)
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise Unreadable.of(self.name, error) from error
         self._blocks.update(range(first, after))
 
 

@@ -30,7 +30,7 @@ from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, shown, unsafe_reason
-from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.link_tables import LINK_COLUMNS, LINK_RULE, LinkTables, digest_of, is_link
 from pipeline.sources.links import Links
@@ -177,11 +177,9 @@ class ParquetSource(LinkTables):
             self._versions[name] = self.filesystem.stat(name)
             with self._lock:
                 table = self._file(name)
-        except Unreadable as error:
-            yield Reject(escaped(name), f"unreadable: {str(error).removeprefix(escaped(name) + ': ')}")
-            return
         except (pa.ArrowException, OSError) as error:
-            yield Reject(escaped(name), f"is no parquet file: {escaped(error_text(error))}")
+            wrong = f"is no parquet file: {escaped(error_text(error))}"
+            yield Reject(escaped(name), unreadable_reason(name, error) if is_read_error(error) else wrong)
             return
         others = self._other_columns(name, table)
         first = 0
@@ -215,8 +213,9 @@ class ParquetSource(LinkTables):
             column, _ = self._picture(name, table.schema_arrow)
             rows, pictures = self._read_group(name, table, group, others, start, stop)
         except (pa.ArrowException, OSError) as error:
-            reason = escaped(error_text(error))
-            yield Reject(escaped(name), f"rows {first + start} to {first + stop - 1} cannot be read: {reason}")
+            which = f"rows {first + start} to {first + stop - 1}"
+            wrong = f"{which} cannot be read: {escaped(error_text(error))}"
+            yield Reject(escaped(name), unreadable_reason(name, error, f"{which}: ") if is_read_error(error) else wrong)
             return
         rule = self._rule_of(name, others)
         for row, values in enumerate(rows, start):
@@ -391,7 +390,7 @@ class ParquetSource(LinkTables):
         try:
             data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
         except (pa.ArrowException, IndexError, OSError) as error:
-            raise Unreadable(f"{escaped(key)}: {escaped(error_text(error))}") from None
+            raise Unreadable.of(key, error) from None
         if data is None:
             raise Unreadable(f"{escaped(key)}: has no picture any more")
         return data
@@ -409,7 +408,7 @@ class ParquetSource(LinkTables):
         try:
             url = _value(self._group(part, place.group)[place.row])
         except (pa.ArrowException, IndexError, OSError) as error:
-            raise Unreadable(f"{escaped(key)}: {escaped(error_text(error))}") from None
+            raise Unreadable.of(key, error) from None
         return url if isinstance(url, str) else None
 
     def _locate(self, key: str) -> tuple[str, str | _Link | tuple[int, int, int]]:

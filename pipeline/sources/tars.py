@@ -32,7 +32,7 @@ from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, unsafe_reason
-from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable
+from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, parse_json, read_sidecar
 from pipeline.sources.source import FilesSource, Item, PrefetchedSource, Reject
@@ -112,12 +112,15 @@ class TarSource(FilesSource, PrefetchedSource):
             self._versions[name] = self.filesystem.stat(name)
             with self.filesystem.open(name, spool=True) as stream:
                 self._walk(tar, stream, self._versions[name][0])
-        except Unreadable as error:
-            tar.reject(name, f"unreadable: {str(error).removeprefix(escaped(name) + ': ')}")
+            whole = True
+        except OSError as error:
+            tar.reject(name, unreadable_reason(name, error))
+            whole = False
         columns = self._read_sidecars(tar) if tar.samples else {}
         for prefix, sample in tar.samples.items():
             self._add_items(tar, prefix, sample, columns)
-        self._check(tar)
+        if whole:
+            self._check(tar)
         yield from sorted(tar.rejects, key=lambda reject: reject.key)
         for item in sorted(tar.items, key=lambda item: item.key):
             assert item.where is not None
@@ -167,7 +170,7 @@ class TarSource(FilesSource, PrefetchedSource):
                     end = archive.offset
                     previous = self._add_member(tar, member, previous, buffered, size)
         except (tarfile.TarError, OSError, ValueError, EOFError) as error:
-            if isinstance(error, Unreadable):
+            if is_read_error(error):
                 raise
             # Reasons of rejects enter the ids of snapshots: they keep their text.
             tar.reject(tar.name, f"is no whole tar: {error_text(error)} (behind byte {end})")
@@ -306,7 +309,7 @@ class TarSource(FilesSource, PrefetchedSource):
                 data = self.filesystem.read(name, MAX_SIDECAR_BYTES)
                 value: dict[str, Any] | str = parse_json(data.decode("utf-8-sig"))
             except Unreadable as error:
-                value = str(error)
+                value = unreadable_reason(name, error)
             except UnicodeDecodeError:
                 value = "is not UTF-8"
             if isinstance(value, str):
