@@ -143,7 +143,7 @@ def run(
 
 def _caches(config: Config, dry_run: bool) -> list[Cache]:
     """The cache of the configuration, then `bucket.caches`."""
-    others = [Cache(root, mirror=config.mirror) for root in config.bucket.caches]
+    others = Cache.others_of(config)
     caches = [Cache.of(config, create=bool(others) and not dry_run), *others]
     roots = [cache.location if "://" in cache.location else os.path.realpath(cache.location) for cache in caches]
     if len(set(roots)) < len(roots):

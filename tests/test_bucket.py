@@ -23,7 +23,7 @@ from click.testing import CliRunner
 import stages.bucket
 import stages.encode
 import stages.snapshots
-from pipeline.cache import adopt, audit, compare, layout, many_keys
+from pipeline.cache import adopt, audit, compare, layout, many_keys, objects
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.key_columns import as_keys, key_bytes
 from pipeline.cache.layout import Paths
@@ -950,6 +950,15 @@ def test_caches_on_disks_and_in_object_stores_mix(
     )
     seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}
     assert {layout.sample_id("two", p.item) for p in pictures(20, "two-")} & seen
+
+
+def test_other_caches_are_waited_for_as_long_as_the_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, patience, files_at = with_another(tmp_path), dict[str, float](), objects.files_at
+    monkeypatch.setattr(
+        "pipeline.cache.root.files_at", lambda at, *rest: [patience.update({at: rest[1]}), files_at(at, *rest)][1]
+    )
+    stages.bucket.run(of.model_copy(update={"patience_s": 7.0}))
+    assert patience == {of.cache: 7.0, of.bucket.caches[0]: 7.0}
 
 
 def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_new_plan_lists_what_is_missing(
     rng = np.random.default_rng(seed)
     keys = np.frombuffer(rng.bytes(16 * 40), "S16")
     there: dict[bytes, str] = {}  # key -> its shard
-    failed, refused, listed = set[bytes](), set[bytes](), dict[int, set[bytes]]()
+    latest, listed = dict[bytes, str](), dict[int, set[bytes]]()
     for _ in range(4):
         finished = {
             number
@@ -71,7 +71,7 @@ def test_a_new_plan_lists_what_is_missing(
         waiting = set[bytes]().union(*(some for number, some in listed.items() if number not in finished))
         asked = work_of(rng.permutation(keys)[: rng.integers(10, 40)])
         wanted = asked.column("key").to_pylist()
-        expected = [k for k in wanted if k not in there and k not in waiting and (k not in refused or k in failed)]
+        expected = [k for k in wanted if k not in there and k not in waiting and latest.get(k) != "refused"]
         plans = plans_of(cache, asked)
         new = [plan for plan in plans if plan.number not in listed]
         lists = [cache.table(plan.table).column("key").to_pylist() for plan in new]
@@ -87,11 +87,26 @@ def test_a_new_plan_lists_what_is_missing(
                     if fates[key] == "made":
                         assert done.shard is not None
                         there[key] = done.shard
-                    (failed if fates[key] == "failed" else refused if fates[key] == "refused" else set()).add(key)
+                    latest[key] = fates[key]
             index.merge(cache.files, LATENT.name, plan.number, [unit.unit for unit in plan.units])
         lost = rng.choice(sorted(set(there.values())))
         cache.files.path(Paths.shard(LATENT.name, lost)).unlink()
         there = {key: shard for key, shard in there.items() if shard != lost}
+
+
+@pytest.mark.parametrize("fate", ["made", "refused"])
+def test_a_record_that_failed_for_a_time_is_planned_until_its_end_is_known(cache: Cache, fate: str) -> None:
+    keys = np.frombuffer(np.random.default_rng(0).bytes(16 * 3), "S16")
+    others, last = dict.fromkeys(map(key_bytes, keys[:2]), "made"), key_bytes(keys[2])
+    for run, end in enumerate(["failed", "failed", fate]):
+        assert planning.count_missing(cache, LATENT, work_of(keys)) == ((1, 2) if run else (3, 0))
+        plan = plans_of(cache, work_of(keys))[run]
+        for unit in plan.units:
+            commit(cache, plan, unit, {**others, last: end})
+        index.merge(cache.files, LATENT.name, run, [unit.unit for unit in plan.units])
+    assert len(plans_of(cache, work_of(keys))) == 3
+    assert planning.count_missing(cache, LATENT, work_of(keys)) == (0, 3 if fate == "made" else 2)
+    assert planning.retryable_from_another_item(cache, LATENT, lambda _: work_of(keys)) is None
 
 
 def finished_plans(cache: Cache, count: int) -> pa.Table:

@@ -303,6 +303,11 @@ class RecordIndex:
     def lost(self) -> np.ndarray:
         return lost(self._files, self.recipe, self.shards, self.bytes)
 
+    @cached_property
+    def outcomes(self) -> dict[str, RecordReject]:
+        """Key (hex) -> its reject; of several the one of the latest plan, which knew the earlier ones."""
+        return {reject.key: reject for reject in self.rejects}
+
     def _fill(self, batches: Iterable[pa.Table]) -> None:
         """Take over records, the lowest precedence first: of equal keys the last stays."""
         scratch = self._files.scratch

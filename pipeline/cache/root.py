@@ -181,6 +181,11 @@ class Cache:
         return cls(config.cache, create=create, mirror=config.mirror, patience_s=config.patience_s)
 
     @classmethod
+    def others_of(cls, config: Config) -> list[Cache]:
+        """The caches that `bucket.caches` names."""
+        return [cls(root, mirror=config.mirror, patience_s=config.patience_s) for root in config.bucket.caches]
+
+    @classmethod
     def if_there(cls, config: Config) -> Cache | None:
         """The cache that a configuration names; None if it does not exist yet.
 

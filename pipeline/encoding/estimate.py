@@ -164,7 +164,8 @@ def _new(
     """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
     made are rejects under the value of column `name`."""
     index = None if cache is None else cache.index(recipe.name)
-    reasons = {} if index is None else {bytes.fromhex(r.key): r.reason for r in index.rejects if not r.retry}
+    rejects = {} if index is None else index.outcomes
+    reasons = {bytes.fromhex(key): reject.reason for key, reject in rejects.items() if not reject.retry}
     impossible = SortedKeys.of(list(reasons))
     for batch in batches(records):
         keys = fixed(batch.column("key"))

@@ -9,7 +9,7 @@ Price: sorts the keys of the work list; if records are missing, also the keys of
 `Scratch`). About `RUN` rows are in memory at a time, however long their captions.
 
 A record counts as not assigned if it failed for a temporary cause (its file was gone or had changed), or if its shard
-is missing or truncated. Records of later plans win.
+is missing or truncated. Records and rejects of later plans win.
 """
 
 from __future__ import annotations
@@ -316,8 +316,7 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: p
     """
     unfinished = [plan for plan in plans if not _finished(cache, plan)]  # before the index, which then has the others
     index, scratch = cache.index(recipe.name), cache.files.scratch
-    again = {reject.key for reject in index.rejects if reject.retry}
-    refused = SortedKeys.of([bytes.fromhex(reject.key) for reject in index.rejects if reject.key not in again])
+    refused = SortedKeys.of([bytes.fromhex(key) for key, reject in index.outcomes.items() if not reject.retry])
     missing = scratch.array(len(work), bool)
     for start in range(0, len(work), arrow.ROWS):
         keys = fixed(work.column("key").slice(start, arrow.ROWS))
@@ -345,7 +344,7 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: p
 def count_missing(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
     """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
     index = cache.index(recipe.name)
-    refused = binary(as_keys([bytes.fromhex(r.key) for r in index.rejects if not r.retry]))
+    refused = binary(as_keys([bytes.fromhex(key) for key, reject in index.outcomes.items() if not reject.retry]))
     missing = existing = 0
     for batch in batches(work.select(["key"])):
         present = index.present(fixed(batch.column("key")))
@@ -366,7 +365,7 @@ def retryable_from_another_item(
     be encoded from the item of this row.
     """
     index = cache.index(recipe.name)
-    failed = {reject.key: reject.item for reject in index.rejects if reject.retry}  # of several, the latest
+    failed = {key: reject.item for key, reject in index.outcomes.items() if reject.retry}
     if not failed:
         return None
     rows = work_of(failed)
