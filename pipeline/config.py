@@ -25,7 +25,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, expanded
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -425,7 +425,7 @@ class ArchConfig(_Section):
 
 
 def _model_at(place: str) -> dict[str, Any]:
-    direct = (Path(place).expanduser() / "config.json").is_file()
+    direct = (expanded(place) / "config.json").is_file()
     return {"id": place, "subfolder": None if direct else "transformer"}
 
 

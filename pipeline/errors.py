@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pipeline.urls import strip_credentials
@@ -89,6 +90,18 @@ class AwayError(CacheError):
     """Storage did not answer within `patience_s`. The same command may succeed later."""
 
     exit_code = 75  # EX_TEMPFAIL
+
+
+def expanded(path: str) -> Path:
+    """A path with `~` and `~USER` replaced.
+
+    Raises:
+        UserError: the home folder is not known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: the home folder is not known", fix="write the whole path, or set HOME") from None
 
 
 class RejectRateError(UserError):

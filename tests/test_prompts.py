@@ -17,13 +17,15 @@ import stages.status
 import stages.verify
 from pipeline.cache import audit, layout, prompts
 from pipeline.cache.contradictions import contradictions
+from pipeline.cache.objects import files_at
 from pipeline.cache.root import Cache
 from pipeline.cache.status import status
-from pipeline.config import Config
+from pipeline.config import Config, MirrorConfig, Weights, load
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import survey, unit_encoder, unit_records
+from pipeline.encoding.plan import read_targets
 from pipeline.errors import CacheError, IntegrityError, UserError
-from pipeline.models import encoders
+from pipeline.models import encoders, hub
 from pipeline.sources import caption_rules
 from tests.support import tiny_cache
 from tests.support.messages import naming
@@ -58,6 +60,25 @@ def refuse(*args: object) -> None:
 
 
 # ---------------------------------------------------------------- encode
+
+
+def test_a_home_folder_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "~nosuchuser/x"
+    calls: list[Callable[[], object]] = [
+        lambda: prompting.read(f"{place}.txt", 60.0),
+        lambda: read_targets(f"{place}.csv", 8, 60.0),
+        lambda: files_at("memory://home", MirrorConfig(path=place)),
+        lambda: hub.resolve(Weights(id=place)),
+        lambda: hub.is_file(Weights(id=place)),
+        lambda: hub.is_local(Weights(id=place)),
+        lambda: load("tiny", [f"model.weights={place}"]),
+    ]
+    for call in calls:
+        with pytest.raises(UserError, match=naming(place)):
+            call()
+    monkeypatch.setattr(os.path, "expanduser", str)
+    with pytest.raises(UserError, match=naming("HOME")):
+        files_at("memory://home", MirrorConfig())
 
 
 def test_prompts_alone_are_encoded_once_and_without_the_vae(

@@ -39,7 +39,7 @@ from pipeline.cache.files import FileEntry, Files, check_digest
 from pipeline.cache.local_files import Handle, cache_errors, digest_of, file_digest, free_at
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError, IntegrityError, expanded
 
 PARALLEL_REQUESTS = 16
 """Requests in flight where many small objects are read."""
@@ -97,8 +97,7 @@ class ObjectFiles(Files):
         self.connection = Connection(url, CacheError, patience_s, use_listings_cache=False)
         self.url, self.fs, self._base = self.connection.url, self.connection.fs, self.connection.root
         self.readers = WeakSet()
-        folder = Path(mirror.path).expanduser() if mirror.path else Path.home() / ".cache" / "sana-pipe"
-        self.mirror = Mirror(folder, int(mirror.gib * 2**30))
+        self.mirror = Mirror(expanded(mirror.path or "~/.cache/sana-pipe"), int(mirror.gib * 2**30))
 
     @property
     def patience_s(self) -> float:  # type: ignore[override]

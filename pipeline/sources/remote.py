@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
@@ -39,7 +38,7 @@ from pipeline.cache.drivers import CHANGE_TIMES, Connection, ObjectAwayError, Re
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves
 from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import Scratch
-from pipeline.errors import UserError
+from pipeline.errors import UserError, expanded
 from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length, raise_if_of_machine
 from pipeline.urls import strip_credentials
@@ -408,10 +407,10 @@ def read_file(location: str, patience_s: float) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        UserError: the URL holds credentials, or its server as a whole cannot be used.
+        UserError: the URL holds credentials, its server as a whole cannot be used, or a home folder is not known.
     """
     if not is_url(location) or location.startswith("file://"):
-        return Path(location.removeprefix("file://")).expanduser().read_bytes()
+        return expanded(location.removeprefix("file://")).read_bytes()
     refuse_credentials(location)
     folder, _, name = location.rpartition("/")
     files = RemoteFilesystem(folder, patience_s)
