@@ -1147,7 +1147,7 @@ READS: dict[str, tuple[str, ...]] = {
     "inspect": (*_CACHE, "train.output"),
     "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),
     "view": (*_CACHE, *_SOURCE, "data.background"),
-    "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers"),
+    "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers", "bucket.caches"),
 }
 """The options that a command reads, by the words that choose what it does; a section stands for all of its options.
 Commands that are not listed read `_CACHE` only. A file serves every command, so it may hold any option; `--set` takes

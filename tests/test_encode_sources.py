@@ -333,8 +333,10 @@ def test_a_source_is_opened_again_for_reading_without_listing(
         assert body is not None
         rows = cache.table(body["table"]).to_pylist()
         assert len(rows) == COUNT
+        elsewhere = Cache(tmp_path / f"{data}-adopted", create=True)
+        adopted = scanning.reopen(elsewhere, "own", config.data, str(pictures / data))
         for row in rows:
-            assert layout.digest(source.read(row["item"])) == row["digest"]
+            assert layout.digest(source.read(row["item"])) == layout.digest(adopted.read(row["item"])) == row["digest"]
     with pytest.raises(UserError, match=naming(tmp_path / "gone")):
         scanning.reopen(cache, "own", config.data, str(tmp_path / "gone"))
     with pytest.raises(UserError, match=naming("'other'")):

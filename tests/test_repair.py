@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import weakref
 from collections.abc import Callable, Container, Iterable
 from itertools import zip_longest
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+import stages.bucket
 import stages.gc
 import stages.status
 import stages.verify
@@ -29,6 +32,7 @@ from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError,
 from pipeline.models import encoders
 from tests.support import tiny_cache
 from tests.support.damage import flip
+from tests.support.synthetic import with_another
 
 
 @pytest.fixture
@@ -360,3 +364,76 @@ def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
     with pytest.raises(CacheError) as caught:
         encoder.remake(dataclasses.replace(plan, recipe=other.name), unit, commit, only)
     assert "weights" in str(caught.value.found)
+
+
+# ---------------------------------------------------------------- adopted shards
+
+
+@pytest.fixture
+def adopted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Config, Path, Path]:
+    """A configuration of a cache and another; a latent shard that the first has adopted, and that of the other."""
+    of = with_another(tmp_path)
+    stages.bucket.run(of)
+    here, there = Path(of.cache), Path(of.bucket.caches[0])
+    shared = {path.relative_to(there) for path in there.glob("shards/latent-*/*/*.tar")}
+    name = min(path for path in shared if (here / path).exists())
+    (here / name).unlink()  # it is a link to the other's
+    shutil.copy(there / name, here / name)
+    return of, here / name, there / name
+
+
+def repaired(of: Config, capsys: pytest.CaptureFixture[str], *caches: str) -> tuple[int, list[str]]:
+    """Exit code and outcomes of `verify --repair` with these `bucket.caches`."""
+    capsys.readouterr()
+    bucket = of.bucket.model_copy(update={"caches": list(caches)})
+    code = stages.verify.run(of.model_copy(update={"bucket": bucket}), repair=True, as_json=True)
+    return code, [finding["outcome"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+
+
+def test_bytes_outside_the_records_of_an_adopted_shard_are_restored(
+    adopted: tuple[Config, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    of, here, there = adopted
+    flip(here, -10)
+    assert repaired(of, capsys) == (0, ["restored"])
+    assert here.read_bytes() == there.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["head", "record", "missing"])
+def test_an_adopted_shard_is_taken_over_again(
+    adopted: tuple[Config, Path, Path],
+    damage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    of, here, there = adopted
+    intact = there.read_bytes()
+
+    def refused(*_: object) -> list[unit_records.Made]:
+        return [([], [index.RecordReject(key.hex(), "x", "is gone") for key in _[-1]])]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(UnitEncoder, "remake", refused)
+    if damage == "missing":
+        here.unlink()
+    else:
+        offsets = shard.read_table(Cache(of.cache).files, str(here.relative_to(of.cache)))[1].column("offset")
+        flip(here, offsets[0].as_py() if damage == "record" else intact.index(b'"unit"') + 10)
+    flip(there, 0)  # useless, too
+    code, outcomes = repaired(of, capsys, of.bucket.caches[0])
+    assert (code, "bucket.caches=" in outcomes[0]) == (4, True)
+    there.write_bytes(intact)
+    assert repaired(of, capsys, of.bucket.caches[0])[0] == 0
+    assert here.read_bytes() == intact
+
+
+def test_where_an_adopted_shard_is_is_said_beside_where_its_source_may_be(
+    adopted: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, here, _ = adopted
+    here.unlink()
+    rows = pa.table({"source": ["two"], "key": pa.array([bytes(16)], pa.binary(16))})
+    monkeypatch.setattr(Cache, "unit_rows", lambda *_: rows)
+    bucket = of.bucket.model_copy(update={"caches": []})
+    with pytest.raises(UserError) as raised:
+        stages.verify.run(of.model_copy(update={"bucket": bucket}), repair=True)
+    assert "--data two=" in str(raised.value.fix) and "bucket.caches=" in str(raised.value.fix)

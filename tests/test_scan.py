@@ -45,6 +45,7 @@ from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
 from tests.support.failing_reads import fail_reads
 from tests.support.lowered import lower_limits
+from tests.support.messages import naming
 from tests.support.workers.scanning import RUN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -280,6 +281,18 @@ def test_places_of_a_source_that_is_opened_again_are_beside_the_cache(
     source = scanning.reopen(cache, "photos", DataConfig())
     for row in table.to_pylist():
         assert layout.digest(source.read(row["item"])) == row["digest"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "tars"])
+def test_a_source_that_was_not_scanned_here_is_listed_where_it_is_said_to_be(
+    folder: Path, tars: list[Path], kind: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower_limits(monkeypatch)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
+    where, key = (folder, "007.png") if kind == "folder" else (tars[0].parent, "2.tar/7.png")
+    assert scanning.reopen(cache, "photos", DataConfig(), str(where)).read(key) == picture(7)
+    with pytest.raises(UserError, match=naming("'photos'")):
+        scanning.reopen(cache, "photos", DataConfig())
 
 
 @pytest.mark.parametrize("shared", [False, True])

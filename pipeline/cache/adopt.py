@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
@@ -88,13 +89,15 @@ def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dic
 
 
 def bring(files: Files, other: Files, name: str, digest: str) -> None:
-    """Link or copy a content-addressed file of another cache, checked.
+    """Link or copy a content-addressed file of another cache, checked. A damaged file of this cache is replaced.
 
     Raises:
         IntegrityError: it is missing there, or its bytes are not those of its name.
     """
     if files.freshen(name):
-        return
+        with suppress(OSError):  # missing again while `discard` checks its age
+            if files.digest(name) == digest:
+                return
     with files.temporary() as path:
         linked = False
         if type(files) is type(other) is Files:

@@ -11,10 +11,13 @@ wins), and earlier snapshots have to be made again with `sana-pipe bucket`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache as run_once
-from functools import partial
+from functools import cached_property, partial
+from pathlib import PurePosixPath
 
 from pipeline.cache import audit, index, key_columns, layout, shard
+from pipeline.cache.adopt import bring
 from pipeline.cache.findings import Finding, Replaced
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
@@ -23,6 +26,8 @@ from pipeline.encoding import unit_records
 from pipeline.encoding.scan import reopen
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import IntegrityError, UserError
+
+BRING = "sana-pipe verify --repair --set 'bucket.caches=[DIR]', where DIR is the cache that the shard was adopted from"
 
 
 def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
@@ -39,6 +44,8 @@ def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
 
 class Repairs:
     """Repairs shards of a cache. One encoder at a time is in memory.
+
+    An adopted shard is linked or copied again if a cache of `bucket.caches` has it; only otherwise it is encoded.
 
     Args:
         locations: source name -> where it is now, for sources that have moved since the scan.
@@ -61,15 +68,36 @@ class Repairs:
         Raises:
             UserError: the source or the model is not there.
         """
-        recipe = self.cache.recipe(finding.recipe)
+        recipe, digest = self.cache.recipe(finding.recipe), PurePosixPath(finding.path).stem
+        adopted = finding.unit == index.adopted_unit(recipe.name, digest)
+        if adopted and self._brought(finding.path, digest):
+            replaced.pop(digest, None)
+            return "restored"
         # Opened at the first damage, and again after a shard was replaced, which may have added a plan.
         open_index = self._indexes.pop(recipe.name, None) or run_once(partial(self.cache.index, recipe.name))
-        outcome = self._unit(recipe, finding, replaced, open_index)
+        outcome = self._unit(recipe, finding, replaced, open_index, adopted)
         self._indexes = {recipe.name: open_index} if outcome == "restored" else {}
-        return outcome
+        return f"{outcome}; {BRING}" if adopted and outcome.startswith("failed") else outcome
+
+    @cached_property
+    def _others(self) -> list[Cache]:
+        return Cache.others_of(self.config)
+
+    def _brought(self, name: str, digest: str) -> bool:
+        """Take over an adopted shard again. Returns whether another cache has it intact."""
+        for other in self._others:
+            with suppress(IntegrityError):
+                bring(self.cache.files, other.files, name, digest)
+                return True
+        return False
 
     def _unit(
-        self, recipe: layout.Recipe, finding: Finding, replaced: Replaced, open_index: Callable[[], index.RecordIndex]
+        self,
+        recipe: layout.Recipe,
+        finding: Finding,
+        replaced: Replaced,
+        open_index: Callable[[], index.RecordIndex],
+        adopted: bool,
     ) -> str:
         cache = self.cache
         plan = cache.plan(recipe.name, finding.plan)
@@ -78,7 +106,7 @@ class Repairs:
         assert commit.shard is not None
         damaged = set(audit.bad_records(cache, recipe.name, commit))
         unreplaced = audit.unreplaced_keys(open_index, commit, sorted(damaged))
-        self._open_sources(plan, unit)
+        self._open_sources(plan, unit, f", or {BRING}" if adopted else "")
         made: dict[bytes, unit_records.EncodedRecord] = {}
         for batch, rejects in self.encoder.remake(plan, unit, commit, damaged):
             made.update((record.key, record) for record in batch)
@@ -95,7 +123,7 @@ class Repairs:
         replaced[commit.shard] = damaged
         return "replaced"
 
-    def _open_sources(self, plan: WorkPlan, unit: Unit) -> None:
+    def _open_sources(self, plan: WorkPlan, unit: Unit, or_else: str) -> None:
         rows = self.cache.unit_rows(plan, unit)
         names = rows.column("source").unique().to_pylist() if "source" in rows.column_names else []
         for name in names:
@@ -105,7 +133,8 @@ class Repairs:
                 source = reopen(self.cache, name, self.config.data, self.locations.get(name))
             except UserError as error:
                 raise UserError(
-                    f"damaged latents need source {name!r}: {error.what}", fix=f"--data {name}=DIR, where it is now"
+                    f"damaged latents need source {name!r}: {error.what}",
+                    fix=f"--data {name}=DIR, where it is now{or_else}",
                 ) from None
             self.encoder.sources[name] = source
 
@@ -115,8 +144,11 @@ def _restored(
 ) -> bool:
     """Write a shard from its intact records and the remade ones. Returns whether its bytes are the old ones."""
     assert commit.shard is not None
-    reader = shard.ShardReader(cache.files, recipe.name)
-    with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
+    named, reader = unit.unit, shard.ShardReader(cache.files, recipe.name)
+    if named == index.adopted_unit(recipe.name, commit.shard):
+        with suppress(IntegrityError):  # the head names the unit of the other cache
+            named = str(shard.read_head(cache.files, Paths.shard(recipe.name, commit.shard))["unit"])
+    with shard.ShardWriter(cache.files, recipe, named) as writer:
         for row in audit.record_rows(cache, commit):
             if row["key"] in made:
                 record = made[row["key"]]

@@ -77,6 +77,8 @@ SCAN = pa.schema(
 """`reject` is null for usable items. `part`, `stamp` and `where` locate an item inside an archive or a table (see
 `Source`); they are null for files, and missing in tables of earlier versions."""
 
+_PLACES = pa.schema([SCAN.field(name) for name in ("item", "part", "where")])
+
 AHEAD = 1024
 """Limit on listed items that wait for a reader, so that the listing stays close to the reading."""
 
@@ -527,7 +529,8 @@ class Scan:
 
 
 def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = None) -> Source:
-    """The source of the last scan, ready to read its items.
+    """The source of the last scan, ready to read its items. A source that was not scanned into this cache (its records
+    were adopted) is listed anew where `location` says it is.
 
     Args:
         location: where the source is now; default: where it was scanned.
@@ -536,6 +539,11 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
         UserError: no such source was scanned, or it has gone.
     """
     scan = cache.last_scan(name)
+    if scan is None and location is not None:
+        source = detect.open_source(location, config, name, patience_s=cache.files.patience_s)
+        source.scratch = cache.files.scratch
+        source.recall(places(source.scratch.rows(_PLACES, _listed(source))))
+        return source
     if scan is None:
         raise UserError(f"no source {name!r} was encoded into this cache", found=", ".join(cache.sources()))
     table = cache.table(scan["table"])
@@ -546,6 +554,12 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
     source.scratch = cache.files.scratch
     source.recall(places(table))
     return source
+
+
+def _listed(source: Source) -> Iterator[tuple[str, str, str | None]]:
+    for part in source.parts():
+        items = (item for item in source.part(part.name) if isinstance(item, Item))
+        yield from ((item.key, part.name, item.where) for item in items)
 
 
 def places_of(cache: Cache, digest: str) -> Iterator[tuple[str, str, str]]:
