@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +31,11 @@ from pipeline.cache.status import status
 from pipeline.config import Config
 from pipeline.encoding import rebuild, repair, unit_records
 from pipeline.errors import IntegrityError
+from pipeline.images import buckets
 from pipeline.models import encoders
-from tests.support import tiny_cache
+from tests.support import synthetic, tiny_cache
 from tests.support.damage import flip
+from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 
 
@@ -306,6 +309,53 @@ def test_a_lost_plan_of_captions_has_those_that_were_rejected(tmp_path: Path) ->
     rebuild.rebuild_documents(cache)
     plan = cache.plans(recipe)[0]
     assert cache.table(plan.table).column("caption").to_pylist()[-1] == "a caption"
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_lost_plan_of_pictures_is_derived_in_one_pass_over_the_scans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowered: bool
+) -> None:
+    of = synthetic.config(tmp_path / "c")
+    one, two = synthetic.pictures(120), synthetic.pictures(130, first=100)  # some are in both
+    absent = replace(one[0], item="absent.png", content="in no scan")
+    synthetic.add(of, "one", [*one, absent], without=["00007.png"])
+    cache = synthetic.add(of, "two", [replace(picture, item=f"two-{picture.item}") for picture in two])
+    recipe = synthetic.LATENT
+
+    def key(picture: synthetic.Picture) -> bytes:
+        size = buckets.nearest(synthetic.TABLE, picture.height, picture.width)
+        return layout.latent_key(recipe.id, layout.digest(picture.content), *size)
+
+    scans = {source: cache.last_scan(source) or {} for source in ("one", "two")}
+    kept = cache.put_table(cache.table(scans["one"]["table"])[:120])
+    cache.add_scan("one", {**scans["one"], "table": kept})
+    [commit, *others] = index.commits(cache.files, recipe.name, 0)
+    reject = index.RecordReject(key(one[7]).hex(), "was.png", "unreadable", retry=True)
+    for pattern in (f"{Paths.units(recipe.name, 0)}/**/*", Paths.segment(recipe.name, 0), "plans/latent-*/*"):
+        lose(cache.root, pattern)
+    for each in (replace(commit, rejects=(reject,)), *others):
+        assert index.publish_commit(cache.files, recipe.name, 0, each)
+    if lowered:
+        lower_limits(monkeypatch)
+    read, table_of = Counter[str](), Cache.table
+    monkeypatch.setattr(Cache, "table", lambda *args: [read.update([args[1]]), table_of(*args)][1])
+    rebuild.rebuild_documents(cache)
+    assert (read[kept], read[scans["two"]["table"]]) == (2, 2), "once a plan, however many units it has"
+
+    expected = {key(p): ("one", p.item, layout.digest(p.content)) for p in one}
+    expected |= {key(p): ("two", f"two-{p.item}", layout.digest(p.content)) for p in two}
+    sides = {key(p): buckets.nearest(synthetic.TABLE, p.height, p.width) for p in (*one, *two, absent)}
+    rows, plans = [], cache.plans(recipe.name)
+    for plan in plans:
+        for unit in plan.units:
+            [its] = [c for c in index.commits(cache.files, recipe.name, plan.number) if c.unit == unit.unit]
+            unit_rows = cache.unit_rows(plan, unit).to_pylist()
+            assert [row["key"] for row in unit_rows[: its.records]] == [r["key"] for r in audit.record_rows(cache, its)]
+            rows += unit_rows
+    assert len(rows) == 120 + 110 + 1 and [len(plan.units) for plan in plans] == [3, 3]
+    for row in rows:
+        assert (row["source"], row["item"], row["digest"]) == expected.get(row["key"], (None, None, None))
+        assert (row["height"], row["width"]) == (sides[row["key"]] if row["key"] != key(one[7]) else (None, None))
 
 
 def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:

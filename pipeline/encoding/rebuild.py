@@ -20,12 +20,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import audit, codec, copies, index, layout, shard
+from pipeline.cache import arrow, audit, codec, copies, index, layout, shard
+from pipeline.cache.arrow import take_rows
 from pipeline.cache.index import Commit, RecordReject
+from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_last, of_halves
 from pipeline.cache.layout import PACKED, Paths
+from pipeline.cache.many_keys import latent_keys
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.encoding.plan import CAPTIONS, IMAGES
 from pipeline.errors import CacheError, IntegrityError
@@ -115,53 +119,93 @@ def _plans(cache: Cache, recipe: str) -> None:
 
 def _add_plan(cache: Cache, recipe: str, number: int, commits: list[Commit]) -> None:
     """Publish a plan of the units of some commits, in this order."""
-    units: list[Unit] = []
-    tables = [_work(cache, recipe, [])]
-    for commit in commits:
-        start = sum(unit.count for unit in units)
-        tables.append(_work(cache, recipe, [commit]))
-        units.append(Unit(commit.unit, start, tables[-1].num_rows, 1))
-    cache.add_plan(recipe, number, units, pa.concat_tables(tables))
+    known, units = cache.recipe(recipe), list[Unit]()
+    reader = shard.ShardReader(cache.files, recipe)
+
+    def tables() -> Iterator[pa.Table]:
+        start = 0
+        for commit in commits:
+            table = _work(cache, known, reader, commit)
+            units.append(Unit(commit.unit, start, table.num_rows, 1))
+            start += table.num_rows
+            yield table
+
+    if isinstance(known, layout.LatentRecipe):
+        table = _with_pictures(cache, known, cache.files.scratch.table(IMAGES, tables()))
+    else:
+        table = cache.files.scratch.table(CAPTIONS, tables())
+    cache.add_plan(recipe, number, units, table)
 
 
-def _work(cache: Cache, recipe: str, commits: list[Commit]) -> pa.Table:
-    """Rows of a plan's table for the records and rejects of some commits. Columns of pictures in no scan are null."""
-    files, rows = cache.files, list[dict[str, Any]]()
-    reader = shard.ShardReader(files, recipe)
-    known = cache.recipe(recipe)
-    for commit in commits:
-        if commit.shard is not None:
-            for row in shard.read_table(files, Paths.shard(recipe, commit.shard))[1].to_pylist():
-                work = {"key": row["key"]}
-                if isinstance(known, layout.LatentRecipe):
-                    work |= {side: row[side] * known.compression for side in ("height", "width")}
-                elif row["key"] != layout.null_key(known.id):
-                    at = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
-                    work["caption"] = reader.caption(commit.shard, *at)
-                rows.append(work)
-        for reject in commit.rejects:
-            rows.append({"key": bytes.fromhex(reject.key), "caption": reject.item, "item": reject.item})
-    if isinstance(known, layout.TextRecipe):
-        return pa.Table.from_pylist(rows, schema=CAPTIONS)
-    assert isinstance(known, layout.LatentRecipe)
-    pictures = dict(_pictures(cache, known, {(row["height"], row["width"]) for row in rows if "height" in row}))
-    return pa.Table.from_pylist([row | pictures.get(row["key"], {}) for row in rows], schema=IMAGES)
+def _work(cache: Cache, recipe: layout.Recipe, reader: shard.ShardReader, commit: Commit) -> pa.Table:
+    """Rows of a plan's table for the records and rejects of a commit; see `_with_pictures`."""
+    rows = list[dict[str, Any]]()
+    if commit.shard is not None:
+        for row in shard.read_table(cache.files, Paths.shard(recipe.name, commit.shard))[1].to_pylist():
+            work = {"key": row["key"]}
+            if isinstance(recipe, layout.LatentRecipe):
+                work |= {side: row[side] * recipe.compression for side in ("height", "width")}
+            elif row["key"] != layout.null_key(recipe.id):
+                at = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
+                work["caption"] = reader.caption(commit.shard, *at)
+            rows.append(work)
+    for reject in commit.rejects:
+        rows.append({"key": bytes.fromhex(reject.key), "caption": reject.item, "item": reject.item})
+    return pa.Table.from_pylist(rows, schema=IMAGES if isinstance(recipe, layout.LatentRecipe) else CAPTIONS)
 
 
-def _pictures(
-    cache: Cache, recipe: layout.LatentRecipe, sizes: set[tuple[int, int]]
-) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """(key, columns of a plan's row) for each picture of the last scans at each of some sizes."""
+_PICTURE = ["source", "item", "digest"]
+
+
+def _with_pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -> pa.Table:
+    """Rows of `IMAGES` with the picture that a last scan has for their key; without one they are as they were."""
+    scratch = cache.files.scratch
+
+    def keyed() -> Iterator[dict[str, np.ndarray]]:
+        for part in scratch.sorted_by_key(arrow.batches(table.select(["key"]))):
+            high, low = halves(fixed(part.column("key")))
+            yield {"high": high, "low": low}
+
+    wanted = SortedKeys(**scratch.arrays(keyed(), {"high": np.uint64, "low": np.uint64}))
+
+    def both() -> Iterator[pa.Table]:
+        for start in range(0, len(table), arrow.ROWS):
+            rows = table.slice(start, arrow.ROWS)
+            yield rows.append_column("row", pa.array(np.arange(start, start + len(rows))))
+        for pictures in _pictures(cache, recipe, table):
+            found = pictures.filter(pa.array(wanted.find(fixed(pictures.column("key"))) >= 0))
+            yield found.append_column("row", pa.array(np.full(len(found), -1)))
+
+    def joined() -> Iterator[pa.Table]:
+        for part in scratch.sorted_by_key(both()):  # of equal keys the pictures come last
+            row, last = part.column("row").to_numpy(), np.flatnonzero(is_last(fixed(part.column("key"))))
+            picture = np.repeat(last, np.diff(last, prepend=-1))
+            at = np.flatnonzero(row >= 0)
+            picture = np.where(row[picture[at]] < 0, picture[at], at)
+            columns = take_rows(part.select(_PICTURE), picture)
+            rest = take_rows(part.select(["key", "height", "width"]), at)
+            ordered = [binary(of_halves(row[at].astype(np.uint64))), rest.column("key"), *columns.columns]
+            yield pa.table([*ordered, *rest.columns[1:]], ["key", "own", *_PICTURE, "height", "width"])
+
+    in_order = (part.drop_columns("key").rename_columns(IMAGES.names) for part in scratch.sorted_by_key(joined()))
+    return scratch.table(IMAGES, in_order)
+
+
+def _pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -> Iterator[pa.Table]:
+    """Rows of `IMAGES` for each picture of the last scans at each of the sizes of a plan's table."""
+    seen = (part.select(["height", "width"]).drop_null().to_pylist() for part in arrow.batches(table))
+    sizes = sorted({(row["height"], row["width"]) for rows in seen for row in rows})
     for source in cache.sources():
         scan = cache.last_scan(source)
         if scan is None or scan["latent"] != recipe.name or not _readable(cache, scan["table"]):
             continue
-        table = cache.table(scan["table"])
-        usable = table.filter(pc.is_valid(table.column("digest")))
-        items, digests = usable.column("item").to_pylist(), usable.column("digest").to_pylist()
-        for size in sizes:
-            for item, digest in zip(items, digests, strict=True):
-                yield layout.latent_key(recipe.id, digest, *size), {"source": source, "item": item, "digest": digest}
+        for batch in arrow.batches(cache.table(scan["table"], ["item", "digest"])):
+            usable = batch.filter(pc.is_valid(batch.column("digest")))
+            digests, count = fixed(usable.column("digest")), len(usable)
+            for number, (height, width) in enumerate(sizes):
+                keys = binary(latent_keys(recipe.id, digests, sizes, np.full(count, number)))
+                sides = (pa.array(np.full(count, side, np.int32)) for side in (height, width))
+                yield pa.table([keys, pa.repeat(pa.scalar(source), count), *usable.columns, *sides], schema=IMAGES)
 
 
 # ---------------------------------------------------------------- commits
