@@ -1445,16 +1445,12 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
             continue  # the error of the union's other member
         location = (*(p for p in above if p not in tags), *item["loc"][len(above) :])
         name = ".".join(str(part) for part in location) or "(whole file)"
+        unknown = item["type"] == "extra_forbidden"
         below = any(_within(key, name) for key in overridden)  # `--set` gave an option of the section at fault
-        where = (
-            "--set"
-            if any(_within(name, key) for key in overridden)
-            else f"{source} with --set"
-            if below
-            else str(source)
-        )
-        if item["type"] == "extra_forbidden":
-            where = "--set" if below else where
+        where = f"{source} with --set" if below else str(source)
+        if any(_within(name, key) for key in overridden) or (below and unknown):
+            where = "--set"
+        if unknown:
             problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
         elif item["type"] == "missing":
             problems.append(f"{where}: {name!r} is required and not given")

@@ -267,7 +267,10 @@ class LocalFilesystem(Filesystem):
         """Raise a UserError for a folder that cannot be listed: the listing would be incomplete."""
         raise_if_of_machine(error, str(error.filename))
         if retrying.is_disconnected(error):
-            raise AwayError(f"{error.filename}: the folder cannot be read: {error_text(error)}") from error
+            raise AwayError(
+                f"{error.filename}: the folder cannot be read: {error_text(error)}",
+                fix="look at the mount, then run the same command again",
+            ) from error
         raise UserError(
             f"{error.filename}: the folder cannot be read: {error_text(error)}",
             expected=f"every folder under {self.location} to be readable",

@@ -34,7 +34,8 @@ BLOCK = 256
 _SMALLEST = 4096
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it is signed
 
-# torchao makes its tables of codes at first use and keeps them: among the fake tensors of a prediction they were wrong.
+# torchao makes its tables of codes at first use and keeps them. Made here, they never have the values of a prediction's
+# fake tensors.
 for _signed in _MOMENTS.values():
     OptimState8bit.zeros((BLOCK,), _signed, BLOCK)
 
