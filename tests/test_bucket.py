@@ -132,6 +132,14 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
     assert len(read) == len(set(read)) == 40
 
 
+def test_a_snapshot_names_only_shards_that_it_needs(root: Path) -> None:
+    cache = [add(config(root), source, pictures(30, f"{source}-")) for source in ("one", "two")][-1]
+    opened = made(config(root, "bucket.sources={one: {weight: 0}}"))
+    samples = [opened.sample(row) for row in range(len(opened))]
+    assert {sample.shard for sample in samples} == set(opened.shards["latent"])
+    assert len(opened.shards["latent"]) < len(cache.index(synthetic.LATENT.name).shards)
+
+
 def test_many_keys_are_the_keys_of_each() -> None:
     digests, sizes = [layout.digest(str(i)) for i in range(9)], [(16, 24), (512, 2048)]
     which = np.arange(9) % 2
@@ -724,6 +732,11 @@ def test_two_resolutions_of_a_picture_in_one_snapshot(root: Path, capsys: pytest
     snapshot = Cache(root).open_snapshot()
     areas = Counter(b.height * b.width // 16000 > 1 for b in snapshot.buckets for _ in range(b.samples))
     assert areas == {False: 19, True: 18}
+    contents = {p.item: layout.digest(p.content) for p in all_of}
+    for row in range(len(snapshot)):
+        sample, (_, item) = snapshot.sample(row), snapshot.source_item(row)
+        size = snapshot.buckets[sample.bucket].height, snapshot.buckets[sample.bucket].width
+        assert sample.key == layout.latent_key(synthetic.LATENT.id, contents[item], *size)
     ids = [snapshot.sample_id(row) for row in range(len(snapshot))]
     assert len(set(ids)) == len(ids)
     assert {layout.sample_id("one", p.item) for p in all_of if p.reject is None} < set(ids)

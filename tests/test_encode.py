@@ -130,6 +130,16 @@ def test_an_equal_picture_and_caption_is_encoded_once(start: Config, source: Pat
     assert len(Cache(start.cache).open_snapshot()) == 13
 
 
+def test_a_scan_without_items_says_nothing_about_the_data_set(start: Config, source: Path) -> None:
+    cache = Cache(start.cache)
+    last = cache.last_scan("photos")
+    assert last is not None
+    empty = cache.table(last["table"]).slice(0, 0)
+    cache.add_scan("photos", {**last, "root": "/elsewhere", "table": cache.put_table(empty)})
+    assert stages.encode.run(start, data=str(source))["images"] == 0
+    assert len(cache.table(cache.last_scan("photos")["table"])) == len(cache.table(last["table"]))  # type: ignore[index]
+
+
 def test_other_weights_are_another_recipe_and_delete_nothing(
     start: Config, source: Path, tiny_repo: Path, tmp_path: Path, make_config: MakeConfig
 ) -> None:

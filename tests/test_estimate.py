@@ -206,6 +206,10 @@ def test_the_probe_keeps_to_its_time(
     speed = estimate.probe(result.work, config, result.source, result.latent, "cpu", budget_s=0)
     assert set(sizes) == {1}
     assert speed.image_s and speed.token_s and speed.decode_s
+    ends: list[float] = []
+    monkeypatch.setattr(estimate, "probe_images", lambda *rest: (ends.append(rest[6]), (None, 0))[1])
+    estimate.probe(dataclasses.replace(result.work, captions=0), config, result.source, result.latent, "cpu", 600)
+    assert len(ends) > 1 and np.diff(ends) == pytest.approx(400 / len(ends))
     probed: list[int] = []
     monkeypatch.setattr(estimate, "probe", lambda work, *rest: (probed.append(work.images), speed)[1])
     assert result.hours()["latents_hours"] > 0

@@ -257,14 +257,14 @@ def test_the_limit_is_the_configured_one_not_pillows() -> None:
 
 
 def test_memory_is_limited_by_bytes_and_by_pixels() -> None:
-    data = encoded(Image.new("F", (1000, 1000)), "TIFF", compression="tiff_adobe_deflate")
-    cost = pillow_decoder.COST_OF_OTHERS * 1000 * 1000
-    assert decoding.probe(data, 10**6, cost) == (1000, 1000)
-    for refused in (lambda: decoding.probe(data, 10**6, cost - 1), lambda: load(data, (8, 8), max_bytes=cost - 1)):
-        with pytest.raises(ImageReject, match="max_picture_mib"):
-            refused()
-    with pytest.raises(ImageReject, match="max_pixels"):
-        decoding.probe(data, 10**6 - 1, cost)
+    for kind, mode, pixel in (("TIFF", "F", 16), ("PNG", "RGB", 16), ("WEBP", "RGB", 32), ("JPEG2000", "RGB", 32)):
+        data, cost = encoded(Image.new(mode, (1000, 1000)), kind), pixel * 1000 * 1000
+        assert decoding.probe(data, 10**6, cost) == (1000, 1000)
+        for refused in (decoding.probe, lambda data, _, cost: load(data, (8, 8), max_bytes=cost)):
+            with pytest.raises(ImageReject, match="max_picture_mib"):
+                refused(data, 10**6, cost - 1)
+        with pytest.raises(ImageReject, match="max_pixels"):
+            decoding.probe(data, 10**6 - 1, cost)
 
 
 def resident(kind: str) -> int:
@@ -552,10 +552,11 @@ def test_16_bit_rgb_png() -> None:
     out = load(png(64, 16, 16, 2, rows), (16, 64)).astype(int)
     assert np.abs(out[..., 0] - RAMP8).max() <= 1
     assert out[..., 1].max() == 0
-    key = chunk(b"tRNS", struct.pack(">HHH", 65535, 0, 65535))
-    keyed = load(png(64, 16, 16, 2, rows, key), (16, 64), (1, 2, 3))
-    assert keyed[0, -1].tolist() == [1, 2, 3]
-    assert keyed[0, 0].tolist() == [0, 0, 0]
+    for column in (40, 63):
+        key = chunk(b"tRNS", struct.pack(">HHH", *values[0, column].tolist()))
+        keyed = load(png(64, 16, 16, 2, rows, key), (16, 64), (1, 2, 3))
+        assert [x for x in range(64) if keyed[0, x].tolist() == [1, 2, 3]] == [column]
+        assert keyed[0, 0].tolist() == [0, 0, 0]
 
 
 def test_bilevel() -> None:
@@ -667,6 +668,33 @@ def test_profiles_in_every_mode() -> None:
         assert expected is not None and gap(pixels(expected), pixels(plain)) > 10
         actual = pillow_decoder.strip_to_srgb(strip, None, BACKGROUND)
         assert np.array_equal(pixels(actual), pixels(expected)), mode
+
+
+def linear_gray_profile() -> bytes:
+    """A gray profile without a gamma (ICC.1): sRGB shows its 55 as 129."""
+    tags = {b"wtpt": b"XYZ \0\0\0\0" + struct.pack(">3i", 63190, 65536, 54061), b"kTRC": b"curv" + bytes(8)}
+    at, table = 128 + 4 + 12 * len(tags), struct.pack(">I", len(tags))
+    for name, body in tags.items():
+        table, at = table + name + struct.pack(">II", at, len(body)), at + len(body)
+    body = table + b"".join(tags.values())
+    head = (
+        struct.pack(">II", 128 + len(body), 0) + struct.pack(">I", 0x02100000) + b"mntrGRAYXYZ " + bytes(12) + b"acsp"
+    )
+    return head.ljust(68, b"\0") + struct.pack(">3i", 63190, 65536, 54061) + bytes(48) + body
+
+
+def test_gray_profiles_are_applied_with_and_without_transparency() -> None:
+    gray = Image.new("L", (16, 16), 55)
+    for data in (
+        encoded(gray, icc_profile=linear_gray_profile()),
+        encoded(gray, "JPEG", icc_profile=linear_gray_profile()),
+        encoded(gray.convert("LA"), icc_profile=linear_gray_profile()),
+    ):
+        assert np.abs(load(data, (16, 16)).astype(int) - 129).max() <= 2
+    for mode in ("LA", "La"):
+        strip = gray.convert("LA").convert(mode)
+        strip.info["icc_profile"] = linear_gray_profile()
+        assert np.abs(pixels(pillow_decoder.strip_to_srgb(strip, None, BACKGROUND)) - 129).max() <= 2, mode
 
 
 @pytest.mark.parametrize("profile", [b"nonsense", shifted_profile()[:200], b"\x00" * 128])

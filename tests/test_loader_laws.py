@@ -331,6 +331,34 @@ def test_a_tensor_of_a_batch_keeps_the_whole_buffer(cache: Cache) -> None:
     assert all(torch.equal(a, b) for a, b in zip(masks, expected, strict=True))
 
 
+def test_a_buffer_is_as_large_as_the_largest_part(tmp_path: Path) -> None:
+    large = tiny_cache.build(tmp_path / "cache", {(128, 64): 12, (64, 64): 12}, batch=2000)
+    for world in (1, 2):
+        reading = loader(large, world=world, microbatch=2000)
+        text = reading.snapshot.text_recipe
+        parts = []
+        for [batch], _ in reading:
+            count = len(batch.sample_ids)
+            texts = (count * text.max_length * text.width * 2, count * text.max_length)
+            sizes = (batch.latents.nbytes, batch.noise.nbytes, batch.logit.nbytes, *texts)
+            parts.append(sum(-(-size // 4096) * 4096 for size in sizes))
+        assert reading.pool.size == max(parts) > min(parts)
+
+
+def test_the_shards_of_a_step_are_those_of_its_samples(cache: Cache) -> None:
+    reading = loader(cache, world=2, rank=1)
+    snapshot = reading.snapshot
+    for step, (batches, _) in enumerate(reading):
+        rows = {snapshot.sample_id(row): row for row in range(len(snapshot))}
+        samples = [snapshot.sample(rows[identity]) for batch in batches for identity in batch.sample_ids]
+        files = {Path(path).stem: size for path, size in reading.shard_paths(step).items()}
+        assert {sample.shard for sample in samples} <= files.keys()
+        known = {sample.shard for sample in samples} | {c.shard for sample in samples for c in sample.captions}
+        assert files.keys() <= known
+        for path, size in reading.shard_paths(step).items():
+            assert (cache.root / path).stat().st_size == size
+
+
 def test_buffers_are_used_again(cache: Cache) -> None:
     reading = loader(cache, prefetch=0, stop_step=40)
     places = set()

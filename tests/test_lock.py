@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -30,9 +31,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NEVER = 1e9
 
 
-def train(run: Path, *, steps: int = 1, resume: str | None = None, touch: Any = None, **options: Any) -> Report:
+def train(
+    run: Path,
+    *,
+    steps: int = 1,
+    resume: str | None = None,
+    touch: Any = None,
+    log: Callable[[str], None] = lambda line: None,
+    **options: Any,
+) -> Report:
     settings = tiny_run.config(run, steps=steps, **options)
-    return fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, log=lambda line: None)
+    return fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, log=log)
 
 
 @pytest.fixture
@@ -128,8 +137,11 @@ def test_the_successor_of_a_lost_host_waits_for_a_sign_by_the_file_systems_clock
     assert train(tmp_path / "stale").step == 1
     assert lock.POLL_S not in waits
     plant(tmp_path / "fresh", ELSEWHERE, untouched_s=1e6)
-    assert train(tmp_path / "fresh").step == 1
+    printed: list[str] = []
+    assert train(tmp_path / "fresh", log=printed.append).step == 1
     assert lock.POLL_S in waits
+    [line] = [line for line in printed if "locked" in line]
+    assert re.search(naming("lock.json", ELSEWHERE.host) + r".*waiting at most [123]s for a sign of life", line)
 
 
 def test_a_requeued_job_takes_over_at_once(

@@ -28,7 +28,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.parallel.shards import local
-from pipeline.training import checkpoint, loss_scale, metrics, optimizers, trainer
+from pipeline.training import build, checkpoint, loss_scale, metrics, optimizers, trainer
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import came, stochastic_rounding
 from pipeline.training.optimizers.came import CAME
@@ -573,6 +573,13 @@ def test_the_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) 
         actual.append(math.log2(scale.value))
     assert actual == [16, 16, 15, 15, 15, 16, 16]
     assert not loss_scale.LossScale(dynamic=False).overflowed()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_checkpoint_has_the_scale_of_fp16(precision: str) -> None:
+    step = _stepper(tiny_run.config(precision=precision))
+    sections = build.TrainingRun(*[None] * 4, step, None).sections()  # type: ignore[arg-type]
+    assert sections == ({"loss_scale": step.scale.state} if precision == "fp16" else {})
 
 
 @pytest.mark.slow

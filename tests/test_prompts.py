@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,6 +183,15 @@ def test_repeated_prompts_are_reported_and_drawn_once() -> None:
     (line,) = repeated
     assert "7" in line and "1" in line
     assert not prompting.of([(1, "A cat"), (7, "a CAT")], replace(recipe, normalisation="nvlabs"))[1]
+
+
+def test_a_json_list_is_a_prompt_an_entry(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(["a cat", "two\nlines", "# no remark"]))
+    assert prompting.read(str(tmp_path / "p.json"), 60.0) == [(1, "a cat"), (2, "two\nlines"), (3, "# no remark")]
+    for data in ("[1]", '{"a": "b"}', "[", "[]"):
+        (tmp_path / "p.json").write_text(data)
+        with pytest.raises(UserError, match=r"p\.json"):
+            prompting.read(str(tmp_path / "p.json"), 60.0)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,7 @@ def test_a_million_rejects_are_a_few_lines() -> None:
 def test_items_of_a_kind_stand_on_one_line() -> None:
     assert examples(["a.png", "b\n.png"], 2) == "a.png, b\\n.png"
     assert examples(["a.png", "b.png"], 3) == "a.png, b.png, ..."
-    shown = examples(["x" * 60, "y" * 61], 2).split(", ")
-    assert shown[0] == "x" * 60 and len(shown[1]) < 60
+    assert examples(["x" * 60, "y" * 61], 2) == f"{'x' * 60}, {'y' * 57}..."
     lines = Kinds.of((f"{i}.png", f"cause {'abcdefghijklmnopqrstuvwxyz'[i % 25]}") for i in range(60)).lines()
     assert lines[0] == "       3  cause a\n          0.png, 25.png, 50.png"
     assert lines[-1] == "      10  for 5 other reasons"

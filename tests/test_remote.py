@@ -145,6 +145,18 @@ def test_a_tar_without_space_for_a_copy_is_read_by_ranges_or_not_at_all(
     assert ["lacks space" in item.reason for item in items if isinstance(item, Reject)] == [True]
 
 
+def test_the_copy_that_was_read_last_stays(plain_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "SPOOLED_FILES", 2)
+    files = RemoteFilesystem(plain_server.url, PATIENCE_S)
+    files.supports_ranges = False
+    names = ["list.jsonl", "tars/s-0.tar", "tars/s-1.tar"]
+    whole = {name: (data / name).read_bytes() for name in names}
+    for name, transferred in zip((*names, names[1], names[0], names[1], names[2]), (1, 1, 1, 0, 1, 0, 1), strict=True):
+        plain_server.sent = 0
+        assert files.read_range(name, 0, 5) == whole[name][:5]
+        assert plain_server.sent == transferred * len(whole[name])
+
+
 def test_a_full_temporary_folder_is_no_fault_of_the_files(
     ranged_server: Server, plain_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

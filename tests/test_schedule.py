@@ -33,6 +33,8 @@ GOLDEN = [207, 198, 230, 906, 754, 848, 882, 527]
 
 
 def test_a_large_permutation_costs_nothing() -> None:
+    for few in (0, 1, 100):
+        assert permute(np.arange(few), 1000, "samples", 3).dtype == np.int64
     spots = permute(np.array([0, 10**9 - 1]), 10**9, "samples", 3)
     assert len(set(spots.tolist())) == 2 and spots.max() < 10**9
 

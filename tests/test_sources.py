@@ -180,9 +180,11 @@ def test_links_specials_and_duplicates_are_refused_by_name(tmp_path: Path) -> No
             info = tarfile.TarInfo(name)
             info.size = 1
             tar.addfile(info, io.BytesIO(b"x"))
-        info = tarfile.TarInfo("t.jpg")
-        info.type, info.linkname = tarfile.SYMTYPE, "ok.jpg"
-        tar.addfile(info)
+        for name in ("t.jpg", "first.txt"):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, "ok.jpg"
+            tar.addfile(info)
+        tar.addfile(tarfile.TarInfo("first.jpg"))
     items, rejects = listed(opened(tmp_path / "x.tar"))
     assert set(items) == {"x.tar/ok.jpg"}
     assert rejects == {
@@ -191,7 +193,17 @@ def test_links_specials_and_duplicates_are_refused_by_name(tmp_path: Path) -> No
         "x.tar/p.jpg": "is not a regular file",
         "x.tar/t.jpg": "is a link",
         "x.tar/d": "has two members .jpg",
+        "x.tar/first.txt": "is a link",
+        "x.tar/first": "its .txt is a link",
     }
+
+
+def test_the_head_of_a_member_ends_with_it(tmp_path: Path) -> None:
+    make_tar(tmp_path / "x.tar", [("a.jpg", b"0123456789"), ("a.txt", "a"), ("b.jpg", b""), ("b.txt", "b")])
+    source = opened(tmp_path / "x.tar")
+    listed(source)
+    for name, length, expected in (("a", 4, b"0123"), ("a", 40, b"0123456789"), ("b", 4, b"")):
+        assert source.head(f"x.tar/{name}.jpg", length) == expected
 
 
 def _cut(data: bytes) -> bytes:

@@ -135,6 +135,7 @@ def test_they_are_what_sample_draws_from_the_checkpoint(ema: bool, tmp_path: Pat
     assert [(row["step"], row["count"], row["prompt_set"], row["file"]) for row in rows(config)] == [
         (step, 5, "five", f"pictures/step-{step:08d}.safetensors") for step in (0, 2)
     ]
+    assert all(0 < row["seconds"] < 600 for row in rows(config))
     assert [row["step"] for row in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 

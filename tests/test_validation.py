@@ -396,6 +396,15 @@ def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config],
     stages.train.run(config, log=printed.append)
     assert {row["snapshot"] for row in rows(config)} == {part}
     assert cache.names_of(part or "") == sorted(["latest.heldout", f"trained-{part[:16]}"] if part else [])
+    # Nor does the part of another snapshot to which a name has moved.
+    cache.point("run", trained)
+    cache.point("run.heldout", part)
+    stages.bucket.run(small("bucket.heldout=0.3", "bucket.filter='width < height'"))
+    assert cache.snapshot_of("latest.heldout") != part
+    cache.point("latest", trained, move=True)
+    assert heldout.find(cache, cache.open_snapshot(trained)) == part
+    for name in ("run", "run.heldout"):
+        cache.forget_name(name)
     # A newer part does not take its place in a run that is resumed.
     stages.bucket.run(small("bucket.heldout=0.5"))
     assert heldout.find(cache, cache.open_snapshot(trained)) is None

@@ -113,7 +113,7 @@ class Codec:
         steps = np.frombuffer(data, "<u2", count, _DIGEST)
         quantised = np.frombuffer(data, np.int8, into.size, _DIGEST + 2 * count).reshape(into.shape)
         if into.size:
-            values = tokens_of(quantised, self.kind).astype(np.float32) * to_float(steps)[:, None]
+            values = tokens_of(quantised, self.kind) * to_float(steps)[:, None]
             if values.shape[1] != len(scale):
                 raise IntegrityError(
                     f"{where} and its channel scales do not fit", expected=values.shape[1], found=len(scale)

@@ -26,6 +26,8 @@ from pathlib import Path, PurePosixPath
 from pipeline.cache.local_files import Handle, cache_errors, digest_of, free_at, sweep_in, temporary_in
 from pipeline.errors import CacheError, NoSpaceError
 
+_ROOM = "room"
+"""The lock of the mirror's total."""
 SPARE = 256 << 20
 """Bytes of disk space that stay free as long as there are copies to remove."""
 KEPT = 0.95
@@ -84,7 +86,7 @@ class Mirror:
                     found=f"{needed:,} bytes",
                     fix=f"set mirror.gib to more than {needed / 2**30:.3f}",
                 )
-            with self._locked("room"):
+            with self._locked(_ROOM):
                 self._make_space(needed, on_disk=True)
             with self.temporary() as path:
                 self._fetch(fetch, path, needed)
@@ -92,7 +94,7 @@ class Mirror:
                     handle = Handle(os.open(path, os.O_RDONLY))
                     if digest_of(handle) == last.stem:
                         copy.parent.mkdir(parents=True, exist_ok=True)
-                        with self._locked("room"):
+                        with self._locked(_ROOM):
                             total = self._make_space(needed, spared=copy)
                             self._forget_total()
                             os.replace(path, copy)
@@ -137,7 +139,7 @@ class Mirror:
                     return fetch(path)
             except NoSpaceError:
                 path.unlink(missing_ok=True)
-                with self._locked("room"):
+                with self._locked(_ROOM):
                     if not self._remove_oldest(needed):
                         raise self._full(needed) from None
 
@@ -155,7 +157,7 @@ class Mirror:
         copy = self.root / last.stem[:2] / last.name
         if not copy.exists():
             return
-        with self._locked("room"), cache_errors(copy):
+        with self._locked(_ROOM), cache_errors(copy):
             self._forget_total()
             self._unlink(copy)
 

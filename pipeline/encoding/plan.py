@@ -125,7 +125,7 @@ def _further(
     usable: pa.Table, targets: dict[str, tuple[int, int]], sizes: list[tuple[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the usable items that `targets` lists, and which of the sizes each gets: two int64 arrays (n,)."""
-    at = pc.index_in(usable.column("item"), value_set=pa.array(list(targets), pa.string())).to_numpy()
+    at = pc.index_in(usable.column("item"), value_set=pa.array(list(targets))).to_numpy()
     rows = np.flatnonzero(~np.isnan(at.astype(np.float64)))
     number = {size: i for i, size in enumerate(sizes)}
     return rows, np.array([number[size] for size in targets.values()])[at[rows].astype(np.int64)]

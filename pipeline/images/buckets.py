@@ -18,6 +18,8 @@ from pipeline.errors import ConfigError
 
 Shape = tuple[int, int]
 
+_PICTURES = 1 << 16  # compared with all buckets at a time
+
 SANA_UNITS: tuple[Shape, ...] = (
     (8, 32),
     (8, 31),
@@ -148,8 +150,8 @@ def nearest_all(buckets: Sequence[Shape], heights: np.ndarray, widths: np.ndarra
     """`nearest` of many pictures: (n,) int64 indexes into `buckets`."""
     keys = np.array([ratio_key(bucket) for bucket in buckets])
     indexes = np.empty(len(heights), np.int64)
-    for start in range(0, len(heights), 1 << 16):
-        part = slice(start, start + (1 << 16))
+    for start in range(0, len(heights), _PICTURES):
+        part = slice(start, start + _PICTURES)
         ratio = heights[part].astype(np.float64) / widths[part]
         indexes[part] = np.abs(keys[None, :] - ratio[:, None]).argmin(axis=1)
     return indexes

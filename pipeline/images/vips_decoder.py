@@ -165,7 +165,7 @@ def _fit(pixels: np.ndarray, stored: tuple[int, int], shrunk: int, size: tuple[i
     height, width = size
     kernel, radius = _KERNELS[resize.resample_filter(size)]
     across, down = window(left, right, width, radius), window(top, bottom, height, radius)
-    if shrunk == 1 and (min(stored[0] - width, stored[1] - height) <= 0 or across is None or down is None):
+    if shrunk == 1 and min(stored[0] - width, stored[1] - height) <= 0:
         return resize.fit(Image.fromarray(pixels), size)
     if across is None or down is None:  # no exact window at this factor; Pillow's filter takes any border
         return Image.fromarray(pixels).resize((width, height), resize.resample_filter(size), (left, top, right, bottom))

@@ -112,7 +112,7 @@ class _Columns:
         self._source, self._builtin = source, wanted & set(filters.BUILTIN)
         self._fields = {name: name.removeprefix(_META) for name in wanted - self._builtin}
         self._metadata = filters.Fields(set(self._fields.values()))
-        for batch in batches(scan.select(["meta"])) if self._fields else ():
+        for batch in batches(scan.select(["meta"])):
             self._metadata.look(batch.column("meta"))
         self._metadata.finish()
         self.valid = [*filters.BUILTIN, *(name for name in self._metadata.valid if name not in filters.BUILTIN)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 
-from pipeline.sources.filenames import escaped, short_repr, stem
+from pipeline.sources.filenames import escaped, stem
 
 EXAMPLES = 5
 KINDS = 100
@@ -86,9 +86,8 @@ class Kinds:
 
 def examples(items: list[str], count: int) -> str:
     """Some of `count` items, on one line."""
-    return ", ".join(escaped(item) if len(item) <= 60 else short_repr(item)[1:-1] for item in items) + (
-        ", ..." if count > len(items) else ""
-    )
+    shown = [text if len(text) <= 60 else text[:57] + "..." for text in map(escaped, items)]
+    return ", ".join(shown + ["..."] * (count > len(items)))
 
 
 def report(source: str) -> str:

@@ -232,7 +232,7 @@ class RemoteFilesystem(Filesystem):
         if length == 0:
             return b""
         with self._lock:
-            spool = self._spools.get(name)
+            spool = self._spooled(name)
         if spool is None and self.supports_ranges:
             data = self._fetch(name, offset, length)
             if data is not None:
@@ -261,14 +261,19 @@ class RemoteFilesystem(Filesystem):
             self._ranges_proven = True
         return data
 
+    def _spooled(self, name: str) -> _Spool | None:
+        """The temporary copy of a file, which becomes the most recently used one; None if there is none."""
+        if name in self._spools:
+            self._spools.move_to_end(name)
+        return self._spools.get(name)
+
     def _spool(self, name: str) -> _Spool | None:
         """The temporary copy of a file; makes space by evicting the least recently used ones. None if there is not
         enough, for a file whose ranges can be read."""
         size, _ = self.stat(name)
         with self._lock:
-            spool = self._spools.get(name)
+            spool = self._spooled(name)
             if spool is not None:
-                self._spools.move_to_end(name)
                 return spool
             limit = min(SPOOL_BYTES, shutil.disk_usage(tempfile.gettempdir()).free // 2)
             while self._spools and (

@@ -198,11 +198,11 @@ class _Candidate:
         if self._last_touch not in (None, touched):
             raise RunTaken(
                 f"another training uses the run directory {self.path.parent}",
-                found=f"{described}; it last touched the lock {duration(max(0.0, now - touched))} ago",
+                found=f"{described}; it last touched the lock {duration(now - touched)} ago",
                 fix="wait for it or end it, or --set train.output=DIR for another run",
             )
         first, self._last_touch = self._last_touch is None, touched
-        left = duration(max(0.0, STALE_S - (now - touched)))
+        left = duration(STALE_S - (now - touched))
         return f"{self.path}: locked by {described}; waiting at most {left} for a sign of life" if first else ""
 
 
