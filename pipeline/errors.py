@@ -86,6 +86,10 @@ class NoSpaceError(CacheError):
     exit_code = 6
 
 
+class ResourceError(CacheError):
+    """This machine has no file descriptors or no memory left. It says nothing about the file that was read."""
+
+
 class AwayError(CacheError):
     """Storage did not answer within `patience_s`. The same command may succeed later."""
 

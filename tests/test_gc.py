@@ -29,7 +29,18 @@ import stages.pack
 import stages.snapshots
 import stages.train
 import stages.verify
-from pipeline.cache import adopt, audit, garbage, index, layout, objects, process_identity, shard
+from pipeline.cache import (
+    adopt,
+    audit,
+    garbage,
+    index,
+    layout,
+    local_files,
+    objects,
+    process_identity,
+    scratch,
+    shard,
+)
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import damage_only, skip_damaged
@@ -39,7 +50,7 @@ from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.encoding import rebuild
-from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -183,12 +194,36 @@ def test_stray_files_between_the_documents_are_no_documents(stray: str, cache: C
     assert list(audit.verify(cache)) == []
 
 
-@pytest.mark.parametrize("kind", [AwayError, NoSpaceError])
+@pytest.mark.parametrize("kind", [AwayError, NoSpaceError, ResourceError])
 def test_what_says_nothing_about_a_file_is_no_damage(kind: type[CacheError]) -> None:
     with pytest.raises(kind):
         damage_only(kind("away"))
     with pytest.raises(kind), skip_damaged():
         raise kind("away")
+
+
+def test_a_limit_of_this_machine_is_no_fault_of_a_file(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot, files = cache.open_snapshot(), cache.files
+    path = next(entry.name for entry in files.walk("shards/" + snapshot.recipe("latent").name))
+    table = next(entry.name for entry in files.walk("tables"))
+    name, row = Path(path).stem, shard.read_table(files, path)[1].to_pylist()[0]
+    into = np.empty((row["channels"], row["height"], row["width"]), np.uint16)
+    reader = shard.ShardReader(files, snapshot.recipe("latent").name)
+    monkeypatch.setattr(scratch, "LIMIT", 0)
+
+    def exhausted(*args: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    for place, attribute, look in (
+        (os, "scandir", lambda: list(files.walk("shards"))),
+        (local_files, "digest_of", lambda: files.mapped(table, Path(table).stem)),
+        (local_files.Handle, "file", lambda: shard.read_table(files, path)),
+        (local_files.Handle, "read_into", lambda: reader.read(name, row["offset"], row["key"], row["checksum"], into)),
+    ):
+        look()
+        with monkeypatch.context() as patch, pytest.raises(ResourceError, match=naming("no memory", "ulimit -n")):
+            patch.setattr(place, attribute, exhausted)
+            look()
 
 
 def counts(cache: Cache) -> object:
@@ -199,11 +234,18 @@ def counts(cache: Cache) -> object:
 @pytest.mark.parametrize(
     "look", [unneeded_or_contradiction, lambda cache: list(audit.verify(cache)), counts], ids=["gc", "verify", "status"]
 )
+@pytest.mark.parametrize(
+    "error", [AwayError("no answer"), OSError(errno.EMFILE, "no descriptors")], ids=["away", "full"]
+)
 def test_storage_that_does_not_answer_changes_no_finding(
-    look: Callable[[Cache], object], lost: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    look: Callable[[Cache], object],
+    lost: tuple[str, ...],
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whichever request is not answered (of `verify` and `status` every third is tried): the answer is the same, or the
-    command ends."""
+    """Whichever request is not answered or finds no file descriptor (of `verify` and `status` every third is tried):
+    the answer is the same, or the command ends."""
     made = tiny_cache.build(tmp_path / "cache", {(16, 16): 1})
     a_shard(made, unit=("e" if lost else "0") * 32)
     for folder in [f"{top}{name}/{tiny_cache.recipes()[0].name}" for top in ("", "copies/") for name in lost]:
@@ -217,14 +259,14 @@ def test_storage_that_does_not_answer_changes_no_finding(
     def when_reachable(files: Files, read: Callable[[], object]) -> object:
         asked[0] += 1
         if asked[0] == k:
-            raise AwayError("no answer")
+            raise error
         return real(files, read)
 
     monkeypatch.setattr(Files, "when_reachable", when_reachable)
     failed, step = True, 1 if look is unneeded_or_contradiction else 3
     while failed:
         asked[0] = 0
-        with suppress(AwayError):
+        with suppress(AwayError, ResourceError):
             assert look(Cache(made.root)) == expected
         failed, k = asked[0] >= k, k + step
     assert k > 20

@@ -32,7 +32,7 @@ from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
-from pipeline.errors import CacheError, NoSpaceError, UserError
+from pipeline.errors import NoSpaceError, ResourceError, UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
@@ -686,7 +686,7 @@ def test_a_part_of_which_a_read_failed_is_read_by_the_next_run(
     assert scanned(open_source(data, DataConfig()), cache).equals(truth)
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, NoSpaceError), (errno.EMFILE, CacheError)])
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, NoSpaceError), (errno.EMFILE, ResourceError)])
 @pytest.mark.parametrize("files", ["tars", "tables"])
 def test_a_limit_of_this_machine_rejects_no_part(
     files: str, number: int, kind: type, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cache: Cache

@@ -30,7 +30,16 @@ from pipeline import retrying
 from pipeline.cache import layout, local_files, long_lists
 from pipeline.cache import scratch as scratches
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import Handle, cache_errors, file_digest, make_folder, sync, sync_path, write_synced
+from pipeline.cache.local_files import (
+    Handle,
+    cache_errors,
+    file_digest,
+    make_folder,
+    raise_if_of_machine,
+    sync,
+    sync_path,
+    write_synced,
+)
 from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
@@ -109,6 +118,7 @@ class Files:
         try:
             return self.when_reachable(self.path(name).exists)
         except OSError as error:
+            raise_if_of_machine(error, self.where(name))
             raise CacheError(f"{self.where(name)}: cannot be looked for: {error.strerror}") from None
 
     def read(self, name: str) -> bytes:
@@ -123,6 +133,7 @@ class Files:
         except FileNotFoundError:
             raise IntegrityError(f"{self.path(name)}: is missing", fix=layout.REPAIR) from None
         except OSError as error:
+            raise_if_of_machine(error, self.where(name))
             kind = IntegrityError if error.errno == errno.EIO else CacheError
             raise kind(f"{self.path(name)}: cannot be read: {error.strerror}") from None
 
@@ -165,6 +176,7 @@ class Files:
         except FileNotFoundError:
             return []
         except OSError as error:
+            raise_if_of_machine(error, self.where(folder))
             raise CacheError(f"{self.where(folder)}: cannot be listed: {error.strerror}") from None
 
     def walk(self, folder: str) -> Iterator[FileEntry]:
@@ -172,6 +184,7 @@ class Files:
 
         def unlisted(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
+                raise_if_of_machine(error, error.filename)
                 raise CacheError(f"{error.filename}: cannot be listed: {error.strerror}") from None
 
         for parent, folders, names in os.walk(self.path(folder), onerror=unlisted):
@@ -196,6 +209,7 @@ class Files:
             except FileNotFoundError:
                 yield name, value, None
             except OSError as error:
+                raise_if_of_machine(error, self.where(name))
                 raise CacheError(f"{self.where(name)}: cannot be read: {error.strerror}") from None
 
     def documents(self, names: list[str]) -> Iterator[dict]:
@@ -218,7 +232,8 @@ class Files:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from error
+            raise_if_of_machine(error, self.where(name))
+            raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from None
 
     def ranged(self, name: str) -> Handle:
         """As `open`, for reading a few ranges of a large file: from an object store only those are transferred."""
@@ -552,6 +567,7 @@ class Files:
             handle = self.open(name)
             actual = self.when_reachable(lambda: local_files.digest_of(handle))
         except OSError as error:  # it was there a moment ago
+            raise_if_of_machine(error, self.where(name))
             raise IntegrityError(f"{self.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
         if actual != digest:
             raise self._altered(name, digest, actual)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipeline.cache.layout import PACKED, REPAIR, Paths
+from pipeline.cache.local_files import raise_if_of_machine
 from pipeline.cache.root import Cache
-from pipeline.errors import AwayError, CacheError, NoSpaceError
+from pipeline.errors import AwayError, CacheError, NoSpaceError, ResourceError
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
 GC = "sana-pipe gc --yes"
@@ -42,10 +43,11 @@ def damage_only(error: CacheError | OSError) -> str:
     """What is wrong with a file, as an error of reading it says.
 
     Raises:
-        AwayError, NoSpaceError: `error` is one: it says nothing about the file.
+        AwayError, NoSpaceError, ResourceError: `error` is one, or says the same: it says nothing about the file.
     """
-    if isinstance(error, AwayError | NoSpaceError):
+    if isinstance(error, AwayError | NoSpaceError | ResourceError):
         raise error
+    raise_if_of_machine(error, getattr(error, "filename", None) or "a file of the cache")
     return error.what if isinstance(error, CacheError) else f"cannot be read: {error.strerror or error}"
 
 

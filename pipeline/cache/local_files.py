@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,14 +19,17 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import process_identity
-from pipeline.errors import CacheError, NoSpaceError
+from pipeline.errors import CacheError, NoSpaceError, ResourceError
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer on another machine."""
 SPARE_DESCRIPTORS = 128
 """File descriptors left for sockets, checkpoints and libraries."""
-_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, *_OUT_OF_SPACE)
+_OF_MACHINE: dict[int | None, type[CacheError]] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), NoSpaceError),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), ResourceError),
+}
+_FEWER = "ulimit -n 65536, or fewer workers"
 
 
 class Handle:
@@ -88,26 +92,46 @@ def cache_errors(path: Path) -> Iterator[None]:
             errno.EACCES: "give this user write permission to the cache",
             errno.EPERM: "give this user write permission to the cache",
         }
-        kind = NoSpaceError if error.errno in _OUT_OF_SPACE else CacheError
-        raise kind(f"{path}: cannot be written: {error.strerror}", fix=fixes.get(error.errno or 0)) from error
+        kind = _OF_MACHINE.get(error.errno, CacheError)
+        fix = _FEWER if kind is ResourceError else fixes.get(error.errno or 0)
+        raise kind(f"{path}: cannot be written: {error.strerror}", fix=fix) from error
 
 
 def is_out_of_resources(error: BaseException | None) -> bool:
     """Whether an error or one of its causes says that file descriptors, memory or disk space have run out."""
-    return _has_number(error, _OUT_OF_RESOURCES)
+    return _of_machine(error) is not None
 
 
 def is_out_of_space(error: BaseException | None) -> bool:
     """Whether an error or one of its causes says that disk space has run out."""
-    return _has_number(error, _OUT_OF_SPACE)
+    cause = _of_machine(error)
+    return cause is not None and _OF_MACHINE[cause.errno] is NoSpaceError
 
 
-def _has_number(error: BaseException | None, numbers: tuple[int, ...]) -> bool:
+def _of_machine(error: BaseException | None) -> OSError | None:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in numbers:
-            return True
+        if isinstance(error, OSError) and error.errno in _OF_MACHINE:
+            return error
         error = error.__cause__
-    return False
+    return None
+
+
+def raise_if_of_machine(error: BaseException, place: str) -> None:
+    """Raise an error of reading that concerns this machine and no file.
+
+    Args:
+        place: what was read, for messages.
+
+    Raises:
+        NoSpaceError: disk space has run out, of the temporary folder for example.
+        ResourceError: file descriptors or memory have run out.
+    """
+    if cause := _of_machine(error):
+        kind = _OF_MACHINE[cause.errno]
+        raise kind(
+            f"{place}: cannot be read on this machine: {cause.strerror}",
+            fix=f"free space in {tempfile.gettempdir()}" if kind is NoSpaceError else _FEWER,
+        ) from error
 
 
 def descriptors_left() -> int:

@@ -36,7 +36,15 @@ from pipeline.cache import layout
 from pipeline.cache import scratch as scratches
 from pipeline.cache.drivers import CHANGE_TIMES, Connection, RequestFailed, has_own
 from pipeline.cache.files import FileEntry, Files, check_digest
-from pipeline.cache.local_files import Handle, cache_errors, digest_of, file_digest, free_at
+from pipeline.cache.local_files import (
+    Handle,
+    cache_errors,
+    digest_of,
+    file_digest,
+    free_at,
+    is_out_of_space,
+    raise_if_of_machine,
+)
 from pipeline.cache.mirror import Mirror
 from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, expanded
@@ -437,6 +445,10 @@ class ObjectFiles(Files):
             yield
         except RequestFailed as error:
             raise CacheError(f"{self.where(name)}: {error}", fix=error.fix) from None
+        except OSError as error:
+            if not is_out_of_space(error):  # the mirror makes space
+                raise_if_of_machine(error, self.where(name))
+            raise
 
 
 def _modified(info: dict[str, Any]) -> float:

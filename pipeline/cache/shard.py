@@ -36,7 +36,13 @@ import xxhash
 from pipeline.cache import codec, layout
 from pipeline.cache.arrow import combined, ipc_table
 from pipeline.cache.files import Files
-from pipeline.cache.local_files import Handle, cache_errors, descriptors_left, is_out_of_resources
+from pipeline.cache.local_files import (
+    Handle,
+    cache_errors,
+    descriptors_left,
+    is_out_of_resources,
+    raise_if_of_machine,
+)
 from pipeline.errors import CacheError, IntegrityError
 
 
@@ -547,6 +553,8 @@ class ShardReader:
             try:
                 got, refused = self.files.when_reachable(fill), ""
             except OSError as error:  # a bad sector, a stale file of NFS
+                if not left:
+                    raise_if_of_machine(error, self.files.where(layout.Paths.shard(self.folder, shard)))
                 got, refused = 0, error.strerror or str(error)
                 continue
             if got == len(view) and is_right(view):
@@ -654,6 +662,7 @@ def read_head(files: Files, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except OSError as error:
+        raise_if_of_machine(error, files.where(name))
         kind = IntegrityError if error.errno == errno.EIO else CacheError
         raise kind(f"{files.where(name)}: cannot be read: {error.strerror or error}") from None
     try:
@@ -682,6 +691,7 @@ def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
     try:
         read = files.when_reachable(members)
     except (tarfile.TarError, OSError) as error:
+        raise_if_of_machine(error, where)
         raise IntegrityError(f"{where}: not a shard: {error}") from None
     head, table = map(read.get, wanted)
     if head is None or table is None:

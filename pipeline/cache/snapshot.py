@@ -39,7 +39,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import Handle, digest_of
+from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
 from pipeline.cache.shard import ShardReader, to_ipc
 from pipeline.cache.snapshot_lists import (
     HEX,
@@ -699,6 +699,7 @@ class Snapshot:
             return self.files.when_reachable(read)
         except OSError as error:
             where = self.files.where(Paths.table(digest, "arrow"))
+            raise_if_of_machine(error, where)
             raise IntegrityError(f"{where}: cannot be read: {error.strerror}", fix=self.head.command) from None
 
     def _differs(self, digest: str, what: str, expected: bytes, found: bytes) -> IntegrityError:

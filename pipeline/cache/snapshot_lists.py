@@ -23,7 +23,7 @@ from pipeline.cache.chunk_blocks import BLOCK_ROWS, Blocks
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import digest_of
+from pipeline.cache.local_files import digest_of, raise_if_of_machine
 from pipeline.cache.shard import to_ipc
 from pipeline.errors import IntegrityError
 
@@ -188,6 +188,7 @@ class _TableList(Sequence[T]):
         except FileNotFoundError:
             raise IntegrityError(f"{files.where(name)}: a list of a snapshot is missing", fix=self._fix) from None
         except OSError as error:
+            raise_if_of_machine(error, files.where(name))
             raise IntegrityError(f"{files.where(name)}: cannot be read: {error.strerror}", fix=self._fix) from None
         if actual != self.entry.table:
             raise IntegrityError(

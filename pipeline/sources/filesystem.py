@@ -13,7 +13,6 @@ import io
 import os
 import posixpath
 import stat as stat_module
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
 from pipeline import retrying
-from pipeline.cache.local_files import is_out_of_resources, is_out_of_space
+from pipeline.cache.local_files import raise_if_of_machine
 from pipeline.cache.scratch import Scratch
-from pipeline.errors import AwayError, CacheError, NoSpaceError, UserError
+from pipeline.errors import AwayError, UserError
 from pipeline.sources.filenames import error_text, escaped, has_surrogates, unsafe_reason
 
 T = TypeVar("T")
@@ -40,24 +39,6 @@ class Unreadable(OSError):
         """The same for an error of reading a file. Raises as `raise_if_of_machine`."""
         raise_if_of_machine(error, escaped(name))
         return cls(f"{escaped(name)}: {escaped(error_text(error))}")
-
-
-def raise_if_of_machine(error: BaseException, place: str) -> None:
-    """Raise an error that concerns this machine and no item.
-
-    Args:
-        place: where it happened, for messages.
-
-    Raises:
-        NoSpaceError: disk space has run out, of the temporary folder for example.
-        CacheError: file descriptors or memory have run out.
-    """
-    if is_out_of_resources(error):
-        full = is_out_of_space(error)
-        raise (NoSpaceError if full else CacheError)(
-            f"{place}: cannot be read on this machine: {error_text(error)}",
-            fix=f"free space in {tempfile.gettempdir()}" if full else "ulimit -n 65536, or fewer workers",
-        ) from error
 
 
 def is_read_error(error: BaseException) -> bool:
