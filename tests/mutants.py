@@ -34,9 +34,9 @@ WANTED = 0.95
 ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
-        "audit bucket cache cache_layout claims documents edges fuzz gc golden integrity_law large_tables long_lists "
-        "missing_work objects pack patience prompts reads repair scratch snapshot_chunks snapshot_head storage synced "
-        "urls web_cache",
+        "audit bucket cache cache_layout claims documents edges fanned_units fuzz gc golden integrity_law large_tables "
+        "long_lists missing_work objects pack patience prompts reads repair scratch snapshot_chunks snapshot_head "
+        "storage synced urls web_cache",
     ),
     "sources": (
         ["pipeline/sources/*"],
@@ -56,7 +56,7 @@ ROOMS = {
     "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),
     "encoding": (
         ["pipeline/encoding/*"],
-        "documents edges encode encode_sources estimate pack prompts remote repair scan storage text_mode",
+        "documents edges encode encode_sources estimate image_batch pack prompts remote repair scan storage text_mode",
     ),
     "training": (
         [

@@ -222,6 +222,11 @@ def test_fields_at_their_default_stay_out_of_the_id() -> None:
     assert layout.LatentRecipe(weights="w", compression=8, channels=4, tiling=False).id == LATENT.id
 
 
+def test_a_caption_with_half_a_character_has_a_digest() -> None:
+    assert layout.digest("caption", "\ud83d").hex() == "490ca870fc0d1fb3ed16f502415769a9"
+    assert layout.digest("caption", "\ud83d\ude00") != layout.digest("caption", "\U0001f600")
+
+
 def test_every_recipe_field_changes_the_id() -> None:
     import dataclasses
 

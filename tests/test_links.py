@@ -93,6 +93,7 @@ def test_each_kind_of_dead_link_is_a_reject_with_its_reason(
         f"{server.url}/404!0.png": "HTTP 404 Not Found",
         f"{server.url}/410!0.png": "HTTP 410 Gone",
         f"{server.url}/503!0.png": "HTTP 503 Service Unavailable",
+        f"{server.url}/599!0.png": "HTTP 599",
         f"{server.url}/slow!0.png": "no picture within 1.5 s (data.link_timeout_s)",
         f"{server.url}/trickle!0.png": "no picture within 1.5 s (data.link_timeout_s)",
         f"{server.url}/loop!0.png": "more than 10 redirects",
@@ -334,3 +335,16 @@ def test_links_into_an_object_store(s3_bucket: str, make_config: MakeConfig, tmp
     config = make_config(tmp_path / "small", "data.max_picture_mib=1")
     store.pipe_file(f"{s3_bucket}/links/5.png", bytes(2 << 20))
     assert stages.encode.run(config, data=str(data))["rejects"] == 3
+    assert rows_of(config, "t")[5]["reject"].startswith(f"{DEAD}: more than 1,048,576 bytes")
+    url, size = f"{s3_bucket}/links/0.png", len(picture(0))
+    assert Links(size).read(url) == picture(0)
+    with pytest.raises(DeadLink, match=f"more than {size - 1:,} bytes"):
+        Links(size - 1).read(url)
+
+
+def test_a_picture_of_just_the_limit_is_fetched(server: LinkServer) -> None:
+    url, *_ = good(server)
+    data = Links().read(url)
+    assert Links(len(data)).read(url) == data
+    with pytest.raises(DeadLink, match="more than"):
+        Links(len(data) - 1).read(url)

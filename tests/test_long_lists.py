@@ -92,6 +92,7 @@ def test_a_document_is_published_in_pieces_with_its_copy_and_once(
         assert files.read(path) == layout.seal(body)
     assert files.path(name).stat().st_ino != files.path(Paths.copy(name)).stat().st_ino
     assert isinstance(files.document(name)[key], long_lists.LongList)
+    assert isinstance(files.parse(name, files.read(name))[key], long_lists.LongList), "of a store"
     files.path(name).unlink()
     assert not files.put_long(name, listed), "the copy of a lost document takes the name"
     assert not files.path(name).exists()

@@ -548,6 +548,15 @@ def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> Non
     assert load(file) == config
 
 
+def test_a_chain_is_sampled_and_exported_at_its_last_phase_that_has_a_checkpoint(tmp_path: Path) -> None:
+    config = load("tiny", [f"train.output={tmp_path}", phases(A, B, C)])
+    with pytest.raises(ConfigError, match="holds no checkpoint yet"):
+        checkpoint.find(config, "auto")
+    for folder in ("a/checkpoints/step-00000009", "b/checkpoints/step-00000002", "c/checkpoints/step-00000004.x.tmp"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert checkpoint.find(config, "auto") == tmp_path / "b/checkpoints/step-00000002"
+
+
 @pytest.mark.slow
 def test_a_chain_begins_where_it_is_told_and_nowhere_by_accident(rounds: Callable[..., Config], tmp_path: Path) -> None:
     run_phases(
