@@ -359,6 +359,21 @@ def test_the_shards_of_a_step_are_those_of_its_samples(cache: Cache) -> None:
             assert (cache.root / path).stat().st_size == size
 
 
+def test_each_process_checks_its_share_of_the_shards(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[list[str]] = []
+    real = snapshots.Snapshot.check_shards
+
+    def check(snapshot: snapshots.Snapshot, share: slice = slice(None)) -> None:
+        looked.append([name for name, _ in snapshot.head.each_shard_file(share)])
+        real(snapshot, share)
+
+    monkeypatch.setattr(snapshots.Snapshot, "check_shards", check)
+    for rank in range(3):
+        loader(cache, world=3, rank=rank)
+    every = [name for name, _ in cache.open_snapshot().head.each_shard_file(slice(None))]
+    assert sorted(itertools.chain(*looked)) == sorted(every)
+
+
 def test_buffers_are_used_again(cache: Cache) -> None:
     reading = loader(cache, prefetch=0, stop_step=40)
     places = set()

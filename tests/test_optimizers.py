@@ -330,6 +330,29 @@ def test_adamw_in_bf16_is_adamw() -> None:
         stochastic_rounding.AdamW([theirs], lr=1e-3)
 
 
+def test_adamw_in_bf16_keeps_groups_and_step_counts_apart() -> None:
+    """The second group neither decays nor has the first one's rate; its second parameter misses the first 10 steps."""
+    torch.manual_seed(0)
+    start = [torch.randn(64, 32).bfloat16() for _ in range(3)]
+    ours, theirs = ([nn.Parameter(cast(value)) for value in start] for cast in (torch.clone, torch.Tensor.float))
+    options: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-6, "lr": 1e-2}
+
+    def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        first, *others = parameters
+        return [{"params": [first], "weight_decay": 1.0}, {"params": others, "lr": 3e-2, "weight_decay": 0.0}]
+
+    mine, torchs = stochastic_rounding.AdamW(groups(ours), **options), torch.optim.AdamW(groups(theirs), **options)
+    for number in range(20):
+        for our, their in zip(ours[: 2 + number // 10], theirs, strict=False):
+            gradient = torch.randn(64, 32).bfloat16() + 0.5
+            our.grad, their.grad = gradient, gradient.float()
+        mine.step()
+        torchs.step()
+    for our, their, before in zip(ours, theirs, start, strict=True):
+        moved, off = (their - before.float()).detach(), (our - their).detach()
+        assert off.norm() < 0.1 * moved.norm()
+
+
 # ---------------------------------------------------------------------------------------------------- 8-bit AdamW
 
 

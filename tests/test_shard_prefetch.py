@@ -5,14 +5,30 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.loader import shard_prefetch
 from pipeline.loader.shard_prefetch import FetchQueue, ShardPrefetch
 
 WAIT_S = 30.0
+
+
+@pytest.mark.parametrize(("room", "enough"), [(12 * 30, True), (12 * 30 - 1, False)])
+def test_a_mirror_holds_two_windows_of_each_bucket_and_as_much_ahead(room: int, enough: bool) -> None:
+    buckets = [SimpleNamespace(samples=40, block=10), SimpleNamespace(samples=15, block=10)]
+    snapshot: Any = SimpleNamespace(
+        files=SimpleNamespace(room=room),
+        head=SimpleNamespace(policies=SimpleNamespace(packed=SimpleNamespace(window=2))),
+        buckets=[*buckets, SimpleNamespace(samples=9, block=None)],
+        shard_sizes=lambda: np.array([20, 40] * 20),
+    )
+    assert (shard_prefetch.advice(snapshot) is None) == enough
+    snapshot.shard_sizes = lambda: np.array([30])
+    assert shard_prefetch.advice(snapshot) is None, "the mirror holds the whole snapshot"
 
 
 def drain(queue: FetchQueue) -> list[str]:
