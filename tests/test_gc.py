@@ -329,6 +329,28 @@ def test_between_the_look_and_the_removal_it_is_put_back(tmp_path: Path, monkeyp
     assert files.names("tmp") == []
 
 
+@pytest.mark.parametrize("age_s", [0, OLD], ids=["young", "old"])
+@pytest.mark.parametrize("call", ["rename", "fstat"])
+def test_a_gc_on_another_machine_that_gives_the_name_back_meanwhile_ends_nothing(
+    call: str, age_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, real = Files(tmp_path), getattr(os, call)
+    name = Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow")
+    os.utime(files.path(name), (files.now() - age_s,) * 2)
+    monkeypatch.setattr(process_identity, "is_owned_by_live_process", lambda name: False)
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        result = real(*args, **options)
+        monkeypatch.setattr(os, call, real)
+        Files(tmp_path).put_back()
+        return result
+
+    before = files.now() - STALE_TMP_S
+    monkeypatch.setattr(os, call, meanwhile)
+    assert not files.discard(name, before)
+    assert files.read(name) == b"content" and files.names("tmp") == []
+
+
 @pytest.mark.parametrize("call", ["link", "fstat"])
 def test_a_young_file_keeps_its_name_though_a_call_fails(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

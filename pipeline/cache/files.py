@@ -453,13 +453,13 @@ class Files:
             make_folder(aside.parent)
             try:
                 os.rename(path, aside)
-            except FileNotFoundError:
+                try:
+                    with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
+                        old = os.fstat(file.fileno()).st_mtime <= before
+                finally:
+                    aside.unlink() if old else local_files.put_back(aside, path)
+            except FileNotFoundError:  # it is gone, or a gc on another machine gave it its name again
                 return False
-            try:
-                with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
-                    old = os.fstat(file.fileno()).st_mtime <= before
-            finally:
-                aside.unlink() if old else local_files.put_back(aside, path)
         return old
 
     def put_back(self) -> None:
