@@ -391,12 +391,16 @@ def test_an_index_keeps_no_commits_of_its_plans(tmp_path: Path, monkeypatch: pyt
         commit_unit(cache, plan, "aa", 2 * plan)
         if plan < 4:
             assert index.merge(cache.files, LATENT.name, plan, ["aa"])
-    kept: list[index.Commit] = []
     fill = index.RecordIndex._fill
 
-    def filled(self: index.RecordIndex, batches: Any) -> None:
+    def commits() -> dict[int, index.Commit]:
         gc.collect()
-        kept.extend(one for one in gc.get_objects() if isinstance(one, index.Commit))
+        return {id(one): one for one in gc.get_objects() if isinstance(one, index.Commit)}
+
+    of_other_tests, kept = commits(), list[index.Commit]()
+
+    def filled(self: index.RecordIndex, batches: Any) -> None:
+        kept.extend(one for name, one in commits().items() if name not in of_other_tests)
         fill(self, batches)
 
     monkeypatch.setattr(index.RecordIndex, "_fill", filled)

@@ -6,6 +6,7 @@ import datetime
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -192,6 +193,23 @@ def test_stray_files_between_the_documents_are_no_documents(stray: str, cache: C
     rebuild.rebuild_documents(cache)
     counts(cache)
     assert list(audit.verify(cache)) == []
+
+
+@BOTH_IN_TIME
+def test_files_of_others_in_any_folder_are_neither_damage_nor_garbage(cache: Cache) -> None:
+    files, before = cache.files, counts(cache)
+    listed = [entry.name for entry in files.walk("")]
+    folders = {name.rpartition("/")[0] for name in listed} | {"tmp", "claims", "fragments/x", "shards/.Trash"}
+    strays = [
+        f"{folder}/{name}".lstrip("/") for folder in folders for name in (".nfs0000000000deadbeef", "._00000000.json")
+    ]
+    strays += [re.sub("([^/]+)$", r"._\1", name) for name in listed]
+    for name in strays:
+        files.replace(name, b"Mac OS X")
+    age(files, *strays)
+    assert [entry.name for entry in files.walk("")] == listed
+    assert list(audit.verify(cache)) == [] and counts(cache) == before and collect(cache) == []
+    assert files.sweep() == 0 and all(files.has_file(name) for name in strays)
 
 
 @pytest.mark.parametrize("kind", [AwayError, NoSpaceError, ResourceError])

@@ -34,6 +34,7 @@ from pipeline.cache.local_files import (
     Handle,
     cache_errors,
     file_digest,
+    is_foreign,
     make_folder,
     raise_if_of_machine,
     sync,
@@ -171,7 +172,11 @@ class Files:
         """(name, `file` or `directory`) of the entries of a folder."""
         try:
             return self.when_reachable(
-                lambda: [(e.name, "directory" if e.is_dir() else "file") for e in os.scandir(self.path(folder))]
+                lambda: [
+                    (entry.name, "directory" if entry.is_dir() else "file")
+                    for entry in os.scandir(self.path(folder))
+                    if not is_foreign(entry.name)
+                ]
             )
         except FileNotFoundError:
             return []
@@ -180,7 +185,7 @@ class Files:
             raise CacheError(f"{self.where(folder)}: cannot be listed: {error.strerror}") from None
 
     def walk(self, folder: str) -> Iterator[FileEntry]:
-        """All files below a folder, in the order of their names; an absent folder is empty."""
+        """All files of the cache below a folder, in the order of their names; an absent folder is empty."""
 
         def unlisted(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
@@ -188,8 +193,8 @@ class Files:
                 raise CacheError(f"{error.filename}: cannot be listed: {error.strerror}") from None
 
         for parent, folders, names in os.walk(self.path(folder), onerror=unlisted):
-            folders.sort()
-            for name in sorted(names):
+            folders[:] = sorted(name for name in folders if not is_foreign(name))
+            for name in sorted(name for name in names if not is_foreign(name)):
                 path = Path(parent, name)
                 try:
                     status = path.stat()

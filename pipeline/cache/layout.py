@@ -245,8 +245,7 @@ def is_document(name: str) -> bool:
 
 
 def numbers_of(names: Iterable[str], suffix: str = ".json") -> list[int]:
-    """The numbers in names of documents (`NNNNNNNN.json`) or, without the suffix, of folders. Other names are left out:
-    NFS clients (`.nfs*`), file browsers and editors leave files of their own."""
+    """The numbers in names of documents (`NNNNNNNN.json`) or, without the suffix, of folders. Others are left out."""
     stems = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
     return [int(stem) for stem in stems if len(stem) >= 8 and stem.isascii() and stem.isdigit()]
 

@@ -195,13 +195,22 @@ def put_back(aside: Path, path: Path) -> None:
     aside.unlink()
 
 
+def is_foreign(name: str) -> bool:
+    """Whether a file in a cache's folder is not the cache's: NFS clients (`.nfs*`), file browsers (`._*`) and editors
+    leave files whose names begin with a dot.
+
+    `.nfs*` is a removed file that a process has open; its client removes it when it is closed. Removing it on another
+    machine would kill a process that has it mapped (SIGBUS).
+    """
+    return name.startswith(".")
+
+
 def sweep_in(folder: Path) -> int:
     """Remove temporary files that no living process can own. Returns how many.
 
-    Files `.nfs*` stay: an NFS client gives such names to removed files that are still open, and removes them when they
-    are closed. Removing one on another machine would kill a process that has it mapped (SIGBUS).
+    Those of others (`is_foreign`) stay.
     """
-    paths = [path for path in folder.glob("*") if not path.name.startswith(".nfs")]
+    paths = [path for path in folder.glob("*") if not is_foreign(path.name)]
     if not paths:
         return 0
     count, before = 0, now_in(folder) - STALE_TMP_S

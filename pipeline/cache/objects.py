@@ -42,6 +42,7 @@ from pipeline.cache.local_files import (
     digest_of,
     file_digest,
     free_at,
+    is_foreign,
     is_out_of_space,
     raise_if_of_machine,
 )
@@ -178,7 +179,7 @@ class ObjectFiles(Files):
                 entries = [
                     (self._name(path), info.get("size"), _modified(info))
                     for path, info in self.connection.find(root)
-                    if path != root and info["type"] == "file"
+                    if path != root and info["type"] == "file" and not is_foreign(path.rpartition("/")[2])
                 ]
         except FileNotFoundError:
             return
@@ -378,7 +379,8 @@ class ObjectFiles(Files):
         # The listings of some web servers have links for sorting them.
         entries = [info for info in entries if not (self.connection.is_web and "?" in str(info["name"]))]
         pairs = [(str(info["name"]).rstrip("/"), str(info["type"])) for info in entries]
-        return [(path.rpartition("/")[2], kind) for path, kind in pairs if path != base]
+        named = ((path.rpartition("/")[2], kind) for path, kind in pairs if path != base)
+        return [(name, kind) for name, kind in named if not is_foreign(name)]
 
     def _info(self, name: str) -> dict[str, Any] | None:
         try:
