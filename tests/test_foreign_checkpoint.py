@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from pipeline.launch import Launch
 from pipeline.training import checkpoint
@@ -63,6 +63,16 @@ def _holds_an_object(found: Metadata, mark: Path) -> Any:
     return found
 
 
+def _asks_for_an_attribute_of_a_class(found: Metadata, mark: Path) -> Any:
+    found.planner_data = Calls(getattr, Metadata, "__init__")
+    return found
+
+
+def _asks_for_what_is_no_member(found: Metadata, mark: Path) -> Any:
+    found.planner_data = Calls(getattr, _MEM_FORMAT_ENCODING, "__init__")
+    return found
+
+
 def _points_outside(found: Metadata, mark: Path) -> Any:
     next(iter(found.storage_data.values())).relative_path = "../secret"
     return found
@@ -78,7 +88,18 @@ def forge(folder: Path, change: Callable[[Metadata, Path], Any], mark: Path) -> 
     head.write_text(json.dumps({**values, "digest": checkpoint.digest_of(values)}))
 
 
-@pytest.mark.parametrize("change", [_runs_code, _calls_torch, _is_something_else, _holds_an_object, _points_outside])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _runs_code,
+        _calls_torch,
+        _is_something_else,
+        _holds_an_object,
+        _asks_for_an_attribute_of_a_class,
+        _asks_for_what_is_no_member,
+        _points_outside,
+    ],
+)
 def test_metadata_that_is_more_than_a_list_of_tensors_is_refused(
     written: Path, tmp_path: Path, change: Callable[[Metadata, Path], Any]
 ) -> None:
@@ -105,6 +126,21 @@ def test_checkpoints_go_from_one_python_to_another(
         patch.setattr(pathlib.PosixPath, "__module__", module)
         forge(folder, lambda found, _: found, tmp_path)
     assert module.encode() + b"\x94\x8c\tPosixPath" in (folder / ".metadata").read_bytes()
+    assert checkpoint.load_model_state(folder)[1]
+
+
+def test_checkpoints_of_pythons_first_3_11_are_read(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a call of `getattr`. Debian 12 has 3.11.2."""
+    shutil.copytree(written, tmp_path / "run")
+    folder = tmp_path / "run/checkpoints/step-00000001"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda member, protocol: (getattr, (type(member), member.name))
+        )
+        forge(folder, lambda found, _: found, tmp_path)
+    assert b"builtins\x94\x8c\x07getattr" in (folder / ".metadata").read_bytes()
     assert checkpoint.load_model_state(folder)[1]
 
 

@@ -12,14 +12,16 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset
 
+from pipeline import retrying
 from pipeline.config import DataConfig
-from pipeline.errors import UserError
+from pipeline.errors import AwayError, UserError
 from pipeline.sources import tables
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
@@ -35,6 +37,28 @@ from tests.support.source_files import Rows, listed, make_tar, opened
 
 def texts(item: Item) -> list[str]:
     return [text for text, _ in item.captions]
+
+
+@pytest.mark.parametrize(("failures", "is_folder"), [(0, True), (2, True), (10**9, None)])
+def test_what_an_entry_is_is_waited_for(
+    failures: int, is_folder: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
+    left = iter([errno.ESTALE] * min(failures, 10**4))
+
+    def is_dir() -> bool:
+        if number := next(left, 0):
+            raise OSError(number, os.strerror(number))
+        return True
+
+    disk, entry = LocalFilesystem(tmp_path, 0.2 if is_folder is None else 60), SimpleNamespace(is_dir=is_dir)
+    if is_folder is None:
+        with pytest.raises(AwayError):
+            disk.is_folder(entry)  # type: ignore[arg-type]
+    else:
+        assert disk.is_folder(entry) is is_folder  # type: ignore[arg-type]
+    (tmp_path / "circle").symlink_to("circle")
+    assert [disk.is_folder(entry) for entry in os.scandir(tmp_path)] == [False]
 
 
 # --- tars ----------------------------------------------------------------------------------------------------------

@@ -236,12 +236,10 @@ class LocalFilesystem(Filesystem):
             self.raise_unlisted(error)
 
     def is_folder(self, entry: os.DirEntry[str]) -> bool:
-        """Whether an entry is a folder, or a link to one; False for a circle of links."""
+        """Whether an entry is a folder, or a link to one; False for a circle of links. Waits as `when_reachable`."""
         try:
-            return entry.is_dir()
-        except OSError as error:
-            if retrying.is_disconnected(error):
-                self.raise_unlisted(error)
+            return self.when_reachable(entry.is_dir)
+        except OSError:
             return False
 
     def raise_unlisted(self, error: OSError) -> NoReturn:

@@ -10,6 +10,7 @@ Price: if a version of torch writes another class into `.metadata`, its name mus
 from __future__ import annotations
 
 import pickle
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,20 @@ def read_metadata(path: Path) -> Metadata:
 _FIX = "use a checkpoint that sana-pipe wrote, from a source you trust"
 
 
+def _member(of: Any, name: str) -> Enum:
+    """A member of an enumeration; not `getattr`, which leads from any class to code."""
+    if not (isinstance(of, EnumType) and name in of.__members__):
+        raise pickle.UnpicklingError(f"builtins.getattr({of}, {name})")
+    return of.__members__[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle a member of an enumeration
+            return _member
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
