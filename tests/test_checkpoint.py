@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tarfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from pipeline.training import build, checkpoint, host_copy, metrics, optimizers
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit, generator_seed
+from tests.support.trees import unpack
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -416,8 +416,7 @@ def test_a_step_that_is_never_saved_cannot_be_kept() -> None:
 
 def test_a_checkpoint_of_the_first_version_is_continued(tmp_path: Path) -> None:
     """Written after two steps by the trainer that had FSDP2 alone; the losses are those it went on with."""
-    with tarfile.open(DATA / "checkpoint-version-1.tar.xz") as archive:
-        archive.extractall(tmp_path / "run/checkpoints", filter="data")
+    unpack(DATA / "checkpoint-version-1.tar.xz", tmp_path / "run/checkpoints")
     shape = {
         "num_attention_heads": 2,
         "attention_head_dim": 4,

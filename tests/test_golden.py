@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from pipeline.training.trainer import fit
 from tests.support import synthetic
 from tests.support.golden import GOLDEN
 from tests.support.loading import loader_settings
+from tests.support.trees import unpack
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,8 +52,7 @@ VERSION_2 = {
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(GOLDEN, tmp_path)
     return tmp_path
 
 

@@ -7,9 +7,11 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -319,8 +321,6 @@ def test_many_links_are_fetched_at_once(server: LinkServer, make_config: MakeCon
 
 
 def test_links_into_an_object_store(s3_bucket: str, make_config: MakeConfig, tmp_path: Path) -> None:
-    import fsspec
-
     store = fsspec.filesystem("s3")
     for n in range(COUNT):
         store.pipe_file(f"{s3_bucket}/links/{n}.png", picture(n))
@@ -348,3 +348,53 @@ def test_a_picture_of_just_the_limit_is_fetched(server: LinkServer) -> None:
     assert Links(len(data)).read(url) == data
     with pytest.raises(DeadLink, match="more than"):
         Links(len(data) - 1).read(url)
+
+
+def test_what_counts_as_an_answer(server: LinkServer) -> None:
+    """An answer ends the count of silent links and makes its link the witness; what was not asked does neither."""
+    answers = dict.fromkeys(["404!x", "410!x", "599!x", "loop!x", "cut!0.png", "empty", "page", "0.png"], 30.0)
+    answers["trickle!0.png"] = 3.0
+    silent = {"http://127.0.0.1:9/0.png": 30.0, "http://no.such.host.invalid/0.png": 30.0}
+    silent[f"{server.url}/slow!0.png"] = 0.5
+    fetch = Links()
+
+    def read(url: str, timeout_s: float = 30.0) -> tuple[int, str | None]:
+        fetch.timeout_s = timeout_s
+        with suppress(DeadLink):
+            fetch.read(url)
+        return fetch.silent, fetch.witness
+
+    for number, (url, timeout_s) in enumerate(silent.items(), 1):
+        assert read(url, timeout_s) == (number, None), url
+    for url in ("gopher://there/0.png", "http://[broken/0.png", f"{server.url}/file!0.png"):
+        assert read(url) == (len(silent), None), url
+    for path, timeout_s in answers.items():
+        fetch.silent = 1
+        assert read(f"{server.url}/{path}", timeout_s) == (0, f"{server.url}/{path}")
+    server.away = True
+    assert read(f"{server.url}/1.png") == (1, fetch.witness)
+
+
+def test_what_counts_as_an_answer_of_an_object_store(s3_bucket: str, tmp_path: Path) -> None:
+    fetch = Links()
+    for url, silent in (
+        ("s3://no-such-bucket/0.png", 1),
+        ("s3://no-such-bucket/1.png", 2),
+        (f"{s3_bucket}/none.png", 0),
+    ):
+        with pytest.raises(DeadLink, match=DEAD):
+            fetch.read(url)
+        assert (fetch.silent, fetch.witness) == (silent, None if silent else url), url
+
+
+def test_the_session_has_no_cookies_and_obeys_fsspecs_configuration(
+    server: LinkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"headers": {"User-Agent": "a museum"}}})
+    links.opened.cache_clear()
+    try:
+        for _ in range(2):
+            Links().read(server.url.replace("127.0.0.1", "localhost") + "/0.png")
+        assert (server.agents, server.cookies) == ({"a museum"}, set())
+    finally:
+        links.opened.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +15,7 @@ from pipeline.cache.snapshot import BucketPart, Head, Snapshot
 from pipeline.errors import CacheError
 from tests.support import tiny_cache
 from tests.support.golden import GOLDEN
+from tests.support.trees import unpack
 
 
 def with_unknown_keys(value: Any) -> Any:
@@ -44,8 +44,7 @@ def head_of(root: Path) -> dict[str, Any]:
 
 
 def test_heads_of_an_earlier_version_are_written_as_they_were_read(tmp_path: Path) -> None:
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(GOLDEN, tmp_path)
     files = Files(tmp_path / "cache")
     ids = [path.stem for path in (tmp_path / "cache" / "snapshots").glob("*.json")]
     assert len(ids) >= 4

@@ -75,6 +75,7 @@ class Links:
 
     Attributes:
         witness: the last link that answered.
+        silent: links in a row since then that got no answer.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Links:
         self._lock = threading.Lock()
         self._checking = threading.Lock()
         self._stores: dict[str, Connection] = {}
-        self._silent = 0
+        self.silent = 0
         self.witness: str | None = None
 
     def read(self, url: str) -> bytes:
@@ -97,10 +98,10 @@ class Links:
         """
         answer = self._ask(url)
         if answer.heard:
-            self._silent, self.witness = 0, url
+            self.silent, self.witness = 0, url
         elif answer.heard is False:
             with self._lock:
-                self._silent += 1
+                self.silent += 1
             self._check_network(answer.reason)
         if answer.data is None:
             raise DeadLink(f"{DEAD}: {answer.reason} ({host(url)!r})")
@@ -110,7 +111,7 @@ class Links:
         """Raise AwayError if too many links were silent, and the last one that answered is silent now."""
         with self._checking:  # the others wait for the result
             witness = self.witness
-            if self._silent < (SILENT if witness is not None else SILENT_FROM_START):
+            if self.silent < (SILENT if witness is not None else SILENT_FROM_START):
                 return
 
             def ask() -> None:
@@ -120,10 +121,10 @@ class Links:
             try:
                 retrying.retry(ask, "the network", self.patience_s if witness is not None else 0, _is_silence)
             except retrying.NoAnswer as error:
-                what = f"no link of the table answers any more: {self._silent} one after the other did not"
+                what = f"no link of the table answers any more: {self.silent} one after the other did not"
                 fix = "run the same command again once this machine reaches the network"
                 raise AwayError(what, found=error, fix=fix) from None
-            self._silent = 0
+            self.silent = 0
 
     def _ask(self, url: str) -> _Answer:
         scheme = url.partition("://")[0].lower()
@@ -198,7 +199,8 @@ class _Web:
 
 
 @cache
-def _opened() -> _Web:
+def opened() -> _Web:
+    """This process's loop and session; a forked process has others."""
     return _Web()
 
 
@@ -207,10 +209,10 @@ _opening = threading.Lock()
 
 def _web() -> _Web:
     with _opening:
-        return _opened()
+        return opened()
 
 
-os.register_at_fork(after_in_child=_opened.cache_clear)  # threads do not survive a fork
+os.register_at_fork(after_in_child=opened.cache_clear)  # threads do not survive a fork
 
 
 async def _get(url: str, limit: int, timeout_s: float) -> _Answer:
@@ -220,7 +222,7 @@ async def _get(url: str, limit: int, timeout_s: float) -> _Answer:
     within = aiohttp.ClientTimeout(total=timeout_s)
     heard = False
     try:
-        async with _opened().session.get(url, timeout=within, max_redirects=REDIRECTS) as response:
+        async with opened().session.get(url, timeout=within, max_redirects=REDIRECTS) as response:
             heard = True
             if response.status != HTTPStatus.OK:
                 return _Answer(None, f"HTTP {response.status} {_phrase(response.status)}".rstrip())

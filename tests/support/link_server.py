@@ -14,13 +14,16 @@ LOGIN = "Basic " + base64.b64encode(b"user:secret").decode()
 
 @dataclass
 class LinkServer:
-    """pictures: path -> bytes. asked: requests by path, without the query; queries: as received. gone: paths that are
-    404 now; away: every connection is broken off; slow, at_once: slow answers under way, and the most of them."""
+    """pictures: path -> bytes. asked: requests by path, without the query; queries, cookies, agents: as received. gone:
+    paths that are 404 now; away: every connection is broken off; slow, at_once: slow answers under way, and the most of
+    them."""
 
     url: str = ""
     pictures: dict[str, bytes] = field(default_factory=dict)
     asked: Counter[str] = field(default_factory=Counter)
     queries: set[str] = field(default_factory=set)
+    cookies: set[str] = field(default_factory=set)
+    agents: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     away: bool = False
     slow: int = 0
@@ -38,6 +41,8 @@ def serve_links() -> Iterator[LinkServer]:
             with lock:
                 server.asked[path] += 1
                 server.queries |= {query} if query else set()
+                server.cookies |= set(self.headers.get_all("Cookie", []))
+                server.agents.add(self.headers["User-Agent"])
             if server.away:
                 self.close_connection = True
                 return
@@ -82,6 +87,7 @@ def serve_links() -> Iterator[LinkServer]:
 
         def answer(self, data: bytes, length: int | None = None, pause: float = 0) -> None:
             self.send_response(200)
+            self.send_header("Set-Cookie", "who=you; Path=/")
             if length is not None:
                 self.send_header("Content-Length", str(length))
             self.end_headers()  # else the end of the connection ends the answer

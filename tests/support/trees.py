@@ -1,7 +1,8 @@
-"""Cache folders as the tests compare them."""
+"""Cache folders as the tests unpack and compare them."""
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 
@@ -14,3 +15,10 @@ def files(root: Path) -> dict[str, bytes]:
         if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports")
         if not p.name.startswith("planned-")
     }
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as tar:
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4; later versions warn without it
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(folder)
