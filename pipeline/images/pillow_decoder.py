@@ -319,7 +319,7 @@ def _levels(image: Image.Image) -> Levels:
 
     def scaled(values: np.ndarray) -> np.ndarray:
         wide = values.astype(np.float64)
-        gray = np.clip((wide - low) / (high - low), 0, 1) if high > low else np.zeros_like(wide)
+        gray = (wide - low) / ((high - low) or 1)
         return np.rint((1 - gray if white_is_zero else gray) * 255).astype(np.uint8)
 
     return scaled
