@@ -100,7 +100,7 @@ newest:
 
 versions: lowest newest
 
-# Lists changes of the code that no test notices: of SAMPLE changes, drawn anew each day.
+# Lists changes of the code that neither tests nor mypy notice: of SAMPLE changes, drawn anew each day.
 SAMPLE ?= 200
 mutants: $(STAMP)
 	$(PIP) install -c constraints.txt -e '.[mutants]'

@@ -1,10 +1,12 @@
 """Mutation testing by room: `make mutants ROOM=cache`, or `python -m tests.mutants pipeline/cache/codec.py`.
 
 mutmut edits every expression of the files in turn, in a clone of the last commit; `support/mutant_trials.py` runs the
-tests that reach it. Prints the mutants that no test kills, a table, and a line of JSON; exit code 1 below `WANTED`.
+tests that reach it, and mypy looks at those that live. Prints the mutants that neither kills, a table, and a line of
+JSON; exit code 1 below `WANTED`.
 Messages of errors and of the log are not mutated, whatever the class or helper that makes the error: tests hold types
 and exit codes, not words. Neither are other texts with a space in them, which are words for people, too, `strict=True`,
 which is an assertion, and encodings of files: here UTF-8 is the default.
+mutmut's own use of mypy checks a file with all of its mutants at once; ours sees what `make types` would see.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from datetime import date
 from itertools import islice
 from pathlib import Path
 
-from mutmut.mutation.diff_apply import get_diff_for_mutant
+import libcst
+from mutmut.mutation.diff_apply import find_mutant, get_diff_for_mutant, read_functions_from_index
+from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = 0.95
@@ -34,29 +38,37 @@ WANTED = 0.95
 ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
-        "audit bucket cache cache_layout claims documents edges fanned_units fuzz gc golden integrity_law large_tables "
-        "long_lists missing_work objects pack patience prompts reads repair scratch snapshot_chunks snapshot_head "
-        "storage synced urls web_cache",
+        "audit bucket cache cache_layout claims disk_space documents edges engines estimate fanned_units fuzz gc "
+        "golden integrity_law large_tables loader loader_laws long_lists missing_work objects pack pack_objects "
+        "patience prompts reads repair scan scratch snapshot_chunks snapshot_head storage synced urls web_cache",
     ),
     "sources": (
         ["pipeline/sources/*"],
-        "caption_rules captions documents edges encode_sources fuzz links reasons remote scan source sources urls",
+        "caption_rules captions documents edges encode encode_sources estimate fuzz links prompts reasons remote scan "
+        "source sources urls",
     ),
-    "images": (["pipeline/images/*"], "bucket buckets edges encode image"),
+    "images": (
+        ["pipeline/images/*"],
+        "bucket buckets edges encode estimate image source",
+    ),
     "snapshots": (
         ["pipeline/snapshots/*"],
-        "bucket buckets caption_rules captions edges golden large_tables missing_work pack reasons snapshot_chunks "
-        "snapshot_head validation",
+        "bucket buckets caption_rules captions edges golden large_tables missing_work pack pack_objects reasons "
+        "scratch snapshot_chunks snapshot_head validation",
     ),
     "loader": (
         ["pipeline/loader/*"],
-        "block_order bucket captions edges golden integrity_law loader loader_laws reads schedule scratch "
-        "shard_prefetch snapshot_head validation",
+        "block_order bucket captions edges golden integrity_law loader loader_laws pack pack_objects reads schedule "
+        "scratch shard_prefetch snapshot_head validation",
     ),
-    "work": (["pipeline/work/*"], "claims disk_space encode engines lock terminal"),
+    "work": (
+        ["pipeline/work/*"],
+        "caption_rules claims disk_space encode engines fanned_units lock plan_once scan terminal",
+    ),
     "encoding": (
         ["pipeline/encoding/*"],
-        "documents edges encode encode_sources estimate image_batch pack prompts remote repair scan storage text_mode",
+        "caption_rules disk_space documents edges encode encode_sources estimate fanned_units image_batch "
+        "large_tables missing_work pack plan_once prompts remote repair scan storage text_mode",
     ),
     "training": (
         [
@@ -65,8 +77,9 @@ ROOMS = {
             "pipeline/models/objective.py",
             "pipeline/models/sampler.py",
         ],
-        "checkpoint feeding float8 foreign_checkpoint lock loss_band memory_modes nvlabs_recipe objective optimizers "
-        "phases planned_runs residual sampler terminal throughput training training_pictures validation",
+        "checkpoint context_parallel feeding float8 foreign_checkpoint golden launch lock loss_band memory_modes "
+        "nvlabs_docs nvlabs_recipe objective optimizers phases pipeline_parallel planned_runs planning residual "
+        "sampler strategies terminal throughput training training_pictures validation",
     ),
 }
 SETTINGS = """
@@ -109,6 +122,7 @@ def main() -> int:
         with open(clone / "pyproject.toml", "a", encoding="utf-8") as project:
             project.write(SETTINGS.format(files=sorted(set().union(*rooms.values()))))
         subprocess.run([sys.executable, "-c", MAKE], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        assert not _mypy().returncode, "the sources have type errors: make types"
         copy = clone / "mutants"
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TMPDIR": str(clone / "tmp")}
         (clone / "tmp").mkdir()
@@ -122,19 +136,50 @@ def main() -> int:
             left_out, *results = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
             if left_out:
                 print(f"{room}: left out, since they fail without a mutant: {', '.join(left_out)}")
+            table[room] = Counter[str]()
             for name, result, tests, seconds in results:
                 if result in ("alive", "unreached"):
-                    print(f"\n{result}: {name} ({tests} tests, {seconds:.0f} s)", flush=True)
-                    print(get_diff_for_mutant(name))
-            table[room] = Counter(result for _, result, _, _ in results)
-    columns = ("killed", "timeout", "alive", "unreached")
+                    if _is_type_error(name):
+                        result = "types"
+                    else:
+                        print(f"\n{result}: {name} ({tests} tests, {seconds:.0f} s)", flush=True)
+                        print(get_diff_for_mutant(name))
+                table[room][result] += 1
+    columns = ("killed", "types", "timeout", "alive", "unreached")
     print(f"\n{'room':24}" + "".join(f"{column:>10}" for column in columns) + f"{'share':>8}")
     shares = {}
     for room, counts in table.items():
-        shares[room] = (counts["killed"] + counts["timeout"]) / max(1, counts.total())
+        shares[room] = 1 - (counts["alive"] + counts["unreached"]) / max(1, counts.total())
         print(f"{room:24}" + "".join(f"{counts[column]:10}" for column in columns) + f"{shares[room]:8.1%}")
     print(json.dumps({"seed": options.seed, "sample": options.sample, "seconds": options.seconds, "rooms": table}))
     return 0 if min(shares.values()) >= WANTED else 1
+
+
+def _mypy() -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "mypy"], capture_output=True, text=True)
+
+
+def _is_type_error(mutant: str) -> bool:
+    """Whether mypy refuses the sources with this mutant. They are those of the current folder."""
+    path = find_mutant(mutant).path
+    functions = read_functions_from_index(mutant, path)
+    assert functions is not None
+    name, class_name = orig_function_and_class_names_from_key(mutant)
+    source = Path(path).read_text(encoding="utf-8")
+    module: libcst.Module = libcst.parse_module(source)
+    owner: libcst.Module | libcst.BaseSuite = module
+    if class_name is not None:
+        owner = next(n.body for n in module.body if isinstance(n, libcst.ClassDef) and n.name.value == class_name)
+    original = next(
+        n for n in owner.body if isinstance(n, libcst.FunctionDef) and n.name.value == name.rpartition(".")[2]
+    )
+    replaced = original.with_changes(params=functions[1].params, body=functions[1].body)
+    changed = module.deep_replace(original, replaced)
+    try:
+        Path(path).write_text(changed.code, encoding="utf-8")  # type: ignore[union-attr]
+        return bool(_mypy().returncode)
+    finally:
+        Path(path).write_text(source, encoding="utf-8")
 
 
 def _tests(files: list[str]) -> list[str]:
