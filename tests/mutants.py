@@ -90,7 +90,7 @@ also_copy = ["configs/", "benchmarks/", "docs/", "cache_layout.md", "README.md",
 do_not_mutate_patterns = [
     'raise (?!Stopped|Interrupted)[\\w.]+\\(',
     '(return|=) \\w*Error\\(',
-    '^\\s*(expected|found|fix|what)=',
+    '^\\s*(expected|found|fix|what) ?=',
     'click\\.echo\\(',
     '^\\s*(retrying\\.)?(log|announce)\\(',
     '^\\s*[\\w.]+log\\(f?"',

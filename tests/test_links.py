@@ -21,6 +21,7 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 from pipeline import retrying
+from pipeline.cache.drivers import Connection, RequestFailed
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.encoding import scan as scanning
@@ -101,6 +102,7 @@ def test_each_kind_of_dead_link_is_a_reject_with_its_reason(
         f"{server.url}/loop!0.png": "more than 10 redirects",
         f"{server.url}/file!0.png": "no valid address, or redirected to one that is not of the web",
         f"{server.url}/cut!0.png": "the answer broke off",
+        f"{server.url}/garbage!0.png": "ClientResponseError",
         f"{server.url}/empty": "an empty answer",
         f"{server.url}/endless": "more than 1,048,576 bytes (data.max_picture_mib)",
         "http://no.such.host.invalid/0.png": "the host is not known",
@@ -342,6 +344,25 @@ def test_links_into_an_object_store(s3_bucket: str, make_config: MakeConfig, tmp
         Links(size - 1).read(url)
 
 
+def test_a_store_that_refuses_one_object_is_no_silence(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def request(self: Connection, *args: Any) -> bytes:
+        raise RequestFailed("what") from PermissionError("of it")
+
+    monkeypatch.setattr(Connection, "request", request)
+    fetch = Links()
+    with pytest.raises(DeadLink, match=f"{DEAD}: PermissionError"):
+        fetch.read(f"{s3_bucket}/0.png")
+    assert fetch.witness is not None
+
+
+def test_a_url_may_hold_another(server: LinkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Links().read(f"{server.url}/0.png?from=https://museum/0") == picture(0)
+    monkeypatch.setattr(links, "REDIRECTS", 3)
+    with pytest.raises(DeadLink, match="more than 3 redirects"):
+        Links().read(f"{server.url}/loop!0.png")
+    assert server.asked["/loop!0.png"] == 3
+
+
 def test_a_picture_of_just_the_limit_is_fetched(server: LinkServer) -> None:
     url, *_ = good(server)
     data = Links().read(url)
@@ -352,7 +373,7 @@ def test_a_picture_of_just_the_limit_is_fetched(server: LinkServer) -> None:
 
 def test_what_counts_as_an_answer(server: LinkServer) -> None:
     """An answer ends the count of silent links and makes its link the witness; what was not asked does neither."""
-    answers = dict.fromkeys(["404!x", "410!x", "599!x", "loop!x", "cut!0.png", "empty", "page", "0.png"], 30.0)
+    answers = dict.fromkeys(["404!x", "410!x", "599!x", "loop!x", "cut!0.png", "garbage!x", "empty", "0.png"], 30.0)
     answers["trickle!0.png"] = 3.0
     silent = {"http://127.0.0.1:9/0.png": 30.0, "http://no.such.host.invalid/0.png": 30.0}
     silent[f"{server.url}/slow!0.png"] = 0.5

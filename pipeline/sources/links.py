@@ -179,9 +179,7 @@ class _Web:
 
         async def opened() -> aiohttp.ClientSession:
             connector = aiohttp.TCPConnector(limit=REQUESTS, use_dns_cache=False)
-            return aiohttp.ClientSession(
-                **{"connector": connector, "cookie_jar": aiohttp.DummyCookieJar(), "auto_decompress": True, **given}
-            )
+            return aiohttp.ClientSession(**{"connector": connector, "cookie_jar": aiohttp.DummyCookieJar(), **given})
 
         self.session = self._run(opened())
         atexit.register(self._close)
@@ -243,12 +241,10 @@ async def _get(url: str, limit: int, timeout_s: float) -> _Answer:
     except aiohttp.ClientConnectorError as error:
         known = not isinstance(error.os_error, OSError) or type(error.os_error).__name__ != "gaierror"
         return _Answer(None, "no connection" if known else "the host is not known", False)
-    except (aiohttp.InvalidURL, getattr(aiohttp, "NonHttpUrlClientError", aiohttp.InvalidURL)):
-        return _Answer(None, "no valid address, or redirected to one that is not of the web", heard or None)
+    except (ValueError, getattr(aiohttp, "NonHttpUrlClientError", ValueError)):  # aiohttp 3.9 has ValueErrors alone
+        return _Answer(None, "no valid address, or redirected to one that is not of the web", None)
     except aiohttp.ClientError as error:
         return _Answer(None, type(error).__name__, heard or not isinstance(error, aiohttp.ClientConnectionError))
-    except ValueError:  # with aiohttp 3.9 also a redirect to another kind of address
-        return _Answer(None, "no valid address, or redirected to one that is not of the web", heard or None)
 
 
 def _phrase(status: int) -> str:

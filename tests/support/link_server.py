@@ -74,6 +74,8 @@ def serve_links() -> Iterator[LinkServer]:
                 self.send_error(int(kind))
             elif kind == "page":
                 self.answer(b"<html>this picture is gone</html>")
+            elif kind == "garbage":
+                self.wfile.write(b"HTTP/9 what\r\n\r\n")
             elif kind == "endless":
                 self.answer(bytes(3 << 20))
             else:
