@@ -6,6 +6,7 @@ JSON; exit code 1 below `WANTED`.
 Messages of errors and of the log are not mutated, whatever the class or helper that makes the error: tests hold types
 and exit codes, not words. Neither are other texts with a space in them, which are words for people, too, `strict=True`,
 which is an assertion, and encodings of files: here UTF-8 is the default.
+With `--statements` calls and guards are dropped instead (`support/mutant_making.py`).
 mutmut's own use of mypy checks a file with all of its mutants at once; ours sees what `make types` would see.
 """
 
@@ -96,14 +97,6 @@ do_not_mutate_patterns = [
     '^\\s*[\\w.]+log\\(f?"',
 ]
 """
-MAKE = """
-from pathlib import Path
-from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants
-Path("mutants").mkdir()
-copy_src_dir()
-copy_also_copy_files()
-create_mutants(1)
-"""
 
 
 def main() -> int:
@@ -113,6 +106,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="try this many mutants of each room or file, drawn at random")
     parser.add_argument("--seed", type=int, default=date.today().toordinal(), help="of the sample; default: the day's")
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU time of tests for one mutant, quickest first")
+    parser.add_argument(
+        "--statements", action="store_true", help="drop calls and guards instead of editing expressions"
+    )
     options = parser.parse_args()
     rooms = {what: ROOMS[what][0] if what in ROOMS else [what] for what in options.what}
     table = {}
@@ -121,7 +117,8 @@ def main() -> int:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), folder], check=True)
         with open(clone / "pyproject.toml", "a", encoding="utf-8") as project:
             project.write(SETTINGS.format(files=sorted(set().union(*rooms.values()))))
-        subprocess.run([sys.executable, "-c", MAKE], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        making = [sys.executable, "-m", "tests.support.mutant_making", *(["statements"] if options.statements else [])]
+        subprocess.run(making, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         assert not _mypy().returncode, "the sources have type errors: make types"
         copy = clone / "mutants"
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TMPDIR": str(clone / "tmp")}
