@@ -161,6 +161,8 @@ def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyP
 def test_the_ceiling_looks_at_the_last_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted([0, 1, 0, 0], 4, 0.05, monkeypatch) == (0, None)  # one bad sample is no catastrophe
     assert counted([4] * 9, 4, 0.05, monkeypatch) == (1, 3)
+    assert counted([2], 4, 0.05, monkeypatch) == (0, None)  # a fifth of the limit, and the limit, are allowed
+    assert counted([2, 8], 4, 0.05, monkeypatch) == (2, None)
     assert counted([0] * 2000 + [64] * 20, 64, 0.05, monkeypatch)[1] == 2008  # however long it went well
     assert counted([3] * 2000, 64, 0.05, monkeypatch) == (1, None)  # 4.7 %
     warned, ended = counted([1] * 2000, 64, 0.05, monkeypatch)

@@ -417,5 +417,7 @@ def test_the_session_has_no_cookies_and_obeys_fsspecs_configuration(
         for _ in range(2):
             Links().read(server.url.replace("127.0.0.1", "localhost") + "/0.png")
         assert (server.agents, server.cookies) == ({"a museum"}, set())
+        daemons = {thread.name: thread.daemon for thread in threading.enumerate()}
+        assert daemons["links"], "the interpreter does not wait for it"
     finally:
         links.opened.cache_clear()

@@ -99,6 +99,21 @@ def test_came_is_the_published_algorithm(eps: tuple[float, float]) -> None:
         assert float((mine.detach() - true).norm() / true.norm()) < 1e-6
 
 
+@pytest.mark.parametrize("kind", [CAME, stochastic_rounding.AdamW])
+def test_rounding_depends_on_the_seed_of_the_optimizer_alone(kind: type[torch.optim.Optimizer]) -> None:
+    def run(seed: int, others: int) -> Tensor:
+        parameter = nn.Parameter(torch.linspace(-1, 1, 999).bfloat16().view(27, 37))
+        optimizer = kind([parameter], lr=1e-3, seed=seed)  # type: ignore[call-arg]
+        torch.manual_seed(others)
+        for _ in range(2):
+            parameter.grad = parameter.detach() / 3
+            optimizer.step()
+        return parameter.detach()
+
+    assert torch.equal(run(1, 1), run(1, 2))
+    assert not torch.equal(run(1, 1), run(2, 1))
+
+
 @pytest.mark.parametrize("recipe", ["default", "nvlabs"])
 def test_a_group_of_any_size_gives_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> dict[str, Tensor]:

@@ -361,6 +361,7 @@ def test_a_summary_and_a_table_of_what_the_journal_says(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     early = summarize(place, None)
     assert (early["loss"], early["lr"], early["images_per_s"]) == (9.0, 2.0, 7.0), "the last row there is"
+    assert early["seconds"] == 0, "an attempt that left no row with its time"
     rows = [
         {"event": "start", "step": 0},
         *(

@@ -61,6 +61,22 @@ def test_what_an_entry_is_is_waited_for(
     assert [disk.is_folder(entry) for entry in os.scandir(tmp_path)] == [False]
 
 
+def test_ranges_of_a_folder_hold_each_entry_once(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.png").write_bytes(b"x")
+        (tmp_path / f"{number}.txt").write_text("a caption")
+        (tmp_path / f"away-{number}.png").symlink_to("/nowhere")
+    source = opened(tmp_path)
+    [part] = source.parts()
+    ranges = list(source.runs(part, 2))
+    entries = [[entry.key for entry in one.items()] for one in ranges]
+    assert sorted(key for keys in entries for key in keys) == sorted(
+        [f"{kind}{n}.png" for kind in ("", "away-") for n in range(5)]
+    )
+    assert [one.count for one in ranges] == [len(keys) for keys in entries] == [2, 2, 1] * 2
+    assert len({one.identity(one.look()) for one in ranges}) == len(ranges)
+
+
 # --- tars ----------------------------------------------------------------------------------------------------------
 
 

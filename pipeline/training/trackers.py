@@ -92,8 +92,9 @@ class Trackers:
 def _make(kind: Any, name: str, run: Path, done: int) -> Any:
     if name == "tensorboard":
         return kind("tensorboard", logging_dir=str(run), purge_step=done + 1)
-    more = {"name": run.name, "dir": str(run)} if name == "wandb" else {}
-    return kind(PROJECT, logging_dir=str(run), **more) if kind.requires_logging_directory else kind(PROJECT, **more)
+    if name == "wandb":
+        return kind(PROJECT, name=run.name, dir=str(run))
+    return kind(PROJECT, logging_dir=str(run)) if kind.requires_logging_directory else kind(PROJECT)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, bool | int | float | str]:
