@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from pipeline.cache.root import Cache
-from pipeline.config import SHIPPED, Config, dump, load
+from pipeline.config import SHIPPED, Config, dump, load, written
 from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderState
@@ -395,6 +395,22 @@ def test_a_summary_and_a_table_of_what_the_journal_says(tmp_path: Path) -> None:
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(UserError, match=naming("summary.json", "--resume auto")):
         summarize(place, None)
+
+
+def test_what_planning_decided_is_no_change_of_a_finished_phase(tmp_path: Path, make_config: Any) -> None:
+    earlier = make_config(tmp_path, "train.parallel.dp_shard=2", "train.microbatch=2", "train.seed=3")
+    document = SimpleNamespace(config=written(earlier))
+    last: Any = checkpoint.Resumed(tmp_path, document, False)  # type: ignore[arg-type]
+    place = PhaseState("a", tmp_path, last, True)
+
+    def changed(*options: str) -> list[str]:
+        return [line.partition(":")[0] for line in place.changed(make_config(tmp_path, *options))]
+
+    assert changed("train.parallel=auto", "train.microbatch=auto", "train.seed=3", "patience_s=7") == []
+    assert changed("train.parallel.dp_shard=1", "train.microbatch=2", "train.seed=4") == [
+        "train.parallel.dp_shard",
+        "train.seed",
+    ]
 
 
 @pytest.mark.slow

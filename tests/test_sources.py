@@ -705,6 +705,16 @@ def test_json_beside_pictures(tmp_path: Path) -> None:
     assert source.ignored == 1
 
 
+def test_json_with_a_longer_name_belongs_to_the_pictures_with_the_longest_beginning(tmp_path: Path) -> None:
+    for count, name in enumerate(["a.png", "ab.png", "ab.jpg", "b.png", "c.png"], 1):
+        (tmp_path / name).write_bytes(b"")
+        (tmp_path / f"{name[:-4]}_more.json").write_text(json.dumps({name[:-4]: {"more": name[:-4]}}))
+        source = opened(tmp_path, caption_weights={"more": 1.0})
+        items, rejects = listed(source)
+        assert {key: texts(item) for key, item in items.items()} == {key: [key[:-4]] for key in items}
+        assert (len(items), len(rejects), source.ignored) == (count, 0, 0)
+
+
 def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "a.txt").write_text("from the file")
