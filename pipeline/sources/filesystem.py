@@ -199,7 +199,7 @@ class LocalFilesystem(Filesystem):
         problem = unsafe_reason(name)
         if problem:
             raise Unreadable(f"{escaped(name)}: {problem}")
-        path = os.path.join(self.root, *name.split("/"))
+        path = os.path.join(self.root, name)
         if not self.inside(path):
             raise Unreadable(f"{escaped(name)}: a link leads out of the source folder")
         return Path(path)
