@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.cache.local_files import replacing
 from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
 from pipeline.errors import UserError
 from pipeline.images import decoding
@@ -127,9 +128,8 @@ def _add_phase(out: Path, name: str, quick: bool) -> None:
     options = f"{{train.validation: {validation}, train.pictures: {{every: {-(-steps // DRAWINGS)}}}}}"
     line = f"  - {{name: {name}, snapshot: {name}, steps: {steps}, set: {options}}}\n"
     added = line if load(path).phases else f"\nphases:\n{line}"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text + added, encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as work:
+        work.write_text(text + added, encoding="utf-8")
     print(f"\nadded to {path}:\n{added.strip()}", flush=True)
 
 
@@ -160,9 +160,8 @@ def _configuration(out: Path) -> Config:
     """The demonstration's configuration, as a file in its folder that a user may edit afterwards."""
     path = out / LOCAL_NAME
     if not path.exists():
-        temporary = path.with_suffix(".tmp")
-        shutil.copyfile(SHIPPED / TINY, temporary)
-        os.replace(temporary, path)
+        with replacing(path) as work:
+            shutil.copyfile(SHIPPED / TINY, work)
     return load(path)
 
 

@@ -1,4 +1,5 @@
-"""Every file of a cache is on the disk before it has its name: after a loss of power a name never stands for less."""
+"""Every file of a cache and of a run directory is synced before it has its name: after a loss of power a name never
+stands for less."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 
 from pipeline.cache import files as cache_files
-from pipeline.cache import long_lists
+from pipeline.cache import local_files, long_lists
 from tests.support import tiny_cache
 from tests.support.packed import pack
+from tests.support.runs import fit_tiny
+from tests.support.workers import tiny_run
 
 
 class Disk:
-    """Which files have been synced as they are now, and which got a name of the cache without that."""
+    """Which files have been synced as they are now, and which got a name below `root` without that."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch):
         self.root = root
@@ -81,3 +84,28 @@ def test_a_missing_sync_is_seen(helper: str, lost: set[str], tmp_path: Path, mon
     monkeypatch.setattr(cache_files, helper, lambda file, *data: file.write_bytes(*data) if data else None)
     publish_everything(tmp_path / "cache")
     assert lost <= {name.partition("/")[0] for name in disk.unsynced}
+
+
+def test_the_files_of_a_run_are_on_the_disk_before_they_have_a_name(
+    one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit_tiny(tiny_run.config(tmp_path / "first", steps=1))
+    disk = Disk(tmp_path / "run", monkeypatch)
+    fit_tiny(tiny_run.config(tmp_path / "run", steps=1), begin=tmp_path / "first")
+    assert not disk.unsynced
+    assert {"config.yaml", "from.json", "checkpoints"} <= disk.named.keys()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), local_files.replacing(path) as work:
+        work.write_text("half")
+        raise ZeroDivisionError
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["old"]
+    synced: list[tuple[str, str]] = []
+    monkeypatch.setattr(local_files, "sync_path", lambda what: synced.append((what.name, path.read_text())))
+    with local_files.replacing(path) as work:
+        work.write_text("new")
+    assert synced == [(work.name, "old"), (tmp_path.name, "new")]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

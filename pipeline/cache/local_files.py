@@ -232,6 +232,20 @@ def now_in(folder: Path) -> float:
 # ---------------------------------------------------------------- durability and digests
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to. At the end it is synced and replaces `path`; after an error it is removed and
+    `path` stays as it is. For files outside a cache, which `Files` publishes."""
+    work = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield work
+        sync_path(work)
+        os.replace(work, path)
+        sync_path(path.parent)
+    finally:
+        work.unlink(missing_ok=True)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, durably: they survive a loss of power."""
     if not path.is_dir():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeline.cache.local_files import replacing
 from pipeline.config import TrainConfig
 from pipeline.errors import UserError
 from pipeline.loader.loader import Batch
@@ -310,9 +310,8 @@ def save(calibration: Calibration, train: TrainConfig, device: torch.device) -> 
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)  # other calibrations add their precision
             entries = {**_entries(path), _key(train): entry}
-            fresh = path.with_suffix(f".{os.getpid()}.tmp")
-            fresh.write_text(json.dumps({"card": calibration.card.name, "precisions": entries}, indent=1) + "\n")
-            fresh.replace(path)
+            with replacing(path) as work:
+                work.write_text(json.dumps({"card": calibration.card.name, "precisions": entries}, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", fix="check the rights of this folder") from None
     return path

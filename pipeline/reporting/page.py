@@ -7,7 +7,6 @@ loading anything. A section without data is listed at the end with the command t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from PIL import Image
 
 from pipeline import __version__
 from pipeline.amounts import amount
+from pipeline.cache.local_files import replacing
 from pipeline.errors import UserError
 from pipeline.reporting.data_figures import bucket_name
 from pipeline.reporting.photos import Embedded, embedded
@@ -156,11 +156,10 @@ def render(template: str, **values: Any) -> str:
 
 def write(text: str, out: Path) -> None:
     """Replace a file, whole or not at all. Raises a UserError if it cannot be written."""
-    temporary = out.with_name(f".{out.name}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
-        os.replace(temporary, out)
+        with replacing(out) as work:
+            work.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
 

@@ -10,16 +10,15 @@ directory, and may run on a CPU or another GPU.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cache import layout
+from pipeline.cache.local_files import replacing
 from pipeline.config import VaeConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.processes import catching, shown
@@ -180,7 +179,8 @@ class Watcher:
         with catching((signal.SIGINT, signal.SIGTERM), asked):
             made = self._pass(stop)
             if not made and not once:
-                self.log(f"waiting for drawings in {self.run}; Ctrl-C ends")
+                absent = "" if self.run.is_dir() else ", which does not exist yet"
+                self.log(f"waiting for drawings in {self.run}{absent}; Ctrl-C ends")
             while not once and not stop.wait(poll_s):
                 self._pass(stop)
         if stop.is_set():
@@ -240,9 +240,9 @@ class Watcher:
                     names[name] = None
                     continue
                 names[name] = f"{name}.png"
-                with _replacing(drawing.folder / f"{name}.png") as work:
+                with replacing(drawing.folder / f"{name}.png") as work:
                     picture.save(work, "PNG")
-            with _replacing(drawing.folder / DECODED) as work:
+            with replacing(drawing.folder / DECODED) as work:
                 work.write_text(json.dumps({"latents": drawing.digest, "files": names}) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{drawing.folder}: cannot be written: {error}", fix="check space and rights") from None
@@ -263,17 +263,6 @@ class Watcher:
                 found="; ".join(differences),
                 fix="--config FILE, that of the training; a faster decoder of the same latents is vae.decoder",
             )
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which then replaces `path`."""
-    work = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield work
-        os.replace(work, path)
-    finally:
-        work.unlink(missing_ok=True)
 
 
 def decode_command(run: Path) -> str:

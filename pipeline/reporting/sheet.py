@@ -6,12 +6,13 @@ built-in font, which has Latin letters only; the full text is in `samples.jsonl`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
+
+from pipeline.cache.local_files import replacing
 
 MARGIN = 12
 LINE = 17
@@ -70,9 +71,8 @@ def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path, 
             _paste(sheet, draw, card.pictures[i], (x, top), side, font)
         for i, line in enumerate(captions[number]):
             draw.text((left, top + side + 4 + i * LINE), line, _INK, font)
-    temporary = path.with_name(f".{path.name}.tmp")
-    sheet.save(temporary, format="PNG")
-    os.replace(temporary, path)
+    with replacing(path) as work:
+        sheet.save(work, format="PNG")
 
 
 _Font = ImageFont.ImageFont | ImageFont.FreeTypeFont

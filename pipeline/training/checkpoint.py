@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from pipeline.cache.local_files import make_folder, sync_path
+from pipeline.cache.local_files import make_folder, replacing, sync_path
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError
 from pipeline.loader.loader import LoaderState
@@ -662,10 +662,9 @@ def record(run: Path, resumed: Resumed | None) -> None:
     if resumed is None:
         path.unlink(missing_ok=True)
     elif resumed.begins:
-        fresh = path.with_suffix(".json.tmp")
         values = {"checkpoint": str(resumed.folder.resolve()), **(resumed.began_from or {})}
-        fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(path)
+        with replacing(path) as work:
+            work.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def _recorded(run: Path) -> str | None:

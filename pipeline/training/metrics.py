@@ -37,6 +37,7 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.amounts import duration
+from pipeline.cache.local_files import replacing
 from pipeline.errors import UserError
 from pipeline.terminal import LiveLine
 from pipeline.training.expectation import Expected
@@ -146,7 +147,8 @@ class Metrics:
                 self._log(line)
             self._write({"event": "prediction", "until_step": values["step"], **compared, "time": values["time"]})
             document = {**expected.document, "until_step": values["step"], "measured": compared}
-            (self.path.parent / "prediction.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            with replacing(self.path.parent / "prediction.json") as work:
+                work.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except Exception as error:
             self._log(f"note: the prediction is not compared: {error}")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.amounts import duration
+from pipeline.cache.local_files import replacing
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import ConfigError, UserError
@@ -116,10 +117,9 @@ def summarize(place: PhaseState, head: Head | None) -> dict[str, Any]:
         "validation": next(reversed(events.get("validation", [])), None),
         "checkpoint": place.last.folder.name,
     }
-    fresh = place.folder / f"{NAME}.tmp"
     try:
-        fresh.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(place.folder / NAME)
+        with replacing(place.folder / NAME) as work:
+            work.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{place.folder / NAME}: cannot be written: {error}", fix="--resume auto goes on") from None
     return summary

@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.cache.local_files import make_folder
+from pipeline.cache.local_files import make_folder, replacing
 from pipeline.config import Config, TrainConfig, dump, written
 from pipeline.errors import UserError, printed_first
 from pipeline.launch import Launch, set_tf32
@@ -126,12 +126,11 @@ def _open_run_directory(run: TrainingRun, expected: Expected | None, progress: L
     text, path = dump(context.config), folder / "config.yaml"
     try:
         make_folder(folder)
-        if path.exists() and (earlier := path.read_text(encoding="utf-8")) != text:
-            (folder / f"config-until-step-{run.done:08d}.yaml").write_text(earlier, encoding="utf-8")
+        if path.exists() and (earlier := path.read_bytes()) != text.encode():
+            (folder / f"config-until-step-{run.done:08d}.yaml").write_bytes(earlier)
         checkpoint.record(folder, run.resumed)
-        fresh = path.with_suffix(".yaml.tmp")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
+        with replacing(path) as work:
+            work.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error}", fix="check the rights, or set train.output") from None
     services = trackers.Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)

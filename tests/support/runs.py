@@ -18,8 +18,16 @@ from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 
-def fit_tiny(settings: Config, *, resume: str | Path | None = None, log: Any = None, **options: Any) -> Report:
-    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, log=log or (lambda line: None))
+def fit_tiny(
+    settings: Config,
+    *,
+    resume: str | Path | None = None,
+    begin: Path | None = None,
+    log: Any = None,
+    **options: Any,
+) -> Report:
+    task = tiny_run.task(settings, **options)
+    return fit(settings, task, Launch(), resume=resume, begin=begin, log=log or (lambda line: None))
 
 
 def same_checkpoints(one: Path, other: Path) -> bool:
