@@ -292,11 +292,13 @@ def _publish(
     counts = np.zeros(len(sources), np.int64)
     for piece in pieces(len(made.frame)):  # numpy counts in a copy
         counts += np.bincount(made.frame.source[piece], minlength=len(sources))
+    repeated = selection.repeated(made.joined, made.frame, inputs.records.latents)
     return {
         "snapshot": snapshot_id,
         "unchanged": latest and snapshot_id is not None and snapshot_id == before,
         "name": name,
         "samples": head.samples,
+        "repeated_pictures": repeated,
         "steps_per_epoch": sum(float(row.steps) for row in rows),
         "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in rows],
         "sources": dict(zip(sources, counts.tolist(), strict=True)),
@@ -388,6 +390,11 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
             f"{row['crop']:>10.1%}" + (f"  {row['note']}" if row["note"] else "")
         )
     click.echo(f"{report['samples']} samples, {report['steps_per_epoch']:.2f} optimizer steps per epoch")
+    if report["repeated_pictures"]:
+        click.echo(
+            f"note: {report['repeated_pictures']} samples repeat a picture of another sample (equal files); with "
+            "--set bucket.dedup=image each picture is used once"
+        )
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
         click.echo(f"{amount(report['adopted_bytes'])} of shards {verb} linked or copied from other caches")

@@ -39,7 +39,7 @@ from pipeline.images import buckets
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
-from pipeline.snapshots import selection
+from pipeline.snapshots import join, selection
 from pipeline.snapshots.filters import Fields, Filter
 from tests.support import synthetic
 from tests.support.damage import flip
@@ -421,12 +421,18 @@ def test_a_filter_of_one_source_leaves_the_others_alone(root: Path) -> None:
 # ---------------------------------------------------------------- deduplication, held-out part, subsets
 
 
-def test_one_of_equal_pictures_stays_and_which_is_stated(root: Path) -> None:
+@pytest.mark.parametrize("rows", [join.ROWS, 3])
+def test_one_of_equal_pictures_stays_and_which_is_stated(
+    rows: int, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "ROWS", rows)
     same = ["00003.png", "b.png", "a.png"]
     one = [*pictures(6), Picture("b.png", "3"), Picture("a.png", "3")]
     add(config(root), "one", one)
     add(config(root), "two", [Picture("copy.png", "3"), Picture("own.png", "own"), Picture("zero.png", "0")])
     assert len(made(config(root))) == 11
+    assert report(config(root), capsys)["repeated_pictures"] == 4
+    assert report(config(root, "bucket.dedup=image"), capsys)["repeated_pictures"] == 0
     first = made(config(root, "bucket.dedup=image"))
     assert items(first) & {f"one/{i}" for i in same} == {"one/00003.png"}
     assert items(first) & {"two/copy.png", "two/own.png", "two/zero.png"} == {"two/own.png"}

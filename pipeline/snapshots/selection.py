@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.arrow import batches, text
+from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
 from pipeline.cache.many_keys import latent_keys
 from pipeline.cache.scratch import Scratch
@@ -236,6 +237,16 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Ea
         "its picture is the same as another sample's", len(keep) - int(np.count_nonzero(keep)), "bucket.dedup=none"
     )
     return frame.take(keep, joined.scratch)
+
+
+def repeated(joined: Joined, frame: Frame, latents: RecordIndex) -> int:
+    """How many samples have the latent of a sample before them."""
+    seen, count = joined.scratch.array(len(latents), bool), 0
+    for piece in pieces(len(frame)):
+        rows = np.unique(frame.latent[piece])
+        count += piece.stop - piece.start - len(rows) + int(np.count_nonzero(seen[rows]))
+        seen[rows] = True
+    return count
 
 
 def heldout(frame: Frame, share: float, scratch: Scratch | None = None) -> np.ndarray:
