@@ -241,8 +241,7 @@ class Chain(RuleBasedStateMachine):
         import stages.bucket
 
         name = None if name in self.named else name
-        bucket = self.config.bucket.model_copy(update={"caches": list(caches)})
-        config = self.config.model_copy(update={"bucket": bucket})
+        config = self._with_caches(caches)
         code, value = forked(how(lambda: stages.bucket.run(config, name=name)))
         self._documented(code, value)
         if code == 0 and name is not None:
@@ -250,6 +249,10 @@ class Chain(RuleBasedStateMachine):
         elif code == KILLED and name is not None:
             self.named.pop(name, None)
         return value if code == 0 else None
+
+    def _with_caches(self, caches: Sequence[str]) -> Config:
+        bucket = self.config.bucket.model_copy(update={"caches": list(caches)})
+        return self.config.model_copy(update={"bucket": bucket})
 
     @rule(name=st.sampled_from((None, "r1", "r2")), at=st.integers(0, 60), before=st.booleans())
     def adopt(self, name: str | None, at: int, before: bool) -> None:
@@ -352,8 +355,10 @@ class Chain(RuleBasedStateMachine):
         """Repair, encode, bucket: the way back from everything."""
         import stages.verify
 
+        config = self._with_caches([self.other] if self.adopted else [])  # as the error of a repair says
+
         def verify(repair: bool) -> tuple[int, Any]:
-            return forked(lambda: stages.verify.run(self.config, repair=repair))
+            return forked(lambda: stages.verify.run(config, repair=repair))
 
         was = self.damaged
         for _ in range(3):
