@@ -155,6 +155,7 @@ def test_a_repair_without_its_source_says_where_to_put_it(
     filled: tuple[Config, Path], tmp_path: Path, make_config: MakeConfig
 ) -> None:
     from pipeline.errors import UserError
+    from tests.support.messages import naming
 
     config, photos = filled
     own = tmp_path / "own" / "photos"
@@ -166,6 +167,9 @@ def test_a_repair_without_its_source_says_where_to_put_it(
     moved = Path(shutil.move(own, tmp_path / "moved"))
     with pytest.raises(UserError, match="--data photos=DIR"):
         stages.verify.run(config, repair=True)
+    for wrong in (f"photo={moved}", "photos=", "photos"):
+        with pytest.raises(UserError, match=naming(wrong)):
+            stages.verify.run(config, repair=True, data=(wrong,))
     assert stages.verify.run(config, repair=True, data=(f"photos={moved}",)) == 0
 
 

@@ -330,6 +330,8 @@ def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -
         ("train", "--resum", "auto"),
         ("trian",),
         ("bucket", "extra"),
+        ("bucket", "--move"),
+        ("verify", "--data", "photos=/elsewhere"),
         (),
     ],
 )
@@ -338,6 +340,28 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], capsys: pytest.Capt
     printed = capsys.readouterr()
     assert "Usage: sana-pipe" in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("encode", "--data", ""),
+        ("encode", "--data", ".", "--source-name", ""),
+        ("encode", "--prompts", ""),
+        ("train", "--snapshot", ""),
+        ("train", "--from="),
+        ("bucket", "--cache", "other", "--cache", ""),
+        ("report", "--out", ""),
+        ("config", ""),
+        ("snapshots", "name", "latest", ""),
+    ],
+)
+def test_an_empty_value_is_never_taken_for_the_default(
+    stage: Callable[..., Calls], arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [stage(name) for name in ("encode", "train", "bucket", "report", "config")]
+    assert end(*arguments) == 2 and calls == [[], [], [], [], []]
+    assert "is empty" in capsys.readouterr().err
 
 
 def test_a_stages_exit_code_is_passed_on(stage: Callable[..., Calls]) -> None:
@@ -410,6 +434,10 @@ def test_a_forbidden_folder_is_the_users_error_and_other_system_errors_are_defec
     stage("bucket", result=PermissionError(errno.EACCES, "Permission denied", "/shut/cache"))
     assert end("bucket") == 2
     assert "/shut/cache: Permission denied" in capsys.readouterr().err
+    for number in (errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+        stage("bucket", result=OSError(number, "refused", f"/shut/{number}"))
+        assert end("bucket") == 2
+        assert f"/shut/{number}: refused" in capsys.readouterr().err
     for defect in (FileNotFoundError(errno.ENOENT, "No such file", "/x"), PermissionError(errno.EACCES, "no name")):
         stage("bucket", result=defect)
         with pytest.raises(OSError):
