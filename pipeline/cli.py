@@ -44,6 +44,15 @@ class _Command(click.Command):
         super().__init__(*args, **attributes)
         self.examples = tuple(examples)
 
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the default."""
+        rest = super().parse_args(context, args)
+        for parameter in self.params:
+            value = context.params.get(str(parameter.name))
+            if "" in (value if isinstance(value, tuple) else (value,)):
+                raise click.BadParameter("is empty", context, parameter)
+        return rest
+
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         codes = [
             (str(code), meaning)
@@ -294,6 +303,8 @@ def bucket(
         raise click.UsageError("--latest is for --pack: a new snapshot is the newest without it")
     if snapshot is not None and not pack:
         raise click.UsageError("--snapshot is for --pack: training selects its snapshot by `train --snapshot`")
+    if move and name is None and not pack:
+        raise click.UsageError("--move is for --name")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = _load(config_path, overrides, *(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
@@ -755,6 +766,8 @@ def verify(
     config_path: str | None, overrides: tuple[str, ...], repair: bool, data: tuple[str, ...], as_json: bool
 ) -> Any:
     """Read the whole cache and name the damaged records and documents."""
+    if data and not repair:
+        raise click.UsageError("--data is for --repair")
     config = _load(config_path, overrides, *(["--repair"] * repair))
     from stages import verify as stage
 

@@ -39,6 +39,13 @@ RENAMED = {
 """Earlier names of options, which files and `--set` may still use. The new name is in the same section or outside of
 sections."""
 
+
+def _with_home(path: str) -> str:
+    return str(expanded(path)) if path.startswith("~") else path
+
+
+Place = Annotated[str, AfterValidator(_with_home)]
+"""A folder or a URL. `~` is replaced here: a shell does not replace it in `--set cache=~/cache`, nor in a file."""
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -349,7 +356,7 @@ class BucketConfig(_Section):
     out of memory shows at once."""
     pad_text_multiple: Positive = 16
     """Captions of a batch are padded to a multiple of this many tokens."""
-    caches: list[str] = []
+    caches: list[Place] = []
     """Other caches (folders or URLs) whose sources are used, too. The shards that are needed are linked or copied."""
     sources: dict[str, SourceConfig] = {}
     """Settings by source; a source that is not listed has the defaults."""
@@ -668,7 +675,7 @@ class ProfileConfig(_Section):
 class TrainConfig(_Section):
     """The training run."""
 
-    output: str = "./runs/default"
+    output: Place = "./runs/default"
     """The run directory: checkpoints, metrics.jsonl, the configuration."""
     steps: Steps = 10_000
     """Optimizer steps; null: those of `epochs`."""
@@ -986,7 +993,7 @@ def _rename(tree: Any) -> Any:
 class Config(_Section):
     """The whole file."""
 
-    cache: str = "./cache"
+    cache: Place = "./cache"
     """The cache: a folder or a URL (s3://...)."""
     mirror: MirrorConfig = MirrorConfig()
     """Local copies of a cache in an object store."""

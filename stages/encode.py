@@ -362,7 +362,11 @@ def encode_source(
         reject for recipe in (latent, text) for reject in _unit_rejects(cache, recipe, partial(work.of, recipe.kind))
     ]
     rejects = _Rejects(work, planned.rejects, failed)
-    _report_rejects(cache, source.name, rejects)
+    path = _write_rejects(cache, source.name, rejects)
+    if rejects:
+        click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
+        for line in Kinds.of(rejects).lines():
+            click.echo(line)
     for index in [] if idle else [cache.index(latent.name), cache.index(text.name)]:
         size = amount(int(index.bytes.sum()))
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
@@ -646,7 +650,7 @@ def _unit_rejects(
     return [latest[key.hex()] for key in work_of(latest).column("key").to_pylist()] if latest else []
 
 
-def _report_rejects(cache: Cache, name: str, rejects: _Rejects) -> None:
+def _write_rejects(cache: Cache, name: str, rejects: _Rejects) -> str:
     path, files = reasons.report(name), cache.files
     with files.temporary() as temporary:
         with cache_errors(temporary), open(temporary, "x", encoding="utf-8", newline="") as sheet:
@@ -656,10 +660,7 @@ def _report_rejects(cache: Cache, name: str, rejects: _Rejects) -> None:
             sheet.flush()
             os.fsync(sheet.fileno())
         files.replace_by(temporary, path)
-    if rejects:
-        click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
-        for line in Kinds.of(rejects).lines():
-            click.echo(line)
+    return path
 
 
 def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects: _Rejects, faults: int) -> None:
@@ -668,10 +669,10 @@ def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects:
     Args:
         faults: rejects that no setting asked for.
     """
-    most, where = config.encode.max_reject_rate, cache.files.where(reasons.report(name))
+    most = config.encode.max_reject_rate
     if not items or (faults / items <= most and len(rejects) < items):
         return
-    _report_rejects(cache, name, rejects)
+    where = cache.files.where(_write_rejects(cache, name, rejects))
     kinds = Kinds.of(rejects)
     if len(rejects) < items:
         expected = f"at most {most:.1%} (encode.max_reject_rate)"

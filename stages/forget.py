@@ -39,7 +39,7 @@ def run(config: Config, source: str | None = None, snapshot: str | None = None, 
         names = cache.names_of(snapshot_id)
         click.echo(
             f"{snapshot!r} no longer names snapshot {snapshot_id[:12]}, which "
-            + (f"{', '.join(names)} still names" if names else "has no other name")
+            + (f"is still called {', '.join(names)}" if names else "has no other name")
         )
     if prompt_set is not None:
         prompts.forget(cache, prompt_set)

@@ -46,6 +46,7 @@ def run(
         UserError: as `collect`; the page cannot be written.
         DecodeError: the decoding process failed.
     """
+    page.check_out(out)
     figures, cache, opened = collect(config, run=run, snapshot=snapshot, compare=compare)
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
     cards = _gallery(config, opened, thumbnails, gallery) if gallery and opened is not None else []

@@ -79,6 +79,7 @@ def run(
     wanted = min(count or config.sample.count, len(opened))
     if wanted < (count or config.sample.count):
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
+    _make(out)
     _log(f"drawing {wanted} pictures from {folder} for captions of snapshot {opened.id[:12]}")
     drawn = drawing.draw_for(
         config, architecture, weights, opened, drawing.spread(len(opened), wanted), resolve_device(config.train.device)
@@ -88,14 +89,27 @@ def run(
     _log(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
 
     try:
-        out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
             decode_in_subprocess(config, drawn, Path(work))
             sheet = _publish(config, cache, drawn, hits, Path(work), out)
     except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
+        raise _unwritable(out, error) from None
     _log(f"contact sheet: {sheet}")
     return Result(sheet, len(drawn), sum(hits))
+
+
+def _make(out: Path) -> None:
+    """Make the folder of the pictures, and see that it can be written, before anything is drawn."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from None
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out")
 
 
 def run_prompts(
@@ -129,8 +143,8 @@ def run_prompts(
     )
     size = height or config.data.resolution, width or config.data.resolution
     document.architecture.check_sides(*size, compression, "--{name} {value}")
+    _make(out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
             encoded = decoder.encode_prompts(config, prompts, Path(work))
             if text is not None and not text.same_values(replace(encoded.recipe, storage=text.storage)):
@@ -150,7 +164,7 @@ def run_prompts(
             made = decoder.decode(config, tensors, Path(work))
             sheet = _publish_prompts(encoded.texts, size, made, Path(work), out)
     except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
+        raise _unwritable(out, error) from None
     _log(f"contact sheet: {sheet}")
     return sheet
 

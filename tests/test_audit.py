@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout
+from pipeline.cache.findings import Finding
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.loader.loader import Loader
@@ -155,6 +157,7 @@ def test_a_repair_without_its_source_says_where_to_put_it(
     filled: tuple[Config, Path], tmp_path: Path, make_config: MakeConfig
 ) -> None:
     from pipeline.errors import UserError
+    from tests.support.messages import naming
 
     config, photos = filled
     own = tmp_path / "own" / "photos"
@@ -166,7 +169,29 @@ def test_a_repair_without_its_source_says_where_to_put_it(
     moved = Path(shutil.move(own, tmp_path / "moved"))
     with pytest.raises(UserError, match="--data photos=DIR"):
         stages.verify.run(config, repair=True)
+    for wrong in (f"photo={moved}", "photos=", "photos"):
+        with pytest.raises(UserError, match=naming(wrong)):
+            stages.verify.run(config, repair=True, data=(wrong,))
     assert stages.verify.run(config, repair=True, data=(f"photos={moved}",)) == 0
+
+
+def test_a_finding_is_said_when_it_is_found(
+    filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = filled
+    path, row = a_record(Cache(config.cache), "text")
+    flip(path, row["offset"] + 5)
+    real = audit.verify_contents
+
+    def interrupted(*args: Any) -> Iterator[Finding]:
+        yield next(real(*args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(audit, "verify_contents", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stages.verify.run(config)
+    said = capsys.readouterr().out
+    assert path.name in said and row["key"].hex() in said
 
 
 def test_every_kind_of_damage_is_found(small_cache: Path, tmp_path: Path, make_config: MakeConfig) -> None:

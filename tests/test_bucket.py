@@ -609,6 +609,7 @@ def test_encode_takes_the_list_and_encodes_it_alone(
     listed = small_cache_copy.parent / "list.csv"
     for text, named in (
         ("item,height\na,1\n", "is not a list of pictures"),
+        ("", "is not a list of pictures"),
         ("item,height,width\na.png,48,80\n", "has 1 items that source 'photos' has not"),
         ("item,height,width\na.png,48,83\n", "compression 8 does not divide"),
     ):

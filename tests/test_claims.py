@@ -18,6 +18,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.work.claims import Claims
+from tests.support.waiting import until
 
 UNIT = ("latent-0", 0, "ab" * 16)
 
@@ -158,13 +159,14 @@ def test_a_claim_beats_while_it_lasts_and_is_gone_afterwards(tmp_path: Path) -> 
     owner, watcher = Claims(Files(tmp_path), 0.3), Claims(Files(tmp_path), 0.3)
     owner.take(*UNIT)
     seen = set()
+
+    def beats() -> bool:
+        seen.add(json.loads(claim_file(tmp_path).read_bytes())["beat"])
+        return len(seen) > 3
+
     with owner.heartbeat(*UNIT):
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            seen.add(json.loads(claim_file(tmp_path).read_bytes())["beat"])
-            time.sleep(0.02)
+        until(beats)
         assert watcher.take(*UNIT) != "ours"
-    assert len(seen) > 3
     assert not claim_file(tmp_path).exists()
     assert not any(thread.name == "claim" for thread in threading.enumerate())
 

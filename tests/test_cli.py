@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pipeline.config import OptimConfig
 from pipeline.errors import EXIT_CODES, CacheError, IntegrityError, UserError
 from tests.support.command_lines import dry_run, words_of
 from tests.support.import_graph import imports, module_name, parsed
+from tests.support.waiting import until
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -330,6 +331,8 @@ def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -
         ("train", "--resum", "auto"),
         ("trian",),
         ("bucket", "extra"),
+        ("bucket", "--move"),
+        ("verify", "--data", "photos=/elsewhere"),
         (),
     ],
 )
@@ -338,6 +341,28 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], capsys: pytest.Capt
     printed = capsys.readouterr()
     assert "Usage: sana-pipe" in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("encode", "--data", ""),
+        ("encode", "--data", ".", "--source-name", ""),
+        ("encode", "--prompts", ""),
+        ("train", "--snapshot", ""),
+        ("train", "--from="),
+        ("bucket", "--cache", "other", "--cache", ""),
+        ("report", "--out", ""),
+        ("config", ""),
+        ("snapshots", "name", "latest", ""),
+    ],
+)
+def test_an_empty_value_is_never_taken_for_the_default(
+    stage: Callable[..., Calls], arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [stage(name) for name in ("encode", "train", "bucket", "report", "config")]
+    assert end(*arguments) == 2 and calls == [[], [], [], [], []]
+    assert "is empty" in capsys.readouterr().err
 
 
 def test_a_stages_exit_code_is_passed_on(stage: Callable[..., Calls]) -> None:
@@ -410,6 +435,10 @@ def test_a_forbidden_folder_is_the_users_error_and_other_system_errors_are_defec
     stage("bucket", result=PermissionError(errno.EACCES, "Permission denied", "/shut/cache"))
     assert end("bucket") == 2
     assert "/shut/cache: Permission denied" in capsys.readouterr().err
+    for number in (errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+        stage("bucket", result=OSError(number, "refused", f"/shut/{number}"))
+        assert end("bucket") == 2
+        assert f"/shut/{number}: refused" in capsys.readouterr().err
     for defect in (FileNotFoundError(errno.ENOENT, "No such file", "/x"), PermissionError(errno.EACCES, "no name")):
         stage("bucket", result=defect)
         with pytest.raises(OSError):
@@ -563,25 +592,30 @@ def test_a_real_process_reports_a_mistake_without_a_traceback(tmp_path: Path) ->
 def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
     """SIGINT while a command works: here the configuration is a pipe without a writer."""
     os.mkfifo(tmp_path / "never.yaml")
-    ready = tmp_path / "ready"
+    writers: list[int] = []
+
+    def reads() -> bool:
+        """Whether the command has opened the pipe; it then waits for bytes as long as it has a writer."""
+        with suppress(OSError):
+            writers.append(os.open(tmp_path / "never.yaml", os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writers)
+
     code = (
         # A shell starts background jobs with SIGINT ignored, and children inherit that.
-        "import pathlib, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"sys.path.insert(0, {str(Path(pipeline.__file__).parent.parent)!r}); from pipeline import cli, config; "
-        f"pathlib.Path({str(ready)!r}).write_text('x'); "
         "cli.main(['bucket', '--config', 'never.yaml'])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 60
-        while not ready.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.3)
+        until(reads)
         process.send_signal(signal.SIGINT)
         _, printed = process.communicate(timeout=100)
     finally:
         process.kill()
         process.wait()
+        for writer in writers:
+            os.close(writer)
     assert process.returncode == 130
     assert "Traceback" not in printed
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 import stages.config
 from pipeline import config as module
 from pipeline.config import Config, dump, find, load, load_given, option_fields, section_of, shipped
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.training.optimizers import peak_learning_rate
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
@@ -44,6 +44,17 @@ def test_minimal_file_takes_the_defaults(tmp_path: Path) -> None:
     assert config.vae.subfolder == "vae"
     assert config.train.optim.lr == 1e-4
     assert config.data.buckets == "sana"
+
+
+def test_the_home_folder_is_meant_in_files_and_in_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(write(tmp_path, MINIMAL + "cache: ~/cache\n"), ["train.output=~/run", "bucket.caches=[~/a, ./b]"])
+    assert config.cache == f"{tmp_path}/cache" and config.train.output == f"{tmp_path}/run"
+    assert config.bucket.caches == [f"{tmp_path}/a", "./b"]
+    for place in ("s3://bucket/~/cache", "./~", "./cache"):
+        assert load("tiny", [f"cache={place}"]).cache == place
+    with pytest.raises(UserError, match=naming("~no-such-user/cache", "HOME")):
+        load("tiny", ["cache=~no-such-user/cache"])
 
 
 @pytest.mark.parametrize(

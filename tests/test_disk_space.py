@@ -168,8 +168,8 @@ def test_a_signal_ends_the_pause(cache: Cache, todo: engine.Work, free: list[int
     free[:] = [0]
     stop = Stop(grace_s=60)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
     with pytest.raises(Stopped), stop.signals():
+        timer.start()  # here the signal is caught, however late this process goes on
         run(Maker(cache), todo, space_of(cache, stop.sleep, low_disk_wait_s=600), stop)
     timer.join()
     assert claimed(cache) == []

@@ -107,6 +107,15 @@ def test_as_many_columns_as_are_remembered_are_too_many_to_say_that_one_is_absen
         CaptionRule(**listed, seen={str(n) for n in range(MAX_COLUMNS - 1)}).check_seen()
 
 
+def test_a_column_that_no_row_has_is_named_with_the_nearest() -> None:
+    seen, weights = {"short", "long", "clip"}, (("long", 3.0), ("short", 1.0))
+    CaptionRule(weights, True, (("long", "clip"),), seen=seen).check_seen()
+    with pytest.raises(UserError, match=naming("data.caption_weights", "'lnog'", "did you mean 'long'?")):
+        CaptionRule((("lnog", 3.0), ("short", 1.0)), True, seen=seen).check_seen()
+    with pytest.raises(UserError, match=naming("data.caption_scores", "'clpi'", "did you mean 'clip'?")):
+        CaptionRule(weights, True, (("long", "clpi"),), seen=seen).check_seen()
+
+
 def test_a_caption_file_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sidecars, "MAX_CAPTION_BYTES", 5)
     assert sidecars.read_sidecar("a.txt", b"12345") == "12345"

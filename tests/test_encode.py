@@ -453,17 +453,38 @@ def test_a_source_of_which_much_is_missing_is_left_as_it_was(
         stages.encode.run(make_config(tmp_path, "data.min_side=50000"), data=str(source))
 
 
+def test_what_may_be_missing_is_a_share_of_the_pictures_that_were_usable(
+    start: Config, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_models(monkeypatch)
+    strict = make_config(tmp_path, "encode.max_reject_rate=0.4")  # the limit itself is allowed
+    for n in range(8):
+        (source / f"bad-{n}.png").write_bytes(b"x")
+        (source / f"bad-{n}.txt").write_text("bad")
+    assert stages.encode.run(strict, data=str(source))["rejects"] == 8
+    for path in [path for path in sorted(source.iterdir()) if path.suffix != ".txt" and "bad" not in path.name][:3]:
+        path.unlink()
+    with pytest.raises(UserError, match="3 of the 12"):
+        stages.encode.run(start, data=str(source))
+
+
 def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
-    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for path in source.glob("*.txt"):
         path.unlink()
     no_models(monkeypatch)
     config = make_config(tmp_path, "encode.max_reject_rate=1.0")
     assert stages.encode.dry_run(config, data=str(source)) == RejectRateError.exit_code
+    capsys.readouterr()
     with pytest.raises(RejectRateError, match="12 of 12") as refused:
         stages.encode.run(config, data=str(source))
     assert str(refused.value.found).count("no caption") == 1
+    assert capsys.readouterr().out == "", "the reasons are said once"
     assert "--set data.caption" in str(refused.value.fix)
     assert Cache(config.cache).sources() == []
     assert len(reasons(config, source)) == 12

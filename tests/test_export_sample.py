@@ -346,6 +346,19 @@ def test_export_never_writes_over_something_else(trained: Trained, tmp_path: Pat
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
 
 
+def test_pictures_that_cannot_be_written_are_not_drawn(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "draw_for", lambda *args: pytest.fail("drew"))
+    monkeypatch.setattr(decoder, "encode_prompts", lambda *args: pytest.fail("encoded"))
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=naming(out, "--out")):
+            sample.run(trained.config, "auto", None, out)
+        with pytest.raises(UserError, match=naming(out, "--out")):
+            sample.run_prompts(trained.config, "auto", ["a cube"], out)
+
+
 def test_no_checkpoint_yet(trained: Trained, tmp_path: Path) -> None:
     config = changed(trained.config, tmp_path, f"train.output={tmp_path / 'none'}")
     for run in (

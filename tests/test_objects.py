@@ -245,6 +245,34 @@ def test_a_server_that_fails_now_and_then_is_asked_again(objects: ObjectFiles, m
     assert len(asked) > 1
 
 
+def test_a_put_whose_answer_is_lost_is_ours(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second attempt finds the object of the first: neither another writer's nor a store that is unfit."""
+    import s3fs
+
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
+    real, lost = s3fs.S3FileSystem._call_s3, []
+
+    stored: dict[str, object] = {}
+
+    async def call(self: object, method: str, *args: object, **options: object) -> object:
+        losing = method == "put_object" and not lost
+        answer = await real(self, method, *args, **{**options, **(stored if losing else {})})
+        if losing:
+            lost.append(method)
+            raise OSError("connection reset")
+        return answer
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+    objects.probe()
+    lost.clear()
+    assert objects.put("a", b"1") and lost
+    assert not objects.put("a", b"1"), "another writer's equal object"
+    lost.clear()
+    assert not objects.put("a", b"2") and objects.read("a") == b"1"
+    stored["Body"] = b"of another writer, before the second attempt"
+    assert not objects.put("b", b"1") and lost and objects.read("b") == stored["Body"]
+
+
 def test_no_such_bucket_and_no_such_scheme_are_reported(s3_bucket: str, mirror: MirrorConfig) -> None:
     for create in (False, True):
         with pytest.raises(CacheError, match="s3://nowhere/cache") as caught:

@@ -56,6 +56,26 @@ def test_a_native_thread_that_still_reads_changes_neither_output_nor_exit_code()
     assert (ended.returncode, ended.stdout, ended.stderr) == (5, "done\n", "")
 
 
+def test_the_installed_command_shows_no_warnings_of_libraries_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import logging, warnings
+from pipeline import cli
+
+def main():
+    warnings.warn("deprecated")
+    logging.getLogger("torchao").warning("Failed to load")
+    logging.getLogger("torchao").error("damaged")
+
+cli.main = main
+cli.console()
+"""
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    assert child(code).stderr == "damaged\n"
+    monkeypatch.setenv("PYTHONWARNINGS", "default")
+    said = child(code).stderr
+    assert "deprecated" in said and "Failed to load" in said
+
+
 def test_the_installed_command_ends_so_too() -> None:
     ended = child(READING_AT_THE_END.replace("END", "from pipeline import cli\ncli.main = main\ncli.console()"))
     assert (ended.returncode, ended.stdout, ended.stderr) == (5, "done\n", "")

@@ -36,6 +36,7 @@ from pipeline.sources.tars import TarSource
 from tests.support.http_server import Server, serve
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.waiting import until
 
 COUNT = 12
 PATIENCE_S = 1.0  # where there will be no answer
@@ -255,10 +256,12 @@ def test_no_more_than_the_window_is_fetched_before_it_is_needed(
     order = sorted(keys, key=lambda key: int(key.partition("/")[2].partition(".")[0]))
     with source.reading(order) as read:
         read(order[0])
+        until(lambda: len(ranged_server.ranges) >= 3)
         time.sleep(0.3)
         assert len(ranged_server.ranges) == 3
         for key in order[1:3]:
             read(key)
+        until(lambda: len(ranged_server.ranges) >= 4)
         time.sleep(0.3)
         assert len(ranged_server.ranges) == 4, "what has been read makes room for the next"
         for key in order[3:]:

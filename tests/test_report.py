@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -636,6 +637,22 @@ def test_a_page_that_cannot_be_written(made: Made, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=naming(tmp_path / "file")):
         report.run(made.config, tmp_path / "file" / "report.html", pictures=False)
+
+
+def test_a_page_takes_the_place_of_a_page_only(made: Made, tmp_path: Path) -> None:
+    out = tmp_path / "empty"
+    out.touch()
+    report.run(made.config, out, pictures=False)
+    report.run(made.config, out, pictures=False)
+    settings, pipe = tmp_path / "sana-pipe.yaml", tmp_path / "pipe"
+    settings.write_text("cache: ./cache\n")
+    os.mkfifo(pipe)
+    for other in (settings, pipe):
+        with pytest.raises(UserError, match=naming(other, "--out")):
+            report.run(made.config, other, pictures=False)
+        with pytest.raises(UserError, match=naming(other, "--out")):
+            view.run(made.config, "0.png", out=other)
+    assert settings.read_text() == "cache: ./cache\n" and pipe.is_fifo()
 
 
 def test_a_long_journal_gives_a_small_page(made: Made, tmp_path: Path) -> None:

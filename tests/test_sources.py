@@ -303,6 +303,33 @@ def test_a_listed_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     for name in ("gone.parquet", "gone.jsonl"):
         with pytest.raises(UserError, match=naming("1 of 1", name)):
             listed(opened(tmp_path / f"{{{name},{name}}}"))
+    (tmp_path / "wd-1.tar").mkdir()
+    with pytest.raises(UserError, match=naming("1 of 2", "wd-1.tar: is not a regular file")):
+        listed(opened(tmp_path / "wd-{0..1}.tar"))
+
+
+def test_the_nearest_name_is_one_that_was_not_given(tmp_path: Path) -> None:
+    for number in (0, 2):
+        make_tar(tmp_path / "d" / f"wd-{number}.tar", [("1.jpg", b"x"), ("1.txt", "x")])
+    with pytest.raises(UserError, match=naming("1 of 3", "wd-1.tar")) as refused:
+        listed(opened(tmp_path / "d" / "wd-{0..2}.tar"))
+    assert "did you mean" not in str(refused.value)
+    for typo, near in (("d/dw-0.tar", "wd-0.tar"), ("dd", "d")):
+        with pytest.raises(UserError, match=naming(typo, f"did you mean {near}?")):
+            opened(tmp_path / typo)
+    with pytest.raises(UserError, match=naming("dw-*.tar", "2 files")) as refused:
+        opened(tmp_path / "d" / "dw-*.tar")
+    assert refused.value.fix
+
+
+def test_a_link_to_itself_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for data in ("loop", "loop/x-{0..1}.tar", "loop/x.jsonl"):
+        with pytest.raises(UserError, match=naming("loop", "symbolic links")):
+            opened(tmp_path / data)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=naming("pipe", "neither a folder nor a file")):
+        opened(tmp_path / "pipe")
 
 
 def test_no_caption_at_all_names_the_columns_there_are(tmp_path: Path) -> None:

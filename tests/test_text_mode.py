@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.models import text as module
 from pipeline.models.text import TextEncoder, describe_text
 from pipeline.sources import caption_rules as rules
+from pipeline.work import progress
 from pipeline.work.progress import Meter, Progress
 from tests.support.parameters import first_quick
 
@@ -308,16 +309,17 @@ def test_the_line_shows_tokens_per_second() -> None:
     assert "tokens" not in Progress("images", 10, Meter()).line()
 
 
-def test_busy_is_the_share_of_the_time_that_the_encoder_computes() -> None:
+def test_busy_is_the_share_of_the_time_that_the_encoder_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = Meter(wall_s=10.0, busy_s=5.0)
     bar = Progress("images", 10, meter)
     meter.wall_s = 14.0
     meter.busy_s = 8.0
     assert bar.busy == 0.75
+    clock = [100.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     own = Meter()
     bar = Progress("images", 10, own)
     with own.computing():
-        time.sleep(0.2)
-    time.sleep(0.2)
-    assert 0.3 < bar.busy < 0.6
-    assert bar.figures()["encoder_busy"] < 0.6
+        clock[0] += 3
+    clock[0] += 1
+    assert bar.busy == bar.figures()["encoder_busy"] == 0.75

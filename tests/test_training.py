@@ -865,6 +865,8 @@ def _interrupted_twice(between_s: float) -> int:
 
 def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is the same Ctrl-C, passed on by a launcher."""
+    assert 0.5 <= stop_request.AGAIN_S <= 2
+    monkeypatch.setattr(stop_request, "AGAIN_S", 60.0)  # a busy machine may take long between the two
     assert _interrupted_twice(0.01) == 0
     monkeypatch.setattr(stop_request, "AGAIN_S", 0.05)
     assert _interrupted_twice(0.2) == -signal.SIGINT

@@ -143,7 +143,10 @@ def read_targets(path: str, compression: int, patience_s: float) -> dict[str, tu
     targets = {}
     try:
         sheet = io.StringIO(read_file(path, patience_s).decode(), newline="")
-        for row in csv.DictReader(sheet):
+        rows = csv.DictReader(sheet)
+        if "item" not in (rows.fieldnames or ()):
+            raise KeyError("item")
+        for row in rows:
             targets[row["item"]] = (int(row["height"]), int(row["width"]))
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise UserError(

@@ -87,6 +87,7 @@ class Section:
         )
 
 
+_BEGIN = b"<!DOCTYPE html>"
 TITLES = {
     "snapshot": "Snapshot",
     "buckets": "Buckets",
@@ -154,14 +155,33 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(version=__version__, time=now, **values)
 
 
+def check_out(out: Path) -> None:
+    """Raise a UserError if `out` is there and is no page: `write` would replace it."""
+    try:
+        if not out.exists():
+            return
+        if out.is_file():
+            with out.open("rb") as file:
+                if file.read(len(_BEGIN)) in (b"", _BEGIN):
+                    return
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    raise UserError(f"{out} exists and is no page of sana-pipe", expected="a new file, or a page", fix="another --out")
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out")
+
+
 def write(text: str, out: Path) -> None:
-    """Replace a file, whole or not at all. Raises a UserError if it cannot be written."""
+    """Replace a page, whole or not at all. Raises a UserError if it cannot be written, or see `check_out`."""
+    check_out(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as work:
             work.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
     except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out") from None
+        raise _unwritable(out, error) from None
 
 
 def _absent(section: str, what: str, command: str) -> dict[str, str]:

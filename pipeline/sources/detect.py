@@ -19,6 +19,7 @@ import posixpath
 import re
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, mode_of, refuse_surrogates
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, meant, mode_of, refuse_surrogates
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.link_tables import LinkListing, lists_links
 from pipeline.sources.links import Links
@@ -192,7 +193,7 @@ def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None
             RemoteFilesystem(head, patience_s) if remote else _disk(head or ("/" if slash else "."), data, patience_s)
         )
         files = _expand(filesystem, rest, data)
-        return filesystem, files, last_part(head) if remote else Path(head or ".").resolve().name
+        return filesystem, files, last_part(head) if remote else _folder_name(head or ".")
     if remote:
         ending = extension(path)
         if ending in _KINDS or path.endswith((*_COMPRESSED, ".json")):
@@ -202,7 +203,11 @@ def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None
     if stat.S_ISREG(mode):
         file = Path(path)
         return LocalFilesystem(file.parent, patience_s), [file.name], file.name.partition(".")[0]
-    return LocalFilesystem(path, patience_s), None, Path(path).resolve().name
+    return LocalFilesystem(path, patience_s), None, _folder_name(path)
+
+
+def _folder_name(path: str) -> str:
+    return os.path.basename(os.path.realpath(path))
 
 
 def _disk(folder: str, data: str, patience_s: float) -> LocalFilesystem:
@@ -212,16 +217,20 @@ def _disk(folder: str, data: str, patience_s: float) -> LocalFilesystem:
 
 
 def _missing(data: str, path: str) -> UserError:
+    folder, _, name = path.rstrip("/").rpartition("/")
+    others: list[str] = []
     try:
         os.stat(path)
-        reason = None
+        reason = "neither a folder nor a file"
     except (OSError, ValueError) as error:
         reason = error_text(error)
+        with suppress(OSError, ValueError):
+            others = os.listdir(folder or ("/" if path.startswith("/") else "."))
     return UserError(
         f"the data folder {data!r} does not exist or may not be read",
         found=reason,
         expected="a folder of pictures with captions, tars, parquet files, a listing (.jsonl, .csv), or a pattern",
-        fix="sana-pipe encode --data DIR",
+        fix=meant(name, others, "sana-pipe encode --data DIR"),
     )
 
 
@@ -242,7 +251,11 @@ def _expand(filesystem: Filesystem, pattern: str, data: str) -> list[str]:
         return names
     matches, others = _divided(filesystem, lambda file: any(_matches(file, name) for name in names))
     if not matches:
-        raise UserError(f"{data}: matches no file", found=f"{others} files under {filesystem.location}")
+        raise UserError(
+            f"{data}: matches no file",
+            found=f"{others} files under {filesystem.location}",
+            fix="give a pattern of their names, from that folder on: * and ? stay within one part of the path",
+        )
     return matches
 
 

@@ -133,12 +133,12 @@ class Filesystem(ABC):
         if errors:
             first, error = next(iter(errors.items()))
             missing = isinstance(error.__cause__, FileNotFoundError)
-            near = difflib.get_close_matches(first, self.names(posixpath.dirname(first)), n=1) if missing else []
-            hint = f"did you mean {near[0]}? Else " if near else ""
+            others = set(self.names(posixpath.dirname(first))) - set(stats) if missing else ()
+            fix = "bring them back, or name only those that are to be used"
             raise UserError(
                 f"{self.location}: {len(errors)} of {len(errors) + len(stats)} listed files cannot be read",
                 found="; ".join(map(str, islice(errors.values(), 3))) + (" ..." if len(errors) > 3 else ""),
-                fix=f"{hint}bring them back, or name only those that are to be used",
+                fix=meant(first, others, fix),
             )
         return stats
 
@@ -156,6 +156,12 @@ class Filesystem(ABC):
 
     def refresh(self) -> None:  # noqa: B027 - a disk caches nothing
         """Drop cached listings and file contents."""
+
+
+def meant(name: str, names: Iterable[str], fix: str) -> str:
+    """A fix that begins with the nearest of `names`, if one is near."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {escaped(near[0])}? Else {fix}" if near else fix
 
 
 def refuse_surrogates(location: str) -> None:
@@ -191,9 +197,8 @@ class LocalFilesystem(Filesystem):
 
     def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
         self.root, self.patience_s = Path(root), patience_s
-        self.location = str(self.root.resolve())
+        self.location = self._real_root = os.path.realpath(self.root)
         refuse_surrogates(self.location)
-        self._real_root = os.path.realpath(self.root)
 
     def path(self, name: str) -> Path:
         problem = unsafe_reason(name)
