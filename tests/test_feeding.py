@@ -170,6 +170,14 @@ def test_the_ceiling_looks_at_the_last_samples(monkeypatch: pytest.MonkeyPatch) 
     assert counted([2, 0] * 500, 500, 0.05, monkeypatch) == (0, None)
 
 
+def test_the_share_is_that_of_the_window_and_the_limit_itself_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 1)
+    feed = feeding.Feed(iter(()), lambda: 0, tiny_run.config(max_quarantine_rate=0.1), print)
+    assert feed.within_limit(feeding.WINDOW // 2, feeding.WINDOW // 20) and feed.share == 0.1
+    feed.raise_failure()
+    assert all(feed.within_limit(feeding.WINDOW // 2, feeding.WINDOW // 20) for _ in range(2)) and feed.share == 0
+
+
 # ------------------------------------------------------------------------------------------------------ processes
 
 

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from pipeline.launch import Launch
-from pipeline.training import checkpoint
+from pipeline.training import checkpoint, metadata_reader
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
@@ -52,6 +52,13 @@ def _calls_torch(found: Metadata, mark: Path) -> Any:
     return found
 
 
+def _calls_what_torch_exports(found: Metadata, mark: Path) -> Any:
+    import torch
+
+    found.planner_data = Calls(torch.compiled_with_cxx11_abi)
+    return found
+
+
 def _is_something_else(found: Metadata, mark: Path) -> Any:
     return {"a": 1}
 
@@ -78,13 +85,33 @@ def _points_outside(found: Metadata, mark: Path) -> Any:
     return found
 
 
+def _is_the_folder_above(found: Metadata, mark: Path) -> Any:
+    next(iter(found.storage_data.values())).relative_path = ".."
+    return found
+
+
+class _TwoFaced:
+    """Pickles to a path that leads to `../secret` and keeps another text to show."""
+
+    def __reduce__(self) -> Any:
+        slots = {"_drv": "", "_root": "", "_parts": ["..", "secret"], "_str": "__0_0.distcp"}
+        slots |= {"_raw_paths": ["..", "secret"]} if sys.version_info >= (3, 12) else {}
+        return pathlib.PosixPath, (), (None, slots)
+
+
 def forge(folder: Path, change: Callable[[Metadata, Path], Any], mark: Path) -> None:
     """Replace `.metadata`, with a document that fits it."""
-    path, head = folder / ".metadata", folder / checkpoint.DOCUMENT
-    path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()), mark)))
+    path = folder / ".metadata"
+    replace(path, pickle.dumps(change(pickle.loads(path.read_bytes()), mark)))
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replace a file of a checkpoint, with a document that fits it."""
+    head = path.parent / checkpoint.DOCUMENT
+    path.write_bytes(data)
     values = json.loads(head.read_text())
     del values["digest"]
-    values["files"][".metadata"] = checkpoint.fingerprint_of(path)
+    values["files"][path.name] = checkpoint.fingerprint_of(path)
     head.write_text(json.dumps({**values, "digest": checkpoint.digest_of(values)}))
 
 
@@ -93,11 +120,13 @@ def forge(folder: Path, change: Callable[[Metadata, Path], Any], mark: Path) -> 
     [
         _runs_code,
         _calls_torch,
+        _calls_what_torch_exports,
         _is_something_else,
         _holds_an_object,
         _asks_for_an_attribute_of_a_class,
         _asks_for_what_is_no_member,
         _points_outside,
+        _is_the_folder_above,
     ],
 )
 def test_metadata_that_is_more_than_a_list_of_tensors_is_refused(
@@ -111,6 +140,47 @@ def test_metadata_that_is_more_than_a_list_of_tensors_is_refused(
     settings = tiny_run.config(tmp_path / "run", steps=2)
     with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata"):
         fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b".", b"\x80\xff", b"(K\x01.", b"\x8e" + b"\xff" * 8, b"cos\nsystem\n.", b"c\xff\n\n.", b"I1e\n.", b"N."],
+)
+def test_any_other_bytes_are_refused_by_name(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata"):
+        metadata_reader.read_metadata(tmp_path / ".metadata")
+
+
+def test_the_file_that_is_read_is_the_one_that_was_looked_at(written: Path, tmp_path: Path) -> None:
+    def hides_where_it_leads(found: Metadata, mark: Path) -> Any:
+        next(iter(found.storage_data.values())).relative_path = _TwoFaced()  # type: ignore[assignment]
+        return found
+
+    shutil.copytree(written, tmp_path / "run")
+    folder = tmp_path / "run/checkpoints/step-00000001"
+    forge(folder, hides_where_it_leads, tmp_path)
+    found = metadata_reader.read_metadata(folder / ".metadata")
+    assert {type(info.relative_path) for info in found.storage_data.values()} == {str}
+    assert checkpoint.load_model_state(folder)
+
+
+@pytest.mark.parametrize("what", ["no place", "no tensors"])
+def test_what_does_not_hold_the_tensors_is_refused_in_words(written: Path, tmp_path: Path, what: str) -> None:
+    def has_no_places(found: Metadata, mark: Path) -> Any:
+        found.storage_data = {}
+        return found
+
+    shutil.copytree(written, tmp_path / "run")
+    folder, mark = tmp_path / "run/checkpoints/step-00000001", tmp_path / "touched"
+    if what == "no place":
+        forge(folder, has_no_places, mark)
+    else:
+        [path] = folder.glob("*.distcp")
+        replace(path, pickle.dumps(Calls(Path.touch, mark), protocol=2).ljust(path.stat().st_size, b"."))
+    with pytest.raises(checkpoint.CheckpointError, match="step-00000001"):
+        checkpoint.load_model_state(folder)
     assert not mark.exists()
 
 

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import pytest
 
 from pipeline import retrying
+from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import ShardReader, read_head, read_table
+from pipeline.cache.shard import RecordError, ShardReader, read_head, read_table
 from pipeline.config import MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, ConfigError
 from pipeline.work.stop import Stop, Stopped
@@ -176,8 +178,23 @@ def test_a_wrong_address_and_missing_credentials_fail_at_once(
     assert fix in (caught.value.fix or "") and isinstance(caught.value, AwayError) == port
 
 
-def test_forbidden_is_no_missing_object(
-    s3_bucket: str, line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "status", "what", "fix"),
+    [
+        ("AccessDenied", 403, "may not be read", "AWS_ACCESS_KEY_ID"),
+        ("400", 400, "cannot be read", "AWS_DEFAULT_REGION"),  # what S3 says of a HEAD with expired credentials
+        ("", 404, "cannot be read", "AWS_ENDPOINT_URL"),  # a web server
+    ],
+)
+def test_a_refusal_is_no_missing_object_and_says_what_to_check(
+    s3_bucket: str,
+    line: Line,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    status: int,
+    what: str,
+    fix: str,
 ) -> None:
     import s3fs
     from botocore.exceptions import ClientError
@@ -185,13 +202,33 @@ def test_forbidden_is_no_missing_object(
 
     async def forbidden(self: object, method: str, *args: object, **options: object) -> object:
         raise translate_boto_error(
-            ClientError({"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, method)
+            ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, method)
         )
 
     files = files_of(s3_bucket, tmp_path, 300)
     monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", forbidden)
-    with pytest.raises(CacheError, match="may not be read"):
+    with pytest.raises(CacheError, match=what) as refused:
         files.exists("a")
+    assert fix in str(refused.value.fix)
+
+
+def test_a_store_that_refuses_to_be_tried_is_asked_once(
+    s3_bucket: str, line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import s3fs
+    from botocore.exceptions import ClientError
+
+    asked: list[str] = []
+
+    async def refused(self: object, method: str, *args: object, **options: object) -> object:
+        asked.append(method)
+        raise ClientError({"Error": {"Code": "InvalidAccessKeyId"}, "ResponseMetadata": {}}, method)
+
+    files = files_of(s3_bucket, tmp_path, 300)
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", refused)
+    with pytest.raises(CacheError, match="cannot be written"):
+        files.probe()
+    assert asked == ["put_object"]
 
 
 def test_a_network_file_system_that_is_away_is_no_damaged_record(
@@ -242,6 +279,37 @@ def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
     held = reader._handle(sample.shard)  # its number is given to no other file
     assert reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, length) == expected
     assert tries[0] > 1 and held.descriptor == dead
+
+
+def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache")
+    snapshot = cache.open_snapshot()
+    first, recipe = snapshot.sample(0), snapshot.latent_recipe
+    name, length = first.shard, 2 * np.empty(snapshot.latent_shape(first.bucket)).size
+    beside = next(
+        s for s in map(snapshot.sample, range(1, len(snapshot))) if (s.shard, s.bucket) == (name, first.bucket)
+    )
+    path = cache.files.path(layout.Paths.shard(recipe.name, name))
+    whole, reader = path.read_bytes(), ShardReader(cache.files, recipe.name)
+    path.write_bytes(bytes(len(whole)))
+    with pytest.raises(RecordError):
+        reader.stored(name, first.offset, first.key, first.checksum, length)
+    path.with_suffix(".new").write_bytes(whole)
+    path.with_suffix(".new").replace(path)
+    opened, real = [], cache.files.open
+    monkeypatch.setattr(cache.files, "open", lambda *args, **how: (opened.append(args), real(*args, **how))[1])
+    for sample in (first, beside):
+        reader.stored(name, sample.offset, sample.key, sample.checksum, length)
+    assert len(opened) == 1
+    text, caption = cache.open_snapshot().reader("text"), first.captions[0]
+    table = read_table(cache.files, layout.Paths.shard(snapshot.text_recipe.name, caption.shard))[1].to_pylist()
+    row = next(row for row in table if row["key"] == caption.key)
+    opened.clear()
+    for _ in range(2):
+        text.caption(caption.shard, row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
+    assert len(opened) == 1, "an intact shard is not opened for each caption"
 
 
 @pytest.mark.parametrize("call", ["preadv", "dup"])

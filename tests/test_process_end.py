@@ -141,11 +141,12 @@ run_and_exit(main)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_output_that_cannot_be_written_is_no_success() -> None:
-    code = "from pipeline.processes import run_and_exit\nrun_and_exit(lambda: print('lost'))"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run([sys.executable, "-c", code], stdout=full, timeout=60, check=False, env=buffered)
-    assert ended.returncode == processes.OUTPUT_LOST
+    for returned, code in ((None, processes.OUTPUT_LOST), (0, processes.OUTPUT_LOST), (5, 5)):
+        main = f"from pipeline.processes import run_and_exit\nrun_and_exit(lambda: print('lost') or {returned})"
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run([sys.executable, "-c", main], stdout=full, timeout=60, check=False, env=buffered)
+        assert ended.returncode == code
 
 
 class Watched(io.BytesIO):

@@ -399,6 +399,27 @@ def test_a_web_server_that_lists_no_folders_has_no_names_beside_its_tars(ranged_
     assert filesystem.names("") == []
 
 
+def test_a_folder_that_was_listed_and_is_gone_is_an_error(ranged_server: Server) -> None:
+    ranged_server.broken, ranged_server.how = "/folder/", "404"
+    with pytest.raises(UserError, match="cannot be listed"):
+        list(RemoteFilesystem(ranged_server.url, PATIENCE_S).find())
+
+
+def test_a_table_that_does_not_come_is_waited_for_once(ranged_server: Server) -> None:
+    source = opened(f"{ranged_server.url}/t.parquet", PATIENCE_S)
+    ranged_server.broken = "/t.parquet"
+    with pytest.raises(AwayError):
+        assert source.is_remote
+
+
+@pytest.mark.parametrize("place", ["tars/s-{0,1}.tar", "folder"])
+def test_who_may_not_read_learns_how_to_pass_credentials(ranged_server: Server, place: str) -> None:
+    ranged_server.login = "Basic x"
+    with pytest.raises(UserError, match="401") as refused:
+        list(opened(f"{ranged_server.url}/{place}", PATIENCE_S).items())
+    assert ".netrc" in str(refused.value.fix)
+
+
 def test_a_server_that_is_gone_has_no_empty_listing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for address, what in (("http://127.0.0.1:9/x", "listed"), ("http://127.0.0.1:9/x/{0..1}.tar", "read")):
         with pytest.raises(UserError, match=f"cannot be {what}") as refused:
@@ -414,6 +435,7 @@ def test_credentials_come_from_the_driver_and_not_from_the_address(
     for refused in (
         f"{address}/list.jsonl",
         f"{ranged_server.url}/list.jsonl?X-Amz-Signature=secret",
+        f"{ranged_server.url}/list?token=secret-{{0..1}}.tar",
         "s3://key:sec/ret@bucket/x",
         "s3://key:secret@bucket/{0..1}.tar",
     ):

@@ -24,6 +24,7 @@ from tests.support import synthetic
         ("simplecache::s3://k:secret@b/x", "simplecache::s3://b/x"),
         ("postgresql+psycopg2://u:secret@h/db", "postgresql+psycopg2://h/db"),
         ("https://h/x?X-Amz-Date=1&X-Amz-Signature=secret", "https://h/x"),
+        ("https://h/x?secret", "https://h/x"),
         ("https://a.blob.core.windows.net/c/x?sv=2020&sig=secret%3D", "https://a.blob.core.windows.net/c/x"),
         (
             "no answer from 'http://h/a?token=secret', nor 'ftp://u:secret@h/b'",
@@ -59,6 +60,20 @@ def test_credentials_are_taken_out(url: str, clean: str) -> None:
 def test_what_is_no_secret_stays(url: str) -> None:
     assert strip_credentials(url) == url
     refuse_credentials(url)
+
+
+def test_a_password_with_spaces_is_refused_and_not_shown() -> None:
+    with pytest.raises(UserError) as refused:
+        refuse_credentials("ftp://user:my secret@host/x")
+    assert "secret" not in str(refused.value)
+    refuse_credentials("s3://bucket/my folder/a b@c.jpg")
+
+
+def test_no_part_of_an_error_shows_credentials() -> None:
+    url = "https://user:secret@host/x"
+    error = UserError(url, expected=url, found=[url], fix=f"open {url}")
+    for shown in (str(error), error.what, repr(error.fields())):
+        assert "host/x" in shown and "secret" not in shown
 
 
 def test_roots_of_earlier_scans_are_shown_without_credentials(

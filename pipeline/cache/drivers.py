@@ -33,6 +33,13 @@ _SECRETS = {
 }
 """How to pass credentials, by the driver's extra."""
 
+_UNNAMED = (
+    "check the address, the region and the credentials (for S3: AWS_ENDPOINT_URL, AWS_DEFAULT_REGION and "
+    "AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; they may have expired)"
+)
+"""The fix for an error that its server does not name: S3 answers a HEAD with a status alone, also a 400 for expired
+credentials and for another region."""
+
 CHANGE_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 """Keys under which drivers describe when a file was written."""
 
@@ -117,14 +124,15 @@ class Connection:
         except retrying.Refused as error:
             raise self._error(f"{self.where(name)}: cannot be {action}: {error}", fix=error.fix) from None
         except PermissionError as error:
-            fix = "check the credentials and the bucket's policy"
+            fix = f"check the bucket's policy and the credentials: {_credentials_of(self.url)}"
             raise RequestFailed(f"may not be {action}: {error}", fix) from error
         except NotImplementedError as error:
             raise RequestFailed(f"the driver {self.fs.protocol} has no operation for it") from error
         except Exception as error:  # each driver has its own types
             if is_out_of_resources(error):
                 raise
-            raise RequestFailed(f"cannot be {action}: {type(error).__name__}: {error}") from error
+            unnamed = None if retrying.http_status(error) is None else _UNNAMED
+            raise RequestFailed(f"cannot be {action}: {type(error).__name__}: {error}", unnamed) from error
 
     @property
     def is_paged(self) -> bool:
@@ -194,15 +202,21 @@ class Connection:
 
 def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
     """Raises `error` if a URL holds credentials, or a query, which may be a credential."""
-    clean = strip_credentials(url)
-    if clean != url:
-        scheme = url.partition("://")[0].rpartition(":")[2].lower()
-        other = f"give them to the driver: export FSSPEC_{scheme.upper()}='{{\"password\": ...}}'"
+    joined = "".join(url.split())  # a password may have spaces
+    clean = strip_credentials(joined)
+    if clean != joined:
         raise error(
             f"{clean}: was given with credentials or a query, which would be written into the cache and into messages",
             expected="a plain address; credentials come from the environment",
-            fix=_SECRETS.get(_EXTRAS.get(scheme, ""), other),
+            fix=_credentials_of(url),
         )
+
+
+def _credentials_of(url: str) -> str:
+    """How to pass credentials to the driver of a URL."""
+    scheme = url.partition("://")[0].rpartition(":")[2].lower()
+    other = f"give them to the driver: export FSSPEC_{scheme.upper()}='{{\"password\": ...}}'"
+    return _SECRETS.get(_EXTRAS.get(scheme, ""), other)
 
 
 def _open(

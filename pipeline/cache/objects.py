@@ -130,14 +130,15 @@ class ObjectFiles(Files):
         """Put an object twice: the second put must be refused."""
         name, data = f"tmp/probe-{uuid4().hex}", b"sana-pipe\n"
         self._writable(name)
+        if not has_own(self.fs, "pipe_file"):
+            raise CacheError(
+                f"{self.url}: the fsspec driver for this scheme has no conditional put: it looks first and writes "
+                "then, so that two writers can both succeed",
+                fix="put the cache on a disk, NFS or S3",
+            )
+        created = self._create(name, data)  # if this fails there is nothing to remove
         try:
-            if not has_own(self.fs, "pipe_file"):
-                raise CacheError(
-                    f"{self.url}: the fsspec driver for this scheme has no conditional put: it looks first and writes "
-                    "then, so that two writers can both succeed",
-                    fix="put the cache on a disk, NFS or S3",
-                )
-            if not self._create(name, data) or self._create(name, data + b"again"):
+            if not created or self._create(name, data + b"again"):
                 raise CacheError(
                     f"{self.url}: this object store does not refuse to overwrite (a conditional put, If-None-Match), "
                     "which publication needs",

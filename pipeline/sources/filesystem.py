@@ -34,6 +34,11 @@ LINES = 1 << 20
 class Unreadable(OSError):
     """The bytes of one item cannot be read; the message is the reason in plain words."""
 
+    @property
+    def fix(self) -> str | None:
+        """What helps, where the driver of a store knows it."""
+        return getattr(self.__cause__, "fix", None)
+
     @classmethod
     def of(cls, name: str, error: Exception) -> Unreadable:
         """The same for an error of reading a file. Raises as `raise_if_of_machine`."""
@@ -138,7 +143,7 @@ class Filesystem(ABC):
             raise UserError(
                 f"{self.location}: {len(errors)} of {len(errors) + len(stats)} listed files cannot be read",
                 found="; ".join(map(str, islice(errors.values(), 3))) + (" ..." if len(errors) > 3 else ""),
-                fix=meant(first, others, fix),
+                fix=error.fix or meant(first, others, fix),
             )
         return stats
 

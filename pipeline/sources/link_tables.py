@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from pipeline.cache.layout import digest
-from pipeline.errors import UserError
+from pipeline.errors import AwayError, UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import escaped, has_surrogates, is_url, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reason
@@ -80,6 +80,8 @@ class LinkTables(FilesSource):
         """Whether the first file is a table of links, as far as can be told."""
         try:
             return bool(self.files) and self._names_links(self.files[0])
+        except AwayError:  # the listing would wait again
+            raise
         except UserError:  # is reported by the listing
             return False
 

@@ -140,7 +140,8 @@ class RemoteFilesystem(Filesystem):
         except Unreadable as error:
             reason = str(error).removeprefix("cannot be listed: ")
             raise UserError(
-                f"{self.location}: cannot be listed: {reason}", fix="check the address and who may read it"
+                f"{self.location}: cannot be listed: {reason}",
+                fix=error.fix or "check the address and who may read it",
             ) from None
 
     def find_with_sizes(self, scratch: Scratch) -> Iterator[str]:
@@ -164,7 +165,8 @@ class RemoteFilesystem(Filesystem):
                 return []  # many web servers do not list folders
             reason = str(error).removeprefix(f"{escaped(folder)}: ").removeprefix("cannot be listed: ")
             raise UserError(
-                f"{self.location}/{folder}: cannot be listed: {reason}", fix="check who may list the bucket"
+                f"{self.location}/{folder}: cannot be listed: {reason}",
+                fix=error.fix or "check who may list the bucket",
             ) from None
         names = []
         for info in entries:

@@ -55,7 +55,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.lock import Lock
-from pipeline.training.metadata_reader import CheckpointError, TensorOnlyReader, read_metadata
+from pipeline.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata
 
 FORMAT = "sana-pipe checkpoint"
 VERSION = 1
@@ -541,11 +541,12 @@ class ModelTensors(Mapping[str, Tensor]):
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=torch.float32)
         planner = dcp.DefaultLoadPlanner()
-        planner.set_up_planner({self._section + name: tensor}, self._metadata, is_coordinator=True)
         try:
+            planner.set_up_planner({self._section + name: tensor}, self._metadata, is_coordinator=True)
             self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{self.folder}: {name} could not be read: {error}") from None
+        except Exception as error:  # metadata and files of a foreign checkpoint make torch raise nearly every type
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise CheckpointError(f"{self.folder}: {name} could not be read: {text}", fix=FIX) from None
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -66,22 +66,24 @@ def read_metadata(path: Path) -> Metadata:
             metadata = _Unpickler(file).load()
         entries = metadata.state_dict_metadata.items()
         no_tensors = [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]
-        names = {str(info.relative_path) for info in metadata.storage_data.values()}
-        outside = [name for name in names if Path(name).name != name]
+        for info in metadata.storage_data.values():
+            info.relative_path = str(info.relative_path)  # a pickled path can read otherwise than it shows itself
+        names = {info.relative_path for info in metadata.storage_data.values()}
+        outside = [name for name in names if "/" in name or name in ("", ".", "..")]
     except Exception as error:  # an unpickler may raise anything on unexpected bytes
         raise CheckpointError(
             f"{path}: is refused: it is damaged, or would run code when it is read",
             expected="the classes of torch's distributed checkpoint",
             found=f"{type(error).__name__}: {error}",
-            fix=_FIX,
+            fix=FIX,
         ) from None
     if no_tensors or outside:
         what = "names files outside the checkpoint" if outside else "holds entries that are no tensors"
-        raise CheckpointError(f"{path}: {what}", found=", ".join(sorted(outside or no_tensors)[:5]), fix=_FIX)
+        raise CheckpointError(f"{path}: {what}", found=", ".join(sorted(outside or no_tensors)[:5]), fix=FIX)
     return metadata
 
 
-_FIX = "use a checkpoint that sana-pipe wrote, from a source you trust"
+FIX = "use a checkpoint that sana-pipe wrote, from a source you trust"
 
 
 def _member(of: Any, name: str) -> Enum:

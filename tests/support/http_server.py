@@ -52,13 +52,19 @@ def serve(root: Path, ranged: bool) -> Iterator[Server]:
 
         def do_HEAD(self) -> None:
             server.heads += 1
-            super().do_HEAD()
+            if self.may_enter():
+                super().do_HEAD()
+
+        def may_enter(self) -> bool:
+            allowed = not server.login or self.headers.get("Authorization") == server.login
+            if not allowed:
+                self.send_error(401)
+            return allowed
 
         def answer(self) -> None:
             asked = self.headers.get("Range")
             server.ranges.append(asked)
-            if server.login and self.headers.get("Authorization") != server.login:
-                self.send_error(401)
+            if not self.may_enter():
                 return
             if server.broken and self.path.startswith(server.broken):
                 if server.how == "error" or server.how.isdigit():
