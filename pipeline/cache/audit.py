@@ -32,7 +32,7 @@ from pipeline.cache.findings import (
     recipe_names,
     skip_damaged,
 )
-from pipeline.cache.layout import REPAIR, Paths, is_document
+from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.errors import CacheError, IntegrityError
@@ -417,7 +417,10 @@ def verify_prompts(cache: Cache, replaced: Replaced) -> Iterator[Finding]:
 
 def rebuild_command(name: str) -> str:
     """The command that makes the data of a lost document again."""
-    return {"snapshots": BUCKET, "names": BUCKET, "prompts": PROMPTS}.get(name.partition("/")[0], ENCODE)
+    folder, _, rest = name.partition("/")
+    if rest.startswith(PACKED):
+        return f"{BUCKET} --pack"
+    return {"snapshots": BUCKET, "names": BUCKET, "prompts": PROMPTS}.get(folder, ENCODE)
 
 
 def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:

@@ -44,6 +44,10 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
         yield from gap
         if not packed:
             yield from _recipe_contradictions(cache, owner, reported=bool(unreadable or gap))
+        elif files.unit_names(Paths.units(owner, 0)) and not files.exists(
+            plan := Paths.numbered(Paths.plans(owner), 0)
+        ):
+            yield Finding(plan, "is missing, and there are commits of its units")
 
 
 def _unreadable_documents(cache: Cache) -> Iterator[Finding]:
@@ -66,7 +70,10 @@ def _snapshot_contradictions(cache: Cache) -> Iterator[Finding]:
     heads = set(cache.files.names("snapshots"))
     for snapshot, name in sorted(named_snapshots(cache).items()):
         if f"{snapshot}.json" not in heads:
-            yield Finding(Paths.snapshot(snapshot), f"is missing, and {Paths.names(name)} refers to it", fix=BUCKET)
+            # Only a snapshot with the same content gets its id back; `latest` moves to any.
+            options = f"{BUCKET}, with the options of that snapshot; or, to do without it: sana-pipe forget --snapshot"
+            fix = BUCKET if name == "latest" else f"{options} {name}"
+            yield Finding(Paths.snapshot(snapshot), f"is missing, and {Paths.names(name)} refers to it", fix=fix)
     if heads and not any(cache.files.names(Paths.names(name)) for name in cache.snapshot_names()):
         yield Finding("names", "there are snapshots, and no name points to any", fix=BUCKET)
 
