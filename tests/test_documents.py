@@ -597,6 +597,42 @@ def test_a_snapshot_that_cannot_be_made_again_can_be_done_without(tiny: Cache, n
     assert [finding.fix for finding in contradictions(tiny)] == ([] if named else ["sana-pipe bucket"])
 
 
+@pytest.mark.parametrize("damaged", ["lists", "chunks"])
+def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, damaged: str) -> None:
+    """Its source has changed since, so that `bucket` cannot make it again."""
+    of = synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", synthetic.pictures(4))
+    old = cache.open_snapshot(stages.bucket.run(of, name="old")).head
+    synthetic.add(of, "one", synthetic.pictures(8))
+    new = cache.open_snapshot(stages.bucket.run(of)).head
+    tables = {"lists": old.lists() - new.lists(), "chunks": old.tables() - old.lists() - new.tables()}
+    table = Paths.table(sorted(tables[damaged])[0], "arrow")
+    HARM["flipped"](cache.root / table)
+    stages.bucket.run(of)
+    found = {finding.path: finding.fix for finding in audit.verify(Cache.of(of))}
+    assert {*found} == {table, Paths.snapshot(old.id)}
+    assert all("sana-pipe forget --snapshot old" in fix for fix in found.values())
+    if damaged == "lists":
+        with pytest.raises(IntegrityError, match=naming(table, "sana-pipe forget --snapshot old")):
+            stages.gc.run(of, yes=True, older_than_hours=0)
+    cache.forget_name("old")
+    assert {finding.fix for finding in audit.verify(Cache.of(of))} == {"sana-pipe gc --yes"}
+    stages.gc.run(of, yes=True, older_than_hours=0)
+    assert not list(audit.verify(Cache.of(of)))
+
+
+def test_a_damaged_record_table_of_a_pack_is_read_out_of_its_shard(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
+    owner = pack(cache, name="packed").head.folder
+    assert owner is not None
+    table = cache.root / Paths.table(str(index.commits(cache.files, owner, 0)[0].table), "arrow")
+    good = table.read_bytes()
+    for how in ("lost", "flipped"):
+        HARM[how](table)
+        assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 0
+        assert table.read_bytes() == good
+
+
 def test_lost_scales_contradict_the_records_that_were_made_with_them(tmp_path: Path) -> None:
     cache = lossy(tmp_path)
     assert not list(contradictions(cache))

@@ -229,12 +229,13 @@ def taken_over(run: Path) -> None:
 
 def test_a_run_that_was_taken_over_ends_at_its_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.02)
-    run, steps = tmp_path / "run", list[int]()
+    run, steps, touched = tmp_path / "run", list[int](), list[int]()
 
     def touch(step: int) -> None:
         steps.append(step)
         if step == 2:
             taken_over(run)
+            touched.append((run / lock.NAME).stat().st_mtime_ns)
         if step >= 2:
             time.sleep(0.2)
 
@@ -244,6 +245,7 @@ def test_a_run_that_was_taken_over_ends_at_its_next_step(tmp_path: Path, monkeyp
     assert names(run) == ["step-00000009.07e4.tmp"]
     assert metrics.read(run / "metrics.jsonl")[-1]["step"] <= 2, "the rows are the twin's"
     assert json.loads((run / lock.NAME).read_text())["token"] == "07e4", "the twin's lock stays"
+    assert [(run / lock.NAME).stat().st_mtime_ns] == touched, "and only the twin says that it lives"
 
 
 @pytest.mark.parametrize("when", ["before", "written", "synced", "published"])

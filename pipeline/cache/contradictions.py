@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import PurePosixPath
 
 from pipeline.cache import codec, copies, index, layout, shard
-from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, named_snapshots, recipe_names
+from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_snapshot, named_snapshots, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.root import Cache
@@ -70,10 +70,8 @@ def _snapshot_contradictions(cache: Cache) -> Iterator[Finding]:
     heads = set(cache.files.names("snapshots"))
     for snapshot, name in sorted(named_snapshots(cache).items()):
         if f"{snapshot}.json" not in heads:
-            # Only a snapshot with the same content gets its id back; `latest` moves to any.
-            options = f"{BUCKET}, with the options of that snapshot; or, to do without it: sana-pipe forget --snapshot"
-            fix = BUCKET if name == "latest" else f"{options} {name}"
-            yield Finding(Paths.snapshot(snapshot), f"is missing, and {Paths.names(name)} refers to it", fix=fix)
+            problem = f"is missing, and {Paths.names(name)} refers to it"
+            yield Finding(Paths.snapshot(snapshot), problem, fix=fix_of_snapshot(BUCKET, name))
     if heads and not any(cache.files.names(Paths.names(name)) for name in cache.snapshot_names()):
         yield Finding("names", "there are snapshots, and no name points to any", fix=BUCKET)
 
