@@ -27,6 +27,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.snapshot_lists import ShardTable
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import rebuild, repair, unit_records
@@ -63,8 +64,9 @@ def lose(root: Path, pattern: str) -> None:
 
 def lose_all(cache: Cache, folder: str, recipe: str) -> None:
     """Everything of a recipe in a folder of a cache."""
-    for name in [entry.name for entry in cache.files.walk(folder) if recipe in entry.name]:
-        cache.files.remove(name)
+    for place in (cache.root / folder, cache.root / Paths.copy(folder)):
+        shutil.rmtree(place / recipe, ignore_errors=True)
+        (place / f"{recipe}.json").unlink(missing_ok=True)
 
 
 HARM: dict[str, Callable[[Path], object]] = {
@@ -619,6 +621,20 @@ def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, dam
     assert {finding.fix for finding in audit.verify(Cache.of(of))} == {"sana-pipe gc --yes"}
     stages.gc.run(of, yes=True, older_than_hours=0)
     assert not list(audit.verify(Cache.of(of)))
+
+
+@pytest.mark.parametrize("kind", ["latent", "text"])
+def test_a_damaged_list_of_a_pack_hides_no_other_damage(tmp_path: Path, kind: str) -> None:
+    """`verify` ended there with an error, and `--repair` with it."""
+    of = synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", synthetic.pictures(4))
+    stages.bucket.run(of)
+    packed = pack(cache, name="packed").head
+    lists = {kind: names.entry.table for kind, names in packed.shards.items() if isinstance(names, ShardTable)}
+    HARM["flipped"](cache.root / Paths.table(lists[kind], "arrow"))
+    found = [finding.path for finding in audit.verify(Cache.of(of))]
+    assert found == [Paths.table(lists[kind], "arrow"), Paths.snapshot(packed.id)]
+    assert stages.verify.run(of, repair=True) == IntegrityError.exit_code
 
 
 def test_a_damaged_record_table_of_a_pack_is_read_out_of_its_shard(tmp_path: Path) -> None:

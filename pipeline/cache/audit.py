@@ -157,10 +157,11 @@ def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read
     that it reads."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
+        shards = snapshot.shard_files() if snapshot.packed else {}
     except CacheError as error:
         damage_only(error)
-        return  # `verify_documents` reports the damaged head
-    for path, size in snapshot.shard_files().items() if snapshot.packed else ():
+        return  # `verify_documents` reports the damaged head, `verify_snapshot` a damaged list
+    for path, size in shards.items():
         if path in already_read:
             continue
         already_read.add(path)
