@@ -11,7 +11,7 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import audit, layout, prompts
-from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, recipe_names
+from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.config import Config
@@ -208,14 +208,14 @@ def _repair_content(repairs: Repairs, finding: Finding, replaced: Replaced) -> s
 def _repair_table(cache: Cache, finding: Finding) -> str:
     digest = PurePosixPath(finding.path).stem
     problem = BACKUP if finding.fix == layout.REPAIR else finding.fix
-    for recipe in recipe_names(cache):
+    for owner in (*recipe_names(cache), *packs(cache)):
         try:
-            for plan in cache.plans(recipe):
-                if repair_table(cache, recipe, plan.number, digest):
+            for plan in cache.plans(owner):
+                if repair_table(cache, owner, plan.number, digest):
                     return "restored"
         except (AwayError, NoSpaceError):
             raise
-        except CacheError as error:  # of this recipe; the table may be another's
+        except CacheError as error:  # of this one; the table may be another's
             problem = error.what
     return f"failed: {problem}"
 

@@ -27,8 +27,9 @@ from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.snapshot_lists import ShardTable
 from pipeline.cache.status import status
-from pipeline.config import Config
+from pipeline.config import Config, load
 from pipeline.encoding import rebuild, repair, unit_records
 from pipeline.errors import IntegrityError
 from pipeline.images import buckets
@@ -37,6 +38,7 @@ from tests.support import synthetic, tiny_cache
 from tests.support.damage import flip
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.packed import pack
 
 
 def documents(root: Path) -> list[str]:
@@ -58,6 +60,13 @@ def lose(root: Path, pattern: str) -> None:
     for name in result:
         (root / name).unlink()
         (root / Paths.copy(name)).unlink()
+
+
+def lose_all(cache: Cache, folder: str, recipe: str) -> None:
+    """Everything of a recipe in a folder of a cache."""
+    for place in (cache.root / folder, cache.root / Paths.copy(folder)):
+        shutil.rmtree(place / recipe, ignore_errors=True)
+        (place / f"{recipe}.json").unlink(missing_ok=True)
 
 
 HARM: dict[str, Callable[[Path], object]] = {
@@ -493,6 +502,151 @@ def test_a_lost_document_contradicts_what_it_named(tiny: Cache, pattern: str) ->
     assert not list(contradictions(tiny))
     lose(tiny.root, pattern)
     assert list(contradictions(tiny))
+
+
+@pytest.mark.parametrize("left", ["plans", "units", "segments", "shards", "scales"])
+def test_a_recipe_is_missed_by_whatever_is_left_of_it(tmp_path: Path, left: str) -> None:
+    cache = lossy(tmp_path)
+    recipe = cache.recipes("latent")[0].name
+    for folder in {"plans", "units", "segments", "shards", "scales"} - {left}:
+        lose_all(cache, folder, recipe)
+    lose(cache.root, Paths.recipe(recipe))
+    assert Paths.recipe(recipe) in [finding.path for finding in contradictions(cache)]
+
+
+def test_a_gap_in_the_plans_of_a_recipe_is_named(tmp_path: Path) -> None:
+    of = synthetic.config(tmp_path / "cache")
+    for count in (2, 4, 6):
+        cache = synthetic.add(of, "one", synthetic.pictures(count))
+    recipe = cache.recipes("latent")[0].name
+    assert cache.files.numbers(Paths.plans(recipe)) == [0, 1, 2]
+    lose(cache.root, Paths.numbered(Paths.plans(recipe), 1))
+    assert [finding.path for finding in contradictions(cache)] == [Paths.plans(recipe)]
+
+
+def test_a_commit_that_its_plan_does_not_list_is_a_contradiction(tiny: Cache) -> None:
+    recipe = tiny.recipes("text")[0].name
+    plan = tiny.plan(recipe, 0)
+    lose(tiny.root, Paths.numbered(Paths.plans(recipe), 0))
+    tiny.files.put(
+        Paths.numbered(Paths.plans(recipe), 0),
+        layout.seal({"recipe": recipe, "number": 0, "table": plan.table, "units": [vars(u) for u in plan.units[1:]]}),
+    )
+    [finding] = contradictions(tiny)
+    assert finding.path == Paths.numbered(Paths.plans(recipe), 0) and finding.unit == plan.units[0].unit
+
+
+def test_a_shard_in_the_folder_of_another_counts_too(tiny: Cache) -> None:
+    recipe = tiny.recipes("latent")[0].name
+    lose(tiny.root, Paths.segment(recipe, 0))
+    before = {finding.path for finding in contradictions(tiny)}
+    [first, *_] = sorted(tiny.root.glob(f"shards/{recipe}/*/*.tar"))
+    moved = first.rename(first.parent.parent / first.name)
+    old, new = (path.relative_to(tiny.root).as_posix() for path in (first, moved))
+    assert {finding.path for finding in contradictions(tiny)} == before - {old} | {new}
+
+
+def test_units_that_are_committed_while_documents_are_read_contradict_nothing(
+    tiny: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, real = tiny.recipes("latent")[0].name, Cache.plans
+    commits = index.commits(tiny.files, recipe, 0)
+    lose(tiny.root, Paths.segment(recipe, 0))
+    assert len(list(contradictions(tiny))) == len(commits)
+
+    def plans(cache: Cache, of: str) -> list[WorkPlan]:
+        for commit in commits:
+            index.publish_commit(cache.files, recipe, 0, commit)
+        return real(cache, of)
+
+    monkeypatch.setattr(Cache, "plans", plans)
+    assert not list(contradictions(tiny))
+
+
+def test_a_lost_plan_of_a_pack_stops_gc_until_its_units_are_set_aside(tmp_path: Path) -> None:
+    """They were garbage to `gc` and needed to `verify`, so each undid what the other did."""
+    cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
+    source, packed = cache.open_snapshot().id, pack(cache, name="packed")
+    cache.point("source", source)
+    config = load("tiny", [f"cache={cache.root}"])
+    lose(cache.root, "plans/packed-*/00000000.json")
+    before = content(cache.root)
+    [finding] = audit.verify(cache)
+    assert finding.path.startswith("plans/packed-")
+    with pytest.raises(IntegrityError, match=naming(finding.path, "verify --repair")):
+        stages.gc.run(config, yes=True, older_than_hours=0)
+    assert content(cache.root) == before
+    stages.verify.run(config, repair=True)
+    assert stages.gc.run(config, yes=True, older_than_hours=0) == stages.verify.run(config) == 0
+    assert cache.open_snapshot("packed").id == packed.id
+    cache.point("latest", source)
+    assert pack(cache, name="packed").id == packed.id and not list(audit.verify(cache))
+
+
+@pytest.mark.parametrize("named", [(), ("one",), ("one", "two")])
+def test_a_snapshot_that_cannot_be_made_again_can_be_done_without(tiny: Cache, named: tuple[str, ...]) -> None:
+    """Every hint said `bucket`, which makes only a snapshot with the same content again."""
+    lost = tiny.open_snapshot().id
+    for name in named:
+        tiny.point(name, lost)
+    if named:  # `latest` has moved on
+        tiny.add_snapshot(replace(tiny.open_snapshot().head, left_out={"a reason": 1}), None)
+    lose(tiny.root, Paths.snapshot(lost))
+    for name in reversed(named):
+        [finding] = contradictions(tiny)
+        assert finding.path == Paths.snapshot(lost) and f"sana-pipe forget --snapshot {name}" in finding.fix
+        tiny.forget_name(name)
+    assert [finding.fix for finding in contradictions(tiny)] == ([] if named else ["sana-pipe bucket"])
+
+
+@pytest.mark.parametrize("damaged", ["lists", "chunks"])
+def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, damaged: str) -> None:
+    """Its source has changed since, so that `bucket` cannot make it again."""
+    of = synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", synthetic.pictures(4))
+    old = cache.open_snapshot(stages.bucket.run(of, name="old")).head
+    synthetic.add(of, "one", synthetic.pictures(8))
+    new = cache.open_snapshot(stages.bucket.run(of)).head
+    tables = {"lists": old.lists() - new.lists(), "chunks": old.tables() - old.lists() - new.tables()}
+    table = Paths.table(sorted(tables[damaged])[0], "arrow")
+    HARM["flipped"](cache.root / table)
+    stages.bucket.run(of)
+    found = {finding.path: finding.fix for finding in audit.verify(Cache.of(of))}
+    assert {*found} == {table, Paths.snapshot(old.id)}
+    assert all("sana-pipe forget --snapshot old" in fix for fix in found.values())
+    if damaged == "lists":
+        with pytest.raises(IntegrityError, match=naming(table, "sana-pipe forget --snapshot old")):
+            stages.gc.run(of, yes=True, older_than_hours=0)
+    cache.forget_name("old")
+    assert {finding.fix for finding in audit.verify(Cache.of(of))} == {"sana-pipe gc --yes"}
+    stages.gc.run(of, yes=True, older_than_hours=0)
+    assert not list(audit.verify(Cache.of(of)))
+
+
+@pytest.mark.parametrize("kind", ["latent", "text"])
+def test_a_damaged_list_of_a_pack_hides_no_other_damage(tmp_path: Path, kind: str) -> None:
+    """`verify` ended there with an error, and `--repair` with it."""
+    of = synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", synthetic.pictures(4))
+    stages.bucket.run(of)
+    packed = pack(cache, name="packed").head
+    lists = {kind: names.entry.table for kind, names in packed.shards.items() if isinstance(names, ShardTable)}
+    HARM["flipped"](cache.root / Paths.table(lists[kind], "arrow"))
+    found = [finding.path for finding in audit.verify(Cache.of(of))]
+    assert found == [Paths.table(lists[kind], "arrow"), Paths.snapshot(packed.id)]
+    assert stages.verify.run(of, repair=True) == IntegrityError.exit_code
+
+
+def test_a_damaged_record_table_of_a_pack_is_read_out_of_its_shard(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
+    owner = pack(cache, name="packed").head.folder
+    assert owner is not None
+    table = cache.root / Paths.table(str(index.commits(cache.files, owner, 0)[0].table), "arrow")
+    good = table.read_bytes()
+    for how in ("lost", "flipped"):
+        HARM[how](table)
+        assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 0
+        assert table.read_bytes() == good
 
 
 def test_lost_scales_contradict_the_records_that_were_made_with_them(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -33,6 +33,7 @@ import stages.verify
 from pipeline.cache import (
     adopt,
     audit,
+    codec,
     garbage,
     index,
     layout,
@@ -290,6 +291,32 @@ def test_storage_that_does_not_answer_changes_no_finding(
     assert k > 20
 
 
+def test_a_head_that_becomes_unreadable_after_the_search_for_contradictions_is_no_permission(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = Paths.snapshot(cache.open_snapshot().id)
+
+    def whole(of: Cache) -> Iterator[object]:
+        for path in (name, Paths.copy(name)):
+            flip(of.files.path(path), 100)
+        return iter(())
+
+    monkeypatch.setattr(garbage, "contradictions", whole)
+    with pytest.raises(IntegrityError, match=naming(name)):
+        list(garbage.unneeded(cache))
+
+
+def test_the_channel_scales_of_a_recipe_stay(tmp_path: Path) -> None:
+    """Without them no record of it can be read any more."""
+    cache = Cache(tmp_path / "cache", create=True)
+    recipe = tiny_cache.recipes("int8")[0].name
+    codec.publish_scale(cache.files, recipe, np.ones(2, np.float32), 1)
+    scales = Paths.table(cache.files.document(Paths.scale(recipe))["table"], "npy")
+    cache.add_recipe(tiny_cache.recipes("int8")[0])
+    age(cache.files)
+    assert collect(cache) == [] and cache.files.exists(scales)
+
+
 # ---------------------------------------------------------------- used again at the same moment
 
 
@@ -316,6 +343,25 @@ def test_a_table_that_is_put_again_while_gc_removes_it_stays(cache: Cache, monke
     age(cache.files, name)
     racing(cache, monkeypatch, lambda own: own == name and cache.files.put_content(b"content", "tables", "arrow"))
     assert collect(cache) == [] and cache.files.read(name) == b"content"
+
+
+@pytest.mark.parametrize("put", ["put_content", "put_content_file", "put_table"])
+def test_a_table_that_is_put_again_is_as_young_as_a_new_one(put: str, cache: Cache, tmp_path: Path) -> None:
+    table, data = pa.table({"a": [1]}), b"content"
+    (tmp_path / "written").write_bytes(data)
+
+    def again() -> str:
+        if put == "put_table":
+            digest = cache.put_table(table)
+            return Paths.table(digest, "parquet") if cache.table(digest) == table else ""
+        if put == "put_content":
+            return Paths.table(cache.files.put_content(data, "tables", "arrow"), "arrow")
+        return Paths.table(cache.files.put_content_file(tmp_path / "written", "arrow"), "arrow")
+
+    name = again()
+    age(cache.files, name)
+    assert again() == name
+    assert cache.files.now() - cache.files.path(name).stat().st_mtime < 3600
 
 
 def test_between_the_look_and_the_removal_it_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,6 +608,13 @@ def test_the_stores_clock_counts(cache: Cache, monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---------------------------------------------------------------- temporary files
+
+
+def test_the_command_goes_by_the_stores_clock(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    young, real = a_shard(cache), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + OLD)
+    stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True)
+    assert cache.files.exists(young)
 
 
 def test_a_live_process_keeps_its_temporary_files(tmp_path: Path) -> None:
@@ -829,6 +882,7 @@ def test_another_users_file_is_freshened_by_a_copy_that_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, calls = Files(tmp_path), []
+    files.now()  # makes the folder of temporary files, which is synced, too
     (tmp_path / "a").write_bytes(b"data")
     before = (tmp_path / "a").stat().st_ino
 
@@ -840,7 +894,7 @@ def test_another_users_file_is_freshened_by_a_copy_that_is_synced(
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("sync"))
     monkeypatch.setattr(os, "replace", lambda *names: (calls.append("replace"), real(*names)))
     assert files.freshen("a")
-    assert calls[-3:] == ["sync", "replace", "sync"], "the file before it is renamed, the folder behind it"
+    assert calls == ["sync", "replace", "sync"], "the file before it is renamed, the folder behind it"
     assert (tmp_path / "a").stat().st_ino != before and (tmp_path / "a").read_bytes() == b"data"
     monkeypatch.setattr(shutil, "copyfile", lambda source, target: Path(target).write_bytes(b"dat"))
     with pytest.raises(IntegrityError):

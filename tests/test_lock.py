@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import threading
 import time
@@ -229,12 +230,13 @@ def taken_over(run: Path) -> None:
 
 def test_a_run_that_was_taken_over_ends_at_its_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.02)
-    run, steps = tmp_path / "run", list[int]()
+    run, steps, touched = tmp_path / "run", list[int](), list[int]()
 
     def touch(step: int) -> None:
         steps.append(step)
         if step == 2:
             taken_over(run)
+            touched.append((run / lock.NAME).stat().st_mtime_ns)
         if step >= 2:
             time.sleep(0.2)
 
@@ -244,9 +246,10 @@ def test_a_run_that_was_taken_over_ends_at_its_next_step(tmp_path: Path, monkeyp
     assert names(run) == ["step-00000009.07e4.tmp"]
     assert metrics.read(run / "metrics.jsonl")[-1]["step"] <= 2, "the rows are the twin's"
     assert json.loads((run / lock.NAME).read_text())["token"] == "07e4", "the twin's lock stays"
+    assert [(run / lock.NAME).stat().st_mtime_ns] == touched, "and only the twin says that it lives"
 
 
-@pytest.mark.parametrize("when", ["before", "written", "published"])
+@pytest.mark.parametrize("when", ["before", "written", "synced", "published"])
 def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -263,18 +266,25 @@ def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
 
     def synced(path: Path) -> None:
         sync(path)
+        if when == "synced" and path.name.startswith("step-00000004."):
+            taken_over(run)
         if when == "published" and (run / "checkpoints/step-00000004").exists():
             taken_over(run)
 
     def touch(step: int) -> None:
-        if when == "before" and step == 3:
-            taken_over(run)
+        if step == 3:
+            own = json.loads((run / lock.NAME).read_text())["token"]
+            (run / f"checkpoints/step-00000001.{own}.removing").mkdir()
+            if when == "before":
+                taken_over(run)
 
     monkeypatch.setattr(dcp, "save", late)
     monkeypatch.setattr(checkpoint, "sync_path", synced)
     with pytest.raises(lock.RunTaken):
         train(run, steps=4, save_every=2, keep_checkpoints=1, async_save=False, touch=touch)
     left = {name for name in names(run) if not name.startswith("step-00000004.")}
+    [own] = [name for name in left if name.endswith(".removing")]
+    left.remove(own)
     twins = {"step-00000002", "step-00000009.07e4.tmp"}
     assert left == (twins | {"step-00000004"} if when == "published" else twins)
 
@@ -292,3 +302,29 @@ def test_a_run_removes_what_was_left_before_it_and_what_it_left_itself(tmp_path:
 
     train(tmp_path / "run", steps=2, touch=touch)
     assert names(tmp_path / "run") == ["step-00000002", "step-00000009.07e4.tmp"]
+
+
+def test_what_is_unfinished_has_the_token_of_its_attempt_in_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twin must not take it for its own."""
+    run, unfinished, tokens = tmp_path / "run", list[str](), list[str]()
+    save, remove = dcp.save, shutil.rmtree
+
+    def saved(*args: Any, **options: Any) -> Any:
+        unfinished.append(Path(options["storage_writer"].path).name)
+        return save(*args, **options)
+
+    def removed(path: Path, **options: Any) -> None:
+        unfinished.append(path.name)
+        remove(path, **options)
+
+    monkeypatch.setattr(dcp, "save", saved)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", removed)
+
+    def touch(step: int) -> None:
+        tokens.append(json.loads((run / lock.NAME).read_text())["token"])
+
+    train(run, steps=2, save_every=1, keep_checkpoints=1, async_save=False, touch=touch)
+    assert {name.rpartition(".")[2] for name in unfinished} == {"tmp", "removing"}
+    assert {name.split(".")[1] for name in unfinished} == {*tokens}

@@ -6,7 +6,7 @@ Price: every byte is read once. Documents are read one request after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache as run_once
@@ -28,11 +28,12 @@ from pipeline.cache.findings import (
     Finding,
     Replaced,
     damage_only,
+    fix_of_snapshot,
     named_snapshots,
     recipe_names,
     skip_damaged,
 )
-from pipeline.cache.layout import REPAIR, Paths, is_document
+from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.errors import CacheError, IntegrityError
@@ -73,7 +74,7 @@ def verify_contents(
     """
     replaced = {} if replaced is None else replaced
     named = named_snapshots(cache)
-    yield from _verify_tables(cache, on_file_read)
+    yield from _verify_tables(cache, named, on_file_read)
     yield from _verify_shards(cache, named, replaced, on_file_read)
     joint_shards_read: set[str] = set()
     for name in filter(is_document, (f"snapshots/{head}" for head in cache.files.names("snapshots"))):
@@ -85,7 +86,7 @@ def verify_contents(
 # ---------------------------------------------------------------- tables
 
 
-def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
+def _verify_tables(cache: Cache, named: Mapping[str, str], on_file_read: OnFileRead) -> Iterator[Finding]:
     files = cache.files
     referring = _referring_documents(cache)
     existing: set[str] = set()
@@ -93,15 +94,15 @@ def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
         existing.add(entry.name)
         try:
             if files.digest(entry.name) != PurePosixPath(entry.name).stem:
-                fix = _fix_of_table(referring.get(entry.name))
+                fix = _fix_of_table(referring.get(entry.name), named)
                 yield Finding(entry.name, "its bytes do not match its name", fix=fix)
         except (CacheError, OSError) as error:
-            yield Finding(entry.name, damage_only(error), fix=_fix_of_table(referring.get(entry.name)))
+            yield Finding(entry.name, damage_only(error), fix=_fix_of_table(referring.get(entry.name), named))
         on_file_read(entry.size)
     for table, document in sorted(referring.items()):
         # `_verify_scale` and `verify_snapshot` report missing tables of scales and snapshots.
         if table not in existing and not document.startswith(("snapshots/", "scales/")):
-            yield Finding(table, f"is missing, and {document} refers to it", fix=_fix_of_table(document))
+            yield Finding(table, f"is missing, and {document} refers to it", fix=_fix_of_table(document, named))
 
 
 def _referring_documents(cache: Cache) -> dict[str, str]:
@@ -139,11 +140,13 @@ def _tables_of(cache: Cache, name: str) -> Iterator[str]:
         yield from (Paths.table(table, "arrow") for table in tables if table)
 
 
-def _fix_of_table(document: str | None) -> str:
+def _fix_of_table(document: str | None, named: Mapping[str, str]) -> str:
     """What repairs a table. document: refers to the table."""
     if document is None:
         return GC
-    return {"sources": ENCODE, "snapshots": BUCKET, "scales": BACKUP}.get(document.partition("/")[0], REPAIR)
+    if document.startswith("snapshots/"):
+        return fix_of_snapshot(BUCKET, named.get(PurePosixPath(document).stem))
+    return {"sources": ENCODE, "scales": BACKUP}.get(document.partition("/")[0], REPAIR)
 
 
 # ---------------------------------------------------------------- joint shards of packed snapshots
@@ -154,10 +157,11 @@ def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read
     that it reads."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
+        shards = snapshot.shard_files() if snapshot.packed else {}
     except CacheError as error:
         damage_only(error)
-        return  # `verify_documents` reports the damaged head
-    for path, size in snapshot.shard_files().items() if snapshot.packed else ():
+        return  # `verify_documents` reports the damaged head, `verify_snapshot` a damaged list
+    for path, size in shards.items():
         if path in already_read:
             continue
         already_read.add(path)
@@ -379,14 +383,14 @@ def payload(reader: shard.ShardReader, recipe: str, name: str, row: dict[str, An
 # ---------------------------------------------------------------- snapshots
 
 
-def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Container[str]) -> Iterator[Finding]:
+def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[str, str]) -> Iterator[Finding]:
     """What is wrong with a snapshot besides its head: damaged records that it refers to, lists, chunks, shards that
     are missing or have another size.
 
     Args:
         name: path of the head.
         replaced: a named snapshot that refers to one of these records has to be made again.
-        named: ids of the snapshots that names point to.
+        named: snapshots that names point to -> one of the names.
     """
     try:
         Head.read(cache.files, PurePosixPath(name).stem)
@@ -403,7 +407,8 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Containe
         for number in range(len(snapshot.head.chunks)):
             snapshot.check_chunk(number)
     except CacheError as error:
-        yield Finding(name, damage_only(error), fix=error.fix or REPAIR)
+        fix = fix_of_snapshot(error.fix, named.get(PurePosixPath(name).stem))
+        yield Finding(name, damage_only(error), fix=fix)
 
 
 def verify_prompts(cache: Cache, replaced: Replaced) -> Iterator[Finding]:
@@ -417,7 +422,10 @@ def verify_prompts(cache: Cache, replaced: Replaced) -> Iterator[Finding]:
 
 def rebuild_command(name: str) -> str:
     """The command that makes the data of a lost document again."""
-    return {"snapshots": BUCKET, "names": BUCKET, "prompts": PROMPTS}.get(name.partition("/")[0], ENCODE)
+    folder, _, rest = name.partition("/")
+    if rest.startswith(PACKED):
+        return f"{BUCKET} --pack"
+    return {"snapshots": BUCKET, "names": BUCKET, "prompts": PROMPTS}.get(folder, ENCODE)
 
 
 def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:

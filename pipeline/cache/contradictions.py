@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import PurePosixPath
 
 from pipeline.cache import codec, copies, index, layout, shard
-from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, named_snapshots, recipe_names
+from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_snapshot, named_snapshots, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.root import Cache
@@ -44,6 +44,10 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
         yield from gap
         if not packed:
             yield from _recipe_contradictions(cache, owner, reported=bool(unreadable or gap))
+        elif files.unit_names(Paths.units(owner, 0)) and not files.exists(
+            plan := Paths.numbered(Paths.plans(owner), 0)
+        ):
+            yield Finding(plan, "is missing, and there are commits of its units")
 
 
 def _unreadable_documents(cache: Cache) -> Iterator[Finding]:
@@ -66,7 +70,8 @@ def _snapshot_contradictions(cache: Cache) -> Iterator[Finding]:
     heads = set(cache.files.names("snapshots"))
     for snapshot, name in sorted(named_snapshots(cache).items()):
         if f"{snapshot}.json" not in heads:
-            yield Finding(Paths.snapshot(snapshot), f"is missing, and {Paths.names(name)} refers to it", fix=BUCKET)
+            problem = f"is missing, and {Paths.names(name)} refers to it"
+            yield Finding(Paths.snapshot(snapshot), problem, fix=fix_of_snapshot(BUCKET, name))
     if heads and not any(cache.files.names(Paths.names(name)) for name in cache.snapshot_names()):
         yield Finding("names", "there are snapshots, and no name points to any", fix=BUCKET)
 

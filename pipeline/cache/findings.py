@@ -64,6 +64,25 @@ def recipe_names(cache: Cache) -> list[str]:
     return [name.removesuffix(".json") for name in cache.files.names("recipes") if name.endswith(".json")]
 
 
+def fix_of_snapshot(fix: str | None, name: str | None) -> str:
+    """What to do about a lost or damaged snapshot.
+
+    `bucket` makes it again only if the content is the same; if its sources have changed since, it can only be done
+    without. `latest` moves to any snapshot.
+
+    Args:
+        fix: as the error of reading it says.
+        name: points to it; None if no name does.
+    """
+    if fix is None or not fix.startswith(BUCKET):
+        return fix or REPAIR
+    if name is None:
+        return GC
+    return (
+        fix if name == "latest" else f"{fix}, as it was made; or, to do without it: sana-pipe forget --snapshot {name}"
+    )
+
+
 def packs(cache: Cache) -> list[str]:
     """Names of the packs, finished or not: folders of plans, units and joint shards."""
     folders = [name for name in cache.files.folders("plans") if name.startswith(PACKED)]

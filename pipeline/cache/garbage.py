@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import PurePosixPath
 
 from pipeline.cache import index, process_identity
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.findings import damage_only, packs, recipe_names
+from pipeline.cache.findings import damage_only, fix_of_snapshot, packs, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
@@ -121,7 +121,7 @@ class Needed:
         young = (e for top in ("claims/fragments", "fragments") for e in cache.files.walk(top) if e.modified > before)
         self.being_scanned = {PurePosixPath(entry.name.removeprefix("claims/")).parts[1] for entry in young}
         self._add_scans()
-        named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
+        named = {cache.snapshot_of(name): name for name in cache.snapshot_names()}
         packs_in_use = self._add_heads(named, before)
         for recipe in recipe_names(cache):
             self._add_recipe(recipe)
@@ -135,7 +135,7 @@ class Needed:
                 if name not in forgotten:
                     self.tables.add(self.cache.files.document(name)["table"])
 
-    def _add_heads(self, named: set[str | None], before: float) -> dict[str, bool]:
+    def _add_heads(self, named: Mapping[str | None, str], before: float) -> dict[str, bool]:
         """Returns the packs of all snapshots, and whether one of the snapshots counts."""
         files = self.cache.files
         packs_in_use: dict[str, bool] = {}
@@ -150,7 +150,8 @@ class Needed:
             except CacheError as error:
                 damage_only(error)
                 if snapshot_id in named:
-                    raise
+                    fix = fix_of_snapshot(error.fix, named[snapshot_id])
+                    raise type(error)(error.what, expected=error.expected, found=error.found, fix=fix) from None
                 continue
             if head.folder is not None:
                 packs_in_use[head.folder] = packs_in_use.get(head.folder, False) or counts
@@ -172,7 +173,7 @@ class Needed:
                 self.merged.add(Paths.units(recipe, plan.number))
             self._add_commits(recipe, plan.number)
 
-    def _add_packs(self, named: set[str | None], packs_in_use: dict[str, bool]) -> None:
+    def _add_packs(self, named: Collection[str | None], packs_in_use: dict[str, bool]) -> None:
         """An unfinished pack (without a snapshot) is needed while a name points to the snapshot that it packs."""
         for pack in packs(self.cache):
             plan = self.cache.plan(pack, 0)

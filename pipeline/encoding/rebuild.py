@@ -56,7 +56,11 @@ def rebuild_documents(cache: Cache) -> None:
         _fill_gaps(cache, folder)
     for owner in sorted(owners):
         if owner.startswith(PACKED):
-            _commits(cache, owner)
+            if files.exists(Paths.numbered(Paths.plans(owner), 0)):
+                _commits(cache, owner)
+                continue
+            for name in files.unit_names(Paths.units(owner, 0)):  # only `bucket --pack` can plan them
+                files.set_aside(name)
         elif files.exists(Paths.recipe(owner)):
             _plans(cache, owner)
             _adopt(cache, owner, _commits(cache, owner))
