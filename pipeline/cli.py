@@ -45,11 +45,12 @@ class _Command(click.Command):
         self.examples = tuple(examples)
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the default."""
+        """Refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the default. The text of
+        a prompt may be empty."""
         rest = super().parse_args(context, args)
         for parameter in self.params:
             value = context.params.get(str(parameter.name))
-            if "" in (value if isinstance(value, tuple) else (value,)):
+            if "--prompt" not in parameter.opts and "" in (value if isinstance(value, tuple) else (value,)):
                 raise click.BadParameter("is empty", context, parameter)
         return rest
 

@@ -37,7 +37,7 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
         UserError: a repair needs a source or a model that is not there. All other damage is repaired first.
     """
     cache = Cache.of(config)
-    repairs = Repairs(config, cache, _moved(cache, data)) if repair else None
+    repairs = Repairs(config, cache, dict(_pair(text) for text in data)) if repair else None
     with Progress("files", None) as bar:
         report = _Report(cache, bar, log=not as_json)
         documents = report.add(audit.verify_documents(cache, report.count))
@@ -64,21 +64,11 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
     return IntegrityError.exit_code if left else 0
 
 
-def _moved(cache: Cache, data: tuple[str, ...]) -> dict[str, str]:
-    """Source name -> where it is now."""
-    moved = {}
-    for text in data:
-        name, equals, folder = text.partition("=")
-        if not equals or not folder:
-            raise UserError(f"--data {text!r} is not of the form NAME=DIR")
-        if name not in (known := cache.sources()):
-            raise UserError(
-                f"--data {text}: the cache holds no source {name!r}",
-                expected=", ".join(known) or "(none)",
-                fix="sana-pipe status",
-            )
-        moved[name] = folder
-    return moved
+def _pair(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not folder:
+        raise UserError(f"--data {text!r} is not of the form NAME=DIR")
+    return name, folder
 
 
 class _Report:

@@ -365,6 +365,11 @@ def test_an_empty_value_is_never_taken_for_the_default(
     assert "is empty" in capsys.readouterr().err
 
 
+def test_the_empty_prompt_is_drawn(stage: Callable[..., Calls]) -> None:
+    calls = stage("sample", function="run_prompts")
+    assert end("sample", "--prompt", "") == 0 and calls[0][0][2] == ("",)
+
+
 def test_a_stages_exit_code_is_passed_on(stage: Callable[..., Calls]) -> None:
     stage("bucket", result=7)
     assert end("bucket") == 7
