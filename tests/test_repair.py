@@ -125,6 +125,8 @@ def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache,
         assert code == 4
         assert result == [("shards", layout.REPAIR, "replaced"), ("snapshots", BUCKET, f"failed: {BUCKET}")]
     assert len(cache.plans(cache.recipes("latent")[0].name)) == 2, "the records are there already"
+    cache.keep(cache.open_snapshot().id)
+    assert "sana-pipe forget --snapshot trained-" in verified()[1][-1][1], "`bucket` moves `latest` alone"
     for name in (cache.root / "names").rglob("*.json"):
         name.unlink()
         (cache.root / Paths.copy(name.relative_to(cache.root).as_posix())).unlink()
