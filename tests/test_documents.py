@@ -232,6 +232,32 @@ def test_what_is_lost_with_its_copy_is_made_again(
             (root / other).write_bytes(data)
 
 
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "other"])
+@pytest.mark.parametrize("folder", ["segments", "plans", "units"])
+def test_what_is_damaged_with_its_copy_is_set_aside_and_made_again(tmp_path: Path, folder: str, how: str) -> None:
+    """other: both are whole, and differ."""
+    cache = tiny_cache.build(tmp_path / "cache")
+    recipe = cache.recipes("latent")[0].name
+    commits = index.commits(cache.files, recipe, 0)
+    if folder == "units":
+        lose(cache.root, Paths.segment(recipe, 0))
+    name = sorted(path.relative_to(cache.root).as_posix() for path in cache.root.glob(f"{folder}/{recipe}/**/*.json"))[
+        0
+    ]
+    if how == "other":
+        body = cache.files.document(name)
+        cache.files.replace(Paths.copy(name), layout.seal({**body, "table": "0" * 32}))
+    else:
+        for place in (name, Paths.copy(name)):
+            HARM[how](cache.root / place)
+    assert name in [finding.path for finding in audit.verify_documents(cache)]
+    rebuild.rebuild_documents(cache)
+    assert len([*cache.root.glob("damaged/**/*.json-*")]) == 2
+    assert not list(audit.verify(Cache(cache.root)))
+    again = [replace(commit, provenance={}) for commit in index.commits(cache.files, recipe, 0)]
+    assert again == [replace(commit, provenance={}) for commit in commits]
+
+
 def test_shards_whose_plan_is_lost_are_adopted(config: Config, photos: Path, encoded: list[str]) -> None:
     """Plan, commits, copies and all: the shards say enough."""
     root = Path(config.cache)

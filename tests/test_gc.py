@@ -497,6 +497,12 @@ def test_a_long_name_can_be_discarded(tmp_path: Path) -> None:
     assert files.discard(name, files.now() + 1) and not files.has_file(name)
 
 
+def test_a_cache_behind_a_link_to_nothing_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "cache").symlink_to(tmp_path / "away")
+    with pytest.raises(CacheError, match=naming(tmp_path / "cache", "--set cache=DIR")):
+        Cache(tmp_path / "cache", create=True)
+
+
 def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a writer that does not freshen, such as an older version: what refers to a file is read again."""
     left = a_shard(cache)
