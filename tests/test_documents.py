@@ -254,8 +254,33 @@ def test_what_is_damaged_with_its_copy_is_set_aside_and_made_again(tmp_path: Pat
     rebuild.rebuild_documents(cache)
     assert len([*cache.root.glob("damaged/**/*.json-*")]) == 2
     assert not list(audit.verify(Cache(cache.root)))
+    assert cache.files.exists(Paths.segment(recipe, 0)), "so that the cache is opened as fast as before"
     again = [replace(commit, provenance={}) for commit in index.commits(cache.files, recipe, 0)]
     assert again == [replace(commit, provenance={}) for commit in commits]
+
+
+def test_two_lost_scans_in_a_row_say_what_their_successor_says(tmp_path: Path) -> None:
+    of = synthetic.config(tmp_path / "cache")
+    for count in (2, 4, 6):
+        cache = synthetic.add(of, "one", synthetic.pictures(count))
+    newest = cache.last_scan("one")
+    for number in (0, 1):
+        lose(cache.root, Paths.numbered(Paths.scans("one"), number))
+    rebuild.rebuild_documents(cache)
+    assert [cache.files.document(Paths.numbered(Paths.scans("one"), n)) for n in range(3)] == [newest] * 3
+
+
+def test_only_the_last_scan_stays_without_its_table(tmp_path: Path) -> None:
+    """It says where the source is; `encode` makes its table again."""
+    of = synthetic.config(tmp_path / "cache")
+    for count in (2, 4):
+        cache = synthetic.add(of, "one", synthetic.pictures(count))
+    newest = cache.last_scan("one")
+    for table in sorted(cache.files.document(Paths.numbered(Paths.scans("one"), n))["table"] for n in range(2)):
+        cache.files.remove(Paths.table(table, "parquet"))
+    rebuild.rebuild_documents(Cache(cache.root))
+    assert cache.last_scan("one") == newest
+    assert [*cache.root.glob("damaged/sources/one/00000000.json-*")]
 
 
 def test_shards_whose_plan_is_lost_are_adopted(config: Config, photos: Path, encoded: list[str]) -> None:
@@ -689,9 +714,13 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     [first, *_] = sorted(tiny.root.glob(f"shards/{recipe}/*/*.tar"))
     left = tiny.root / Paths.shard(recipe, "0" * 32)
     left.parent.mkdir(exist_ok=True)
+    before = content(tiny.root)
     for data in (first.read_bytes(), b"never committed", b""):
         left.write_bytes(data)
         assert not list(contradictions(tiny))
+        rebuild.rebuild_documents(tiny)
+        left.unlink()
+        assert content(tiny.root) == before, "nor does repair commit it"
     unit = b'"unit":"' + b"0" * 31
     assert unit in first.read_bytes()
     left.write_bytes(first.read_bytes().replace(unit, b'"unit":"' + b"f" * 31))
