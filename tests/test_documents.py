@@ -473,6 +473,23 @@ def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest
     assert stages.verify.run(config) == 0
 
 
+def test_a_lost_snapshot_with_a_parent_comes_back_with_its_lists(tmp_path: Path) -> None:
+    of = synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", synthetic.pictures(4))
+    stages.bucket.run(of)
+    other = of.model_copy(update={"bucket": of.bucket.model_copy(update={"batch": 2})})
+    name = stages.bucket.run(other)
+    cache.point("two", name)
+    lists = cache.open_snapshot("two").head.lists()
+    assert cache.open_snapshot("two").head.parent and lists
+    stages.bucket.run(of)
+    lose(cache.root, Paths.snapshot(name))
+    for table in lists:
+        cache.files.remove(Paths.table(table, "arrow"))
+    assert stages.bucket.run(other) and stages.bucket.run(of)
+    assert cache.open_snapshot("two").id == name and not list(audit.verify(Cache.of(of)))
+
+
 @pytest.mark.parametrize("what", ["shards/latent-*/*/*.tar", "shards/text-*/*/*.tar", "samples", "sources"])
 @pytest.mark.parametrize("how", ["lost", "empty"])
 def test_a_torn_copy_is_noticed_without_reading_it(config: Config, what: str, how: str) -> None:
@@ -614,16 +631,21 @@ def test_units_that_are_committed_while_documents_are_read_contradict_nothing(
     assert not list(contradictions(tiny))
 
 
-def test_a_lost_plan_of_a_pack_stops_gc_until_its_units_are_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["plan", "table"])
+def test_a_lost_plan_of_a_pack_stops_gc_until_its_units_are_set_aside(tmp_path: Path, lost: str) -> None:
     """They were garbage to `gc` and needed to `verify`, so each undid what the other did."""
     cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
     source, packed = cache.open_snapshot().id, pack(cache, name="packed")
     cache.point("source", source)
     config = load("tiny", [f"cache={cache.root}"])
-    lose(cache.root, "plans/packed-*/00000000.json")
+    table = Paths.table(cache.plan(str(packed.head.folder), 0).table, "parquet")
+    if lost == "plan":
+        lose(cache.root, "plans/packed-*/00000000.json")
+    else:
+        HARM["cut"](cache.root / table)
     before = content(cache.root)
     [finding] = audit.verify(cache)
-    assert finding.path.startswith("plans/packed-")
+    assert finding.path.startswith("plans/packed-") if lost == "plan" else finding.path == table
     with pytest.raises(IntegrityError, match=naming(finding.path, "verify --repair")):
         stages.gc.run(config, yes=True, older_than_hours=0)
     assert content(cache.root) == before

@@ -623,6 +623,22 @@ def test_the_command_goes_by_the_stores_clock(cache: Cache, monkeypatch: pytest.
     assert cache.files.exists(young)
 
 
+def test_an_object_goes_by_its_age_and_the_stores_clock(
+    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = objects.files_at(f"{s3_bucket}/{uuid4().hex}")
+    name, began, real = Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow"), time.time(), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + OLD)
+    assert abs(files.now() - began) < 3600
+    assert objects._modified({}) >= began + OLD, "of unknown age: never old"
+    age(files, name)
+    assert files.freshen(name)
+    assert not files.discard(name, files.now() - STALE_TMP_S) and files.has_file(name)
+    age(files, name)
+    assert files.discard(name, files.now() - STALE_TMP_S) and not files.has_file(name)
+
+
 def test_a_live_process_keeps_its_temporary_files(tmp_path: Path) -> None:
     files = Files(tmp_path)
     if not process_identity.place():
