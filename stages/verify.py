@@ -50,7 +50,7 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
             error = _repair_contents(repairs, contents, replaced, report)
             report.late = _check_snapshots(cache, contents, replaced, report)
             report.add(finding for finding in report.late if finding not in contents)
-            _publish_prompts_again(cache, replaced, report)
+            _publish_prompts_again(cache, contents, replaced, report)
     left = report.left()
     if as_json:
         click.echo(json.dumps({"files": bar.done, "bytes": report.bytes, "ok": not left, "findings": report.rows()}))
@@ -219,9 +219,11 @@ def _repair_packed(cache: Cache, path: str) -> str:
         return f"failed: the snapshot that it was packed from cannot be read: {error}"
 
 
-def _publish_prompts_again(cache: Cache, replaced: Replaced, report: _Report) -> None:
-    """Let prompt sets refer to the records that were made again."""
+def _publish_prompts_again(cache: Cache, findings: list[Finding], replaced: Replaced, report: _Report) -> None:
+    """Let prompt sets refer to the records that were made again, unless the old ones were restored."""
     stale = {finding.path for finding in audit.verify_prompts(cache, replaced)}
+    for path in {finding.path for finding in findings if finding.path.startswith("prompts/")} - stale:
+        report.outcome(path, "restored")
     for known in [known for known in prompts.current(cache) if known.path in stale]:
         keys = [place.key for place in known.places]
         if prompts.publish(cache, known.name, known.recipe, known.texts, keys) is not None:

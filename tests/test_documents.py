@@ -232,6 +232,57 @@ def test_what_is_lost_with_its_copy_is_made_again(
             (root / other).write_bytes(data)
 
 
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "other"])
+@pytest.mark.parametrize("folder", ["segments", "plans", "units"])
+def test_what_is_damaged_with_its_copy_is_set_aside_and_made_again(tmp_path: Path, folder: str, how: str) -> None:
+    """other: both are whole, and differ."""
+    cache = tiny_cache.build(tmp_path / "cache")
+    recipe = cache.recipes("latent")[0].name
+    commits = index.commits(cache.files, recipe, 0)
+    if folder == "units":
+        lose(cache.root, Paths.segment(recipe, 0))
+    name = sorted(path.relative_to(cache.root).as_posix() for path in cache.root.glob(f"{folder}/{recipe}/**/*.json"))[
+        0
+    ]
+    if how == "other":
+        body = cache.files.document(name)
+        cache.files.replace(Paths.copy(name), layout.seal({**body, "table": "0" * 32}))
+    else:
+        for place in (name, Paths.copy(name)):
+            HARM[how](cache.root / place)
+    assert name in [finding.path for finding in audit.verify_documents(cache)]
+    rebuild.rebuild_documents(cache)
+    assert len([*cache.root.glob("damaged/**/*.json-*")]) == 2
+    assert not list(audit.verify(Cache(cache.root)))
+    assert cache.files.exists(Paths.segment(recipe, 0)), "so that the cache is opened as fast as before"
+    again = [replace(commit, provenance={}) for commit in index.commits(cache.files, recipe, 0)]
+    assert again == [replace(commit, provenance={}) for commit in commits]
+
+
+def test_two_lost_scans_in_a_row_say_what_their_successor_says(tmp_path: Path) -> None:
+    of = synthetic.config(tmp_path / "cache")
+    for count in (2, 4, 6):
+        cache = synthetic.add(of, "one", synthetic.pictures(count))
+    newest = cache.last_scan("one")
+    for number in (0, 1):
+        lose(cache.root, Paths.numbered(Paths.scans("one"), number))
+    rebuild.rebuild_documents(cache)
+    assert [cache.files.document(Paths.numbered(Paths.scans("one"), n)) for n in range(3)] == [newest] * 3
+
+
+def test_only_the_last_scan_stays_without_its_table(tmp_path: Path) -> None:
+    """It says where the source is; `encode` makes its table again."""
+    of = synthetic.config(tmp_path / "cache")
+    for count in (2, 4):
+        cache = synthetic.add(of, "one", synthetic.pictures(count))
+    newest = cache.last_scan("one")
+    for table in sorted(cache.files.document(Paths.numbered(Paths.scans("one"), n))["table"] for n in range(2)):
+        cache.files.remove(Paths.table(table, "parquet"))
+    rebuild.rebuild_documents(Cache(cache.root))
+    assert cache.last_scan("one") == newest
+    assert [*cache.root.glob("damaged/sources/one/00000000.json-*")]
+
+
 def test_shards_whose_plan_is_lost_are_adopted(config: Config, photos: Path, encoded: list[str]) -> None:
     """Plan, commits, copies and all: the shards say enough."""
     root = Path(config.cache)
@@ -422,6 +473,23 @@ def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest
     assert stages.verify.run(config) == 0
 
 
+def test_a_lost_snapshot_with_a_parent_comes_back_with_its_lists(tmp_path: Path) -> None:
+    of = synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", synthetic.pictures(4))
+    stages.bucket.run(of)
+    other = of.model_copy(update={"bucket": of.bucket.model_copy(update={"batch": 2})})
+    name = stages.bucket.run(other)
+    cache.point("two", name)
+    lists = cache.open_snapshot("two").head.lists()
+    assert cache.open_snapshot("two").head.parent and lists
+    stages.bucket.run(of)
+    lose(cache.root, Paths.snapshot(name))
+    for table in lists:
+        cache.files.remove(Paths.table(table, "arrow"))
+    assert stages.bucket.run(other) and stages.bucket.run(of)
+    assert cache.open_snapshot("two").id == name and not list(audit.verify(Cache.of(of)))
+
+
 @pytest.mark.parametrize("what", ["shards/latent-*/*/*.tar", "shards/text-*/*/*.tar", "samples", "sources"])
 @pytest.mark.parametrize("how", ["lost", "empty"])
 def test_a_torn_copy_is_noticed_without_reading_it(config: Config, what: str, how: str) -> None:
@@ -563,16 +631,21 @@ def test_units_that_are_committed_while_documents_are_read_contradict_nothing(
     assert not list(contradictions(tiny))
 
 
-def test_a_lost_plan_of_a_pack_stops_gc_until_its_units_are_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["plan", "table"])
+def test_a_lost_plan_of_a_pack_stops_gc_until_its_units_are_set_aside(tmp_path: Path, lost: str) -> None:
     """They were garbage to `gc` and needed to `verify`, so each undid what the other did."""
     cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
     source, packed = cache.open_snapshot().id, pack(cache, name="packed")
     cache.point("source", source)
     config = load("tiny", [f"cache={cache.root}"])
-    lose(cache.root, "plans/packed-*/00000000.json")
+    table = Paths.table(cache.plan(str(packed.head.folder), 0).table, "parquet")
+    if lost == "plan":
+        lose(cache.root, "plans/packed-*/00000000.json")
+    else:
+        HARM["cut"](cache.root / table)
     before = content(cache.root)
     [finding] = audit.verify(cache)
-    assert finding.path.startswith("plans/packed-")
+    assert finding.path.startswith("plans/packed-") if lost == "plan" else finding.path == table
     with pytest.raises(IntegrityError, match=naming(finding.path, "verify --repair")):
         stages.gc.run(config, yes=True, older_than_hours=0)
     assert content(cache.root) == before
@@ -663,9 +736,13 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     [first, *_] = sorted(tiny.root.glob(f"shards/{recipe}/*/*.tar"))
     left = tiny.root / Paths.shard(recipe, "0" * 32)
     left.parent.mkdir(exist_ok=True)
+    before = content(tiny.root)
     for data in (first.read_bytes(), b"never committed", b""):
         left.write_bytes(data)
         assert not list(contradictions(tiny))
+        rebuild.rebuild_documents(tiny)
+        left.unlink()
+        assert content(tiny.root) == before, "nor does repair commit it"
     unit = b'"unit":"' + b"0" * 31
     assert unit in first.read_bytes()
     left.write_bytes(first.read_bytes().replace(unit, b'"unit":"' + b"f" * 31))

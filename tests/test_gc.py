@@ -497,6 +497,12 @@ def test_a_long_name_can_be_discarded(tmp_path: Path) -> None:
     assert files.discard(name, files.now() + 1) and not files.has_file(name)
 
 
+def test_a_cache_behind_a_link_to_nothing_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "cache").symlink_to(tmp_path / "away")
+    with pytest.raises(CacheError, match=naming(tmp_path / "cache", "--set cache=DIR")):
+        Cache(tmp_path / "cache", create=True)
+
+
 def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a writer that does not freshen, such as an older version: what refers to a file is read again."""
     left = a_shard(cache)
@@ -615,6 +621,22 @@ def test_the_command_goes_by_the_stores_clock(cache: Cache, monkeypatch: pytest.
     monkeypatch.setattr(time, "time", lambda: real() + OLD)
     stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True)
     assert cache.files.exists(young)
+
+
+def test_an_object_goes_by_its_age_and_the_stores_clock(
+    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = objects.files_at(f"{s3_bucket}/{uuid4().hex}")
+    name, began, real = Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow"), time.time(), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + OLD)
+    assert abs(files.now() - began) < 3600
+    assert objects._modified({}) >= began + OLD, "of unknown age: never old"
+    age(files, name)
+    assert files.freshen(name)
+    assert not files.discard(name, files.now() - STALE_TMP_S) and files.has_file(name)
+    age(files, name)
+    assert files.discard(name, files.now() - STALE_TMP_S) and not files.has_file(name)
 
 
 def test_a_live_process_keeps_its_temporary_files(tmp_path: Path) -> None:
@@ -943,6 +965,15 @@ def test_a_snapshot_without_a_name_is_not_trained_on_where_none_can_be_written(
     with monkeypatch.context() as patch:
         read_only(cache.files, patch)
         cache.keep(found)
+
+
+def test_everything_that_a_run_reads_is_kept(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, kept = cache.open_snapshot().head, list[str]()
+    ids = [cache.add_snapshot(replace(head, left_out={"a reason": number}), None) for number in range(3)]
+    monkeypatch.setattr(Cache, "keep", lambda _, snapshot: kept.append(snapshot))
+    monkeypatch.setattr(stages.train.heldout, "check_disjoint", lambda *_: None)
+    stages.train.Inputs(*map(cache.open_snapshot, ids)).keep(cache)
+    assert kept == ids
 
 
 @pytest.fixture

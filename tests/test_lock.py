@@ -187,6 +187,17 @@ def test_what_a_run_makes_survives_a_loss_of_power(tmp_path: Path, monkeypatch: 
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= set(synced)
 
 
+def test_a_lock_is_never_overwritten_and_outlives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(lock.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/dev/fd/{descriptor}")))
+    path = tmp_path / lock.NAME
+    assert lock._create(path, ELSEWHERE) and synced == [str(path)]
+    assert not lock._create(path, replace(ELSEWHERE, token="late"))
+    assert json.loads(path.read_text())["token"] == ELSEWHERE.token
+
+
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path) -> float:
         with local_files.cache_errors(folder):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import stages.encode
@@ -16,15 +17,16 @@ import stages.forget
 import stages.gc
 import stages.status
 import stages.verify
-from pipeline.cache import audit, layout, prompts
+from pipeline.cache import audit, index, layout, prompts, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.objects import files_at
-from pipeline.cache.root import Cache
+from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, Weights, load
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import survey, unit_encoder, unit_records
 from pipeline.encoding.plan import read_targets
+from pipeline.encoding.repair import Repairs
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders, hub
 from pipeline.sources import caption_rules
@@ -336,3 +338,34 @@ def test_repair_lets_a_set_refer_to_the_records_that_were_made_again(
     after = prompts.open_prompts(Cache.of(config), None, before.recipe)
     assert after.id == before.id and after.places[1].shard != before.places[1].shard
     assert after.rows(1).any() and list(prompts.current(Cache.of(config))) == [after]
+
+
+def test_a_set_whose_lost_shard_is_restored_is_right_again(
+    tiny: tuple[Cache, layout.TextRecipe, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`encode` had made its record again; the first repair called the set damaged, without a fix."""
+    cache, recipe, keys = tiny
+    known = prompts.publish(cache, "mine", recipe, ["one"], keys[:1])
+    assert known is not None
+    place = known.places[0]
+    reader = shard.ShardReader(cache.files, recipe.name)
+    with shard.ShardWriter(cache.files, recipe, "a" * 32) as writer:
+        values = np.empty((place.rows, recipe.width), np.uint16)
+        reader.read(place.shard, place.offset, place.key, place.checksum, values, place.length)
+        writer.add(place.key, values, caption="one")
+        commit = index.commit_of(cache.files, "a" * 32, writer.finish())
+    cache.add_plan(recipe.name, 1, [Unit("a" * 32, 0, 1, 1)], pa.table({"key": pa.array(keys[:1], pa.binary(16))}))
+    index.publish_commit(cache.files, recipe.name, 1, commit)
+    lost = cache.root / layout.Paths.shard(recipe.name, place.shard)
+    whole = lost.read_bytes()
+    lost.unlink()
+    assert known.path in [finding.path for finding in audit.verify(cache)]
+
+    def restored(_: object, finding: object, replaced: dict[str, set[bytes]]) -> str:
+        lost.write_bytes(whole)
+        replaced.pop(place.shard, None)
+        return "restored"
+
+    monkeypatch.setattr(Repairs, "unit", restored)
+    assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 0
+    assert list(prompts.current(cache)) == [known]

@@ -22,6 +22,7 @@ import stages.verify
 from pipeline.cache import audit, index, layout, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import BUCKET, GC, Finding
+from pipeline.cache.key_columns import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.status import status
@@ -125,10 +126,20 @@ def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache,
         assert code == 4
         assert result == [("shards", layout.REPAIR, "replaced"), ("snapshots", BUCKET, f"failed: {BUCKET}")]
     assert len(cache.plans(cache.recipes("latent")[0].name)) == 2, "the records are there already"
+    cache.keep(cache.open_snapshot().id)
+    assert "sana-pipe forget --snapshot trained-" in verified()[1][-1][1], "`bucket` moves `latest` alone"
     for name in (cache.root / "names").rglob("*.json"):
         name.unlink()
         (cache.root / Paths.copy(name.relative_to(cache.root).as_posix())).unlink()
     assert not list(audit.verify_contents(Cache(cache.root))), "nobody needs the snapshot or its shard"
+
+
+def test_a_snapshot_refers_to_latents_captions_and_the_null_record(cache: Cache) -> None:
+    snapshot = cache.open_snapshot()
+    sample = snapshot.sample(0)
+    for place in (sample, *sample.captions, snapshot.null):
+        found = np.concatenate([*audit.referred_keys(snapshot, {place.shard: {place.key, bytes(16)}})])
+        assert (found == as_keys([place.key])).all() and len(found) == 1
 
 
 def test_a_second_damage_beside_a_replaced_record_is_repaired(cache: Cache, verified: Callable[..., Any]) -> None:

@@ -401,7 +401,8 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         if bad := sum(map(len, referred_keys(snapshot, replaced))) if any(replaced.values()) else 0:
             if snapshot.id in named:
-                yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=BUCKET)
+                fix = fix_of_snapshot(BUCKET, named[snapshot.id])
+                yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=fix)
             return
         check_files(cache.files, snapshot.head)
         for number in range(len(snapshot.head.chunks)):

@@ -91,6 +91,7 @@ def cache_errors(path: Path) -> Iterator[None]:
             errno.EROFS: "make the cache writable",
             errno.EACCES: "give this user write permission to the cache",
             errno.EPERM: "give this user write permission to the cache",
+            errno.ENOTDIR: "mount the disk that the link points to, or --set cache=DIR, a folder",
         }
         kind = _OF_MACHINE.get(error.errno, CacheError)
         fix = _FEWER if kind is ResourceError else fixes.get(error.errno or 0)

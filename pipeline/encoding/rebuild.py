@@ -56,7 +56,8 @@ def rebuild_documents(cache: Cache) -> None:
         _fill_gaps(cache, folder)
     for owner in sorted(owners):
         if owner.startswith(PACKED):
-            if files.exists(Paths.numbered(Paths.plans(owner), 0)):
+            _unreadable_plans(cache, owner)
+            if _numbers(cache, Paths.plans(owner)):
                 _commits(cache, owner)
                 continue
             for name in files.unit_names(Paths.units(owner, 0)):  # only `bucket --pack` can plan them
@@ -104,14 +105,19 @@ def _readable(cache: Cache, table: str) -> bool:
 # ---------------------------------------------------------------- plans
 
 
+def _unreadable_plans(cache: Cache, owner: str) -> None:
+    """Set aside the plans whose table is lost."""
+    for number in _numbers(cache, Paths.plans(owner)):
+        table = cache.plan(owner, number).table
+        if not _readable(cache, table):
+            cache.files.set_aside(Paths.numbered(Paths.plans(owner), number))
+            cache.files.set_aside(Paths.table(table, "parquet"))
+
+
 def _plans(cache: Cache, recipe: str) -> None:
     """Derive lost plans, and plans whose table is lost, from the commits of their units."""
     files, folder = cache.files, Paths.plans(recipe)
-    for number in _numbers(cache, folder):
-        table = cache.plan(recipe, number).table
-        if not _readable(cache, table):
-            files.set_aside(Paths.numbered(folder, number))
-            files.set_aside(Paths.table(table, "parquet"))
+    _unreadable_plans(cache, recipe)
     listed = set(layout.numbers_of(files.names(f"segments/{recipe}")))
     folders = layout.numbers_of(files.folders(f"units/{recipe}"), "")
     listed |= {number for number in folders if files.unit_names(Paths.units(recipe, number))}
