@@ -48,7 +48,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.findings import damage_only, skip_damaged
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
-from pipeline.cache.root import Cache
+from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.encoding import rebuild
@@ -153,6 +153,31 @@ def unneeded_or_contradiction(cache: Cache) -> object:
         return list(garbage.unneeded(cache))
     except IntegrityError as error:
         return error.what
+
+
+@pytest.mark.parametrize("theirs", [f"{0:032x}", "e" * 32], ids=["fork", "other"])
+@pytest.mark.parametrize("encoded_here", [True, False])
+def test_an_adoption_that_was_stopped_is_finished_by_repair_unless_encode_made_the_records(
+    encoded_here: bool, theirs: str, cache: Cache
+) -> None:
+    """The head of an adopted shard names its unit in the other cache. A fork of this cache has units of this one."""
+    recipe = tiny_cache.recipes()[0].name
+    adopted = a_shard(cache, 1, theirs)
+    unit = index.adopted_unit(recipe, Path(adopted).stem)
+    rows = cache.table(cache.plan(recipe, 0).table).slice(0, 1)
+    assert cache.add_plan(recipe, 1, [Unit(unit, 0, 1, 1)], rows)
+    assert [finding.path for finding in contradictions(cache)] == [adopted]
+    if encoded_here:
+        ours = a_shard(cache, 2, unit)
+        made = Path(ours).stem, cache.files.path(ours).stat().st_size, shard.read_table(cache.files, ours)[1]
+        assert index.publish_commit(cache.files, recipe, 1, index.commit_of(cache.files, unit, made))
+        assert not list(contradictions(cache))
+    rebuild.rebuild_documents(cache)
+    [commit] = index.commits(cache.files, recipe, 1)
+    assert commit.shard == Path(ours if encoded_here else adopted).stem
+    assert not list(contradictions(cache))
+    age(cache.files)
+    assert collect(cache).count(adopted) == encoded_here
 
 
 @pytest.mark.parametrize("why", [errno.EIO, errno.EACCES])

@@ -139,21 +139,24 @@ def _uncommitted_shards(
     def plan_of(unit: str) -> int | None:
         return next((number for number, units in reversed(planned.items()) if unit in units), None)
 
+    def is_committed(unit: str) -> bool:
+        return any(unit in units for units in committed.values())
+
+    def is_known(unit: str) -> bool:
+        return plan_of(unit) is not None or is_committed(unit)
+
     for path in shard_paths:
         try:
-            unit = shard.read_head(cache.files, path)["unit"]
+            named = shard.read_head(cache.files, path)["unit"]
         except (shard.NotAShardError, FileNotFoundError):
             continue
         except CacheError as error:
             fix = "check the disk; if the file stays unreadable, remove it: no commit refers to it"
             yield Finding(path, damage_only(error), fix=fix)
             continue
+        unit = index.unit_of(owner, PurePosixPath(path).stem, named, is_known)
         number = plan_of(unit)
-        if number is None:
-            number = plan_of(index.adopted_unit(owner, PurePosixPath(path).stem))
-        if any(unit in units for units in committed.values()):
-            continue
-        if number is not None and unit in index.committed(cache.files, owner, number):
+        if is_committed(unit) or (number is not None and unit in index.committed(cache.files, owner, number)):
             continue
         if number is not None:
             problem = f"unit {unit} of this shard is not committed: encode was stopped there, or its commit was lost"

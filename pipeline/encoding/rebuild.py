@@ -235,13 +235,17 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
     for entry in files.walk(f"shards/{owner}"):
         digest = entry.name.rpartition("/")[2].removesuffix(".tar")
         with suppress(IntegrityError, FileNotFoundError):
-            if digest in shards or (named := shard.read_head(files, entry.name)["unit"]) in units:
+            if digest in shards:
+                continue
+            named = shard.read_head(files, entry.name)["unit"]
+            unit_id = index.unit_of(owner, digest, named, lambda unit: unit in planned or unit in units)
+            if unit_id in units:
                 continue
             if files.digest(entry.name) != digest:
                 files.set_aside(entry.name)  # not committed: its records are still to be made
                 continue
             adopted = index.adopted_unit(owner, digest)
-            unit_id = named if named in planned else adopted
+            unit_id = unit_id if unit_id in planned else adopted
             _, table = shard.read_table(files, entry.name)
             provenance = {"rebuilt": True, **({index.ADOPTED: True} if unit_id == adopted else {})}
             commit = index.commit_of(files, unit_id, (digest, entry.size, table), provenance=provenance)

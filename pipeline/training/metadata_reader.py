@@ -88,7 +88,7 @@ FIX = "use a checkpoint that sana-pipe wrote, from a source you trust"
 
 def _member(of: Any, name: str) -> Enum:
     """A member of an enumeration; not `getattr`, which leads from any class to code."""
-    if not (isinstance(of, EnumType) and name in of.__members__):
+    if not isinstance(of, EnumType):
         raise pickle.UnpicklingError(f"builtins.getattr({of}, {name})")
     return of.__members__[name]
 
