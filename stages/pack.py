@@ -59,10 +59,11 @@ def run(
     source = cache.open_snapshot(snapshot)
     source_name = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
     name = name if name is not None else f"{source_name[:93]}.packed"
-    plan = packing.planned(cache, source, config.bucket.pack_mib)
-    pointed = cache.snapshot_of(name)  # checked before the work; `add_snapshot` checks again
-    if pointed is not None and not move and cache.open_snapshot(pointed).head.folder != plan.recipe:
+    mib = config.bucket.pack_mib
+    pointed = cache.snapshot_of(name)  # checked before a plan is there to be finished; `add_snapshot` checks again
+    if pointed is not None and not move and cache.open_snapshot(pointed).head.folder != packing.folder_of(source, mib):
         raise name_taken(name, pointed, f"a pack of {source.id}")
+    plan = packing.planned(cache, source, mib)
     try:
         made, left = _pack_units(config, packing.Packer(cache, source, plan), stop)
     except Stopped:

@@ -8,7 +8,7 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import compare, layout
-from pipeline.cache.root import Cache, check_snapshot_name
+from pipeline.cache.root import MOVING, Cache, check_snapshot_name, name_taken
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
@@ -63,6 +63,9 @@ def name(config: Config, snapshot: str, label: str, move: bool = False) -> int:
     check_snapshot_name(label)
     cache = Cache.of(config)
     snapshot_id = cache.open_snapshot(snapshot).id
+    current = cache.snapshot_of(label) if label in MOVING else None  # only `bucket` moves these unasked
+    if current not in (None, snapshot_id) and not move:
+        raise name_taken(label, str(current), snapshot_id)
     cache.point(label, snapshot_id, move=move)
     click.echo(f"snapshot {snapshot_id} ({label})")
     return 0

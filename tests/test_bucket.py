@@ -1128,6 +1128,12 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     assert (same.return_value, same.output) == (0, "0 added\n0 removed\n0 changed\n")
     with pytest.raises(CacheError, match="'third'"):
         stages.snapshots.diff(of, "first", "third")
+    with pytest.raises(UserError, match=naming("'latest'", second, "--move")):
+        stages.snapshots.name(of, "first", "latest")
+    assert Cache(of.cache).snapshot_of("latest") == second
+    assert stages.snapshots.name(of, "second", "latest") == 0
+    assert stages.snapshots.name(of, "first", "latest", move=True) == 0
+    assert Cache(of.cache).snapshot_of("latest") == first
 
 
 def config_file(of: Config) -> list[str]:

@@ -557,6 +557,10 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
         "verify",
         "gc",
         "inspect",
+        "report",
+        "view",
+        "forget",
+        "check",
     ):
         reached, todo = set[str](), [f"stages.{stage}" for stage in STAGES.get(name, (name,))]
         while todo:

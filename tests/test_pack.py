@@ -28,6 +28,7 @@ import stages.snapshots
 import stages.status
 import stages.verify
 from pipeline.cache import audit, compare, index, layout
+from pipeline.cache.findings import packs
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
@@ -41,6 +42,7 @@ from pipeline.snapshots import packing
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
 from tests.support.damage import flip
+from tests.support.messages import naming
 from tests.support.packed import pack
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
@@ -240,6 +242,19 @@ def test_the_commands(
     assert stages.verify.run(config, repair=True) == 0 and stages.verify.run(config) == 0
     with pytest.raises(UserError, match="is packed already"):
         stages.pack.run(config)
+
+
+def test_a_pack_whose_name_is_taken_leaves_nothing_to_be_finished(
+    small_cache_copy: Path, make_config: Callable[..., Config]
+) -> None:
+    config = make_config(small_cache_copy.parent)
+    cache = Cache(small_cache_copy)
+    cache.point("mine", cache.open_snapshot().id)
+    with pytest.raises(UserError, match=naming("'mine'", "--move")):
+        stages.pack.run(config, name="mine")
+    assert packs(cache) == [] and stages.status.run(config) == 0
+    packed = stages.pack.run(config, name="mine", move=True)
+    assert cache.snapshot_of("mine") == packed == stages.pack.run(config, cache.open_snapshot().id, name="mine")
 
 
 # ---------------------------------------------------------------- training

@@ -736,6 +736,8 @@ def test_the_crop_is_the_part_that_the_loss_leaves(made: Made, capsys: pytest.Ca
     ("text", "named"),
     [
         ("4.pngg", "4.png"),
+        ("photos: 4.pngg", "near: 4.png"),
+        ("photos:4.png", "near: 4.png"),
         ("zzz", "near: "),
         ("", "near: "),
         ("99999999999999999999999", "near: "),

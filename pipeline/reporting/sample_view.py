@@ -8,6 +8,7 @@ Price: `find` reads the tables of the whole snapshot, in columns.
 from __future__ import annotations
 
 import difflib
+import re
 import string
 from collections.abc import Iterator
 from itertools import islice
@@ -159,6 +160,7 @@ def _rejected(cache: Cache, snapshot: Snapshot, item: str) -> str:
 
 def _nearest(snapshot: Snapshot, text: str) -> list[str]:
     """Names of a few items that resemble a text: those that share the longest beginning first."""
+    text = re.sub(r"^[\w.-]+: ?", "", text)  # a source
     low, high = 0, len(text)
     while low < high:
         middle = (low + high + 1) // 2

@@ -57,6 +57,11 @@ THREADS = 8
 """Records that are read at the same time."""
 
 
+def folder_of(snapshot: Snapshot, mib: int) -> str:
+    """Folder of the plans, units and shards of a pack into shards of about `mib` MiB."""
+    return f"{layout.PACKED}{layout.digest('pack', snapshot.head.content, str(mib)).hex()}"
+
+
 def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkPlan:
     """The plan of packing a snapshot into shards of about `mib` MiB; the same for every process.
 
@@ -67,7 +72,7 @@ def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkPlan:
         raise UserError(
             f"snapshot {snapshot.id} is packed already", fix=f"--snapshot {snapshot.head.parent}, its parent"
         )
-    name = f"{layout.PACKED}{layout.digest('pack', snapshot.head.content, str(mib)).hex()}"
+    name = folder_of(snapshot, mib)
     while not cache.files.numbers(Paths.plans(name)):
         blocks = block_sizes(snapshot, mib << 20)
         units, row = [], 0
