@@ -934,6 +934,16 @@ class PhaseConfig(_Section):
     set: dict[str, Any] = {}
     """Any other option that `train` reads, such as `{train.microbatch: 4, train.flow.shift: 4.0}`."""
 
+    def by_field(self) -> dict[str, Any]:
+        """The options that its fields give."""
+        return {_OF_PHASE[key]: value for key, value in self if key in _OF_PHASE and value is not None}
+
+    def gives(self, option: str) -> bool:
+        """Whether an option has another value in this phase than in the rest of the configuration."""
+        given = {*self.by_field(), *(RENAMED.get(key, key) for key in self.set)}
+        length = ("train.steps", "train.epochs")
+        return any(_within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
+
 
 _OF_PHASE = {
     "steps": "train.steps",
@@ -1050,7 +1060,7 @@ class Config(_Section):
         train = tree.setdefault("train", {})
         if phase is not self.phases[0]:
             train.pop("phase", None)
-        fields = {_OF_PHASE[key]: value for key, value in phase if key in _OF_PHASE and value is not None}
+        fields = phase.by_field()
         options = {RENAMED.get(key, key): value for key, value in phase.set.items()}
         where = f"phases: {name}"
         for option in options:
@@ -1248,11 +1258,17 @@ def load(
         command: a key of `READS`; overrides of options that it does not read are refused. None: any option.
 
     Raises:
-        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read.
+        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read or
+            that every phase replaces.
     """
     config, given = load_given(path, overrides)
     for option in given.overridden if command else ():
         _check_read(str(command), option, _value_at(given.tree, tuple(option.split("."))))
+        if command in ("train", "plan") and config.phases and all(phase.gives(option) for phase in config.phases):
+            raise ConfigError(
+                f"--set {option}: has no effect, since every phase gives this option",
+                fix="change it in the phases, or --set phases=[] for a run without them",
+            )
     return config
 
 

@@ -565,6 +565,20 @@ def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> Non
     assert load(file) == config
 
 
+def test_an_option_that_every_phase_replaces_is_refused_on_the_command_line() -> None:
+    b = {**B, "set": {"train.flow.shift": 4.0}}
+    a = {**A, "lr": 1e-3, "set": {"train.flow.shift": 2.0}}
+    for option in ("train.steps=9", "train.epochs=9", "train.flow.shift=1.0", "train.optim.lr=1.0"):
+        name = option.partition("=")[0]
+        for command in ("train", "plan"):
+            with pytest.raises(ConfigError, match=naming(name, "--set phases=[]")):
+                load("tiny", [phases(a, b), option], command)
+        load("tiny", [phases(a, b, {"name": "c", "snapshot": "x"}), option], "train")
+        load("tiny", ["phases=[]", option], "train")
+    load("tiny", [phases(a, b), "train.microbatch=2"], "train")
+    load("tiny", [phases(a, b), "train.output=runs/other"], "export")
+
+
 def test_a_chain_is_sampled_and_exported_at_its_last_phase_that_has_a_checkpoint(tmp_path: Path) -> None:
     config = load("tiny", [f"train.output={tmp_path}", phases(A, B, C)])
     with pytest.raises(ConfigError, match="holds no checkpoint yet"):
