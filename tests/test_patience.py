@@ -23,7 +23,7 @@ from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import RecordError, ShardReader, read_head, read_table
 from pipeline.config import MirrorConfig, load
-from pipeline.errors import AwayError, CacheError, ConfigError
+from pipeline.errors import AwayError, CacheError, ConfigError, ResourceError
 from pipeline.work.stop import Stop, Stopped
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
@@ -212,6 +212,26 @@ def test_a_refusal_is_no_missing_object_and_says_what_to_check(
     assert fix in str(refused.value.fix)
 
 
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 503, 400, 403, 404, 410, 501])
+def test_a_status_that_passes_is_waited_for_and_no_other(status: int) -> None:
+    class Refused(Exception):
+        code = status
+
+    answers = iter([Refused(), "here"])
+
+    def ask() -> str:
+        answer = next(answers)
+        if isinstance(answer, Refused):
+            raise answer
+        return str(answer)
+
+    if status in (408, 409, 425, 429, 500, 503):
+        assert retrying.retry(ask, "s3://x", 10) == "here"
+    else:
+        with pytest.raises((Refused, PermissionError)):
+            retrying.retry(ask, "s3://x", 10)
+
+
 def test_a_store_that_refuses_to_be_tried_is_asked_once(
     s3_bucket: str, line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +330,25 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
     for _ in range(2):
         text.caption(caption.shard, row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
     assert len(opened) == 1, "an intact shard is not opened for each caption"
+
+
+@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
+def test_a_machine_without_memory_puts_no_record_into_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", storage=storage)
+    real = os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".tar"):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return real(descriptor, views, offset)
+
+    batches = loader(cache, stop_step=3, quarantine=tmp_path / "q.jsonl")
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(ResourceError):
+        sequence(batches)
+    assert not (tmp_path / "q.jsonl").read_text()
 
 
 @pytest.mark.parametrize("call", ["preadv", "dup"])
