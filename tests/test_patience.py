@@ -212,24 +212,40 @@ def test_a_refusal_is_no_missing_object_and_says_what_to_check(
     assert fix in str(refused.value.fix)
 
 
-@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 503, 400, 403, 404, 410, 501])
-def test_a_status_that_passes_is_waited_for_and_no_other(status: int) -> None:
-    class Refused(Exception):
-        code = status
+class Refused(Exception):
+    """An answer with a status, and a code as S3 gives it."""
 
-    answers = iter([Refused(), "here"])
+    def __init__(self, status: int, code: str = ""):
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        *((Refused(status), True) for status in (408, 409, 425, 429, 500, 503)),
+        *((Refused(status), False) for status in (400, 403, 404, 410, 501)),
+        *((Refused(400, code), True) for code in ("RequestTimeout", "BadDigest", "IncompleteBody")),
+        (Refused(400, "ExpiredToken"), False),
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), True),
+        (socket.gaierror(socket.EAI_NONAME, "no such host"), False),
+    ],
+    ids=lambda value: str(getattr(value, "response", value)),
+)
+def test_what_may_pass_is_waited_for_and_nothing_else(error: Exception, passes: bool) -> None:
+    answers: list[Any] = [error, "here"]
 
     def ask() -> str:
-        answer = next(answers)
-        if isinstance(answer, Refused):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
             raise answer
         return str(answer)
 
-    if status in (408, 409, 425, 429, 500, 503):
+    if passes:
         assert retrying.retry(ask, "s3://x", 10) == "here"
     else:
-        with pytest.raises((Refused, PermissionError)):
+        with pytest.raises((Refused, PermissionError, retrying.Refused)):
             retrying.retry(ask, "s3://x", 10)
+        assert answers == ["here"]
 
 
 def test_a_store_that_refuses_to_be_tried_is_asked_once(
