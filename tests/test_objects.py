@@ -488,6 +488,13 @@ def test_a_full_mirror_disk_gives_up_copies_and_then_says_so(
         assert not list(objects.mirror.root.glob("tmp/*"))
 
 
+def test_a_part_of_the_mirrors_disk_stays_free(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(objects, 31_000, True, monkeypatch)
+    for n in range(3):
+        objects.open(layout.Paths.table(objects.put_content(bytes([n]) * 10_000, "tables", "npy"), "npy"))
+    assert len(list(objects.mirror.root.glob("??/*"))) == 2 and disk.free() >= mirrors.SPARE
+
+
 @pytest.mark.slow
 def test_processes_share_one_mirror(place: str, tmp_path: Path) -> None:
     files = files_at(place, MirrorConfig(path=str(tmp_path)))
