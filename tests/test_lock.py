@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -108,19 +107,6 @@ def test_the_successor_of_a_process_that_ended_here_does_not_wait(
     assert owner.has_ended()
     monkeypatch.setattr(lock, "STALE_S", NEVER)
     assert train(tmp_path / "run").step == 1
-
-
-@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 6), (errno.EDQUOT, 6), (errno.EACCES, 2)])
-def test_a_full_disk_below_the_run_directory_has_its_own_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
-) -> None:
-    def refused(path: Path) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(lock, "make_folder", refused)
-    with pytest.raises(UserError, match=naming(tmp_path / "run", "train.output")) as caught:
-        train(tmp_path / "run")
-    assert caught.value.exit_code == code
 
 
 def test_a_lock_that_was_removed_is_named(tmp_path: Path) -> None:

@@ -119,6 +119,10 @@ class Mirror:
                 with self._locked(_ROOM):
                     if not self._remove_oldest(needed):
                         raise self._full(needed) from None
+            except CacheError as error:
+                if isinstance(error.__cause__, FileNotFoundError):  # the origin has no such object
+                    raise error.__cause__ from None
+                raise
 
     def mark_of(self, copy: Path) -> Path:
         """The mark of a copy: its identity when it was checked. Its time is that of the last opening."""

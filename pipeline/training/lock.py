@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from pipeline.amounts import duration
 from pipeline.cache import process_identity as processes
-from pipeline.cache.local_files import is_out_of_space, make_folder, now_in
-from pipeline.errors import CacheError, NoSpaceError, UserError
+from pipeline.cache.local_files import make_folder, now_in
+from pipeline.errors import CacheError, UserError
 from pipeline.launch import scheduled_attempt
 from pipeline.parallel.collectives import broadcast_from_rank_0
 
@@ -194,7 +194,7 @@ class _Candidate:
         except FileNotFoundError:  # released meanwhile
             return ""
         except (OSError, CacheError) as error:
-            raise unwritable(self.path.parent, error.__cause__ or error) from None
+            raise _unwritable(self.path.parent, error.__cause__ or error) from None
         if self._last_touch not in (None, touched):
             raise RunTaken(
                 f"another training uses the run directory {self.path.parent}",
@@ -211,15 +211,12 @@ def _make(run: Path) -> bool:
         existed = run.exists()
         make_folder(run)
     except OSError as error:
-        raise unwritable(run, error) from None
+        raise _unwritable(run, error) from None
     return not existed
 
 
-def unwritable(run: Path, error: BaseException) -> UserError:
-    """The error of a run directory in which nothing can be written."""
-    full = is_out_of_space(error)
-    fix = f"{'free space' if full else 'check the rights'}, or set train.output"
-    return (NoSpaceError if full else UserError)(f"{run}: cannot be written: {error}", fix=fix)
+def _unwritable(run: Path, error: BaseException) -> UserError:
+    return UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output")
 
 
 def _create(path: Path, owner: Owner) -> bool:

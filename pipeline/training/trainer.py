@@ -40,7 +40,7 @@ from pipeline.training.checks import check_inputs, check_start
 from pipeline.training.drawings import Drawings
 from pipeline.training.expectation import Expected
 from pipeline.training.feeding import Feed
-from pipeline.training.lock import Lock, run_lock, unwritable
+from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
 from pipeline.training.metrics import Metrics
 from pipeline.training.profiling import Profiler
@@ -133,7 +133,7 @@ def _open_run_directory(run: TrainingRun, expected: Expected | None, progress: L
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(path)
     except OSError as error:
-        raise unwritable(folder, error) from None
+        raise UserError(f"{folder}: cannot be written: {error}", fix="check the rights, or set train.output") from None
     services = trackers.Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)
     journal = Metrics(folder / "metrics.jsonl", context.log, services, expected, progress)
     journal.start(
