@@ -22,7 +22,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError, print_error, was_printed
+from pipeline.errors import EXIT_CODES, UserError, local_path, print_error, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -561,7 +561,7 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
     config = _load(config_path, overrides)
     from stages import export as stage
 
-    return stage.run(config, checkpoint, Path(out), **options)
+    return stage.run(config, checkpoint, local_path(out), **options)
 
 
 @cli.command(
@@ -615,7 +615,7 @@ def sample(
         _only_with(context, "--watch", "once")
         from stages import sample as stage
 
-        return stage.watch(_load(config_path, overrides, "--watch"), Path(watch), once=once)
+        return stage.watch(_load(config_path, overrides, "--watch"), local_path(watch), once=once)
     if once:
         raise click.UsageError("--once is for --watch")
     if prompts:
@@ -625,13 +625,13 @@ def sample(
         from stages import sample as stage
 
         size = {"height": height, "width": width}
-        return stage.run_prompts(config, checkpoint, prompts, Path(out), ema=ema, **size)
+        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, **size)
     if height is not None or width is not None:
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
     config = _load(config_path, overrides)
     from stages import sample as stage
 
-    return stage.run(config, checkpoint, snapshot, Path(out), count, ema=ema)
+    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema)
 
 
 @cli.command(hidden=True)
@@ -643,7 +643,7 @@ def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, ou
     config = _load(config_path, overrides)
     from stages import sample as stage
 
-    return stage.decode(config, Path(latents), Path(out))
+    return stage.decode(config, local_path(latents), local_path(out))
 
 
 @cli.command(examples=["sana-pipe status", "sana-pipe status --set cache=s3://bucket/cache --json"])
@@ -662,7 +662,7 @@ _report_snapshot = click.option("--snapshot", metavar="NAME|ID", help="Default: 
 
 
 def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
+    return None if text is None else local_path(text)
 
 
 @cli.command(
@@ -703,7 +703,7 @@ def report(
     config = _load(config_path, overrides)
     from stages import report as stage
 
-    return stage.run(config, Path(out), run=_path(run), compare=_path(compare), **options)
+    return stage.run(config, local_path(out), run=_path(run), compare=_path(compare), **options)
 
 
 @cli.command(
@@ -823,7 +823,7 @@ def demo(out: str, data: str | None, quick: bool) -> Any:
     """Photographs to generated pictures with small models, on two cores, without downloads."""
     from stages import demo as stage
 
-    return stage.run(Path(out), data=None if data is None else Path(data), quick=quick)
+    return stage.run(local_path(out), data=None if data is None else local_path(data), quick=quick)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -63,6 +63,15 @@ def _check_recompute(mode: str) -> str:
 Recompute = Annotated[str, AfterValidator(_check_recompute), "none | full | selective | every-K | auto"]
 
 
+def _check_local(path: str) -> str:
+    if "://" in path:
+        raise ValueError("must be a path on a disk, such as a mount of the store, not a URL")
+    return path
+
+
+LocalPath = Annotated[str, AfterValidator(_check_local), AfterValidator(_with_home), "text"]
+
+
 def _check_microbatch(size: Any) -> Any:
     if size != "auto" and (type(size) is not int or size < 1):
         raise ValueError("must be an integer above 0, or auto")
@@ -387,7 +396,7 @@ class MirrorConfig(_Section):
     """Local copies of shards and tables of a cache in an object store (`cache: s3://...`), shared by all processes of
     the machine."""
 
-    path: str | None = None
+    path: LocalPath | None = None
     """Folder of the copies; null: `~/.cache/sana-pipe`."""
     gib: Annotated[float, Field(gt=0)] = 64.0
     """Limit in GiB; free disk space limits the copies, too."""
@@ -675,7 +684,7 @@ class ProfileConfig(_Section):
 class TrainConfig(_Section):
     """The training run."""
 
-    output: Place = "./runs/default"
+    output: LocalPath = "./runs/default"
     """The run directory: checkpoints, metrics.jsonl, the configuration."""
     steps: Steps = 10_000
     """Optimizer steps; null: those of `epochs`."""

@@ -108,6 +108,17 @@ def expanded(path: str) -> Path:
         raise UserError(f"{path}: the home folder is not known", fix="write the whole path, or set HOME") from None
 
 
+def local_path(path: str) -> Path:
+    """A path on a disk.
+
+    Raises:
+        UserError: a URL. As a path it would name a new folder here.
+    """
+    if "://" in path:
+        raise UserError(f"{path}: is a URL, not a path on a disk", fix="name a folder, such as a mount of the store")
+    return Path(path)
+
+
 class RejectRateError(UserError):
     """More items were rejected than `encode.max_reject_rate` allows, or more records were unreadable than
     `train.max_quarantine_rate` allows."""

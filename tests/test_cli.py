@@ -397,6 +397,28 @@ def test_a_users_mistake_has_a_message_and_its_own_code(
     assert printed.out == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--set", "train.output=s3://key:secret@bucket/run"),
+        ("status", "--set", "mirror.path=s3://key:secret@bucket/mirror"),
+        ("export", "--out", "s3://key:secret@bucket/out"),
+        ("report", "--out", "https://key:secret@host/r.html"),
+        ("inspect", "--run", "s3://key:secret@bucket/run"),
+        ("sample", "--watch", "s3://key:secret@bucket/run"),
+        ("demo", "--out", "s3://key:secret@bucket/demo"),
+    ],
+)
+def test_a_url_is_no_folder_of_this_machine(
+    stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    calls = stage(arguments[0], function="watch" if "--watch" in arguments else "run")
+    assert end(*arguments) == 2 and not calls
+    said = capsys.readouterr().err
+    assert "URL" in said and "secret" not in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_mistake_in_the_configuration(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:
     calls = stage("train")
     assert end("train", "--set", "train.stepps=3") == 2

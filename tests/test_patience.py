@@ -23,7 +23,7 @@ from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import RecordError, ShardReader, read_head, read_table
 from pipeline.config import MirrorConfig, load
-from pipeline.errors import AwayError, CacheError, ConfigError
+from pipeline.errors import AwayError, CacheError, ConfigError, ResourceError
 from pipeline.work.stop import Stop, Stopped
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
@@ -212,6 +212,42 @@ def test_a_refusal_is_no_missing_object_and_says_what_to_check(
     assert fix in str(refused.value.fix)
 
 
+class Refused(Exception):
+    """An answer with a status, and a code as S3 gives it."""
+
+    def __init__(self, status: int, code: str = ""):
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        *((Refused(status), True) for status in (408, 409, 425, 429, 500, 503)),
+        *((Refused(status), False) for status in (400, 403, 404, 410, 501)),
+        *((Refused(400, code), True) for code in ("RequestTimeout", "BadDigest", "IncompleteBody")),
+        (Refused(400, "ExpiredToken"), False),
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), True),
+        (socket.gaierror(socket.EAI_NONAME, "no such host"), False),
+    ],
+    ids=lambda value: str(getattr(value, "response", value)),
+)
+def test_what_may_pass_is_waited_for_and_nothing_else(error: Exception, passes: bool) -> None:
+    answers: list[Any] = [error, "here"]
+
+    def ask() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    if passes:
+        assert retrying.retry(ask, "s3://x", 10) == "here"
+    else:
+        with pytest.raises((Refused, PermissionError, retrying.Refused)):
+            retrying.retry(ask, "s3://x", 10)
+        assert answers == ["here"]
+
+
 def test_a_store_that_refuses_to_be_tried_is_asked_once(
     s3_bucket: str, line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +346,25 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
     for _ in range(2):
         text.caption(caption.shard, row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
     assert len(opened) == 1, "an intact shard is not opened for each caption"
+
+
+@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
+def test_a_machine_without_memory_puts_no_record_into_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    cache = tiny_cache.build(tmp_path / "cache", storage=storage)
+    real = os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".tar"):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return real(descriptor, views, offset)
+
+    batches = loader(cache, stop_step=3, quarantine=tmp_path / "q.jsonl")
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(ResourceError):
+        sequence(batches)
+    assert not (tmp_path / "q.jsonl").read_text()
 
 
 @pytest.mark.parametrize("call", ["preadv", "dup"])

@@ -405,6 +405,24 @@ def test_a_folder_that_was_listed_and_is_gone_is_an_error(ranged_server: Server)
         list(RemoteFilesystem(ranged_server.url, PATIENCE_S).find())
 
 
+def test_a_listing_that_names_its_own_folder_and_the_one_above_ends(
+    ranged_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RemoteFilesystem(f"{ranged_server.url}/folder", PATIENCE_S)
+    names, listed, real = sorted(files.find()), [], files.fs.ls
+
+    def ls(path: str, **options: Any) -> Any:
+        listed.append(path)
+        assert len(listed) < 10
+        return [
+            *real(path, **options),
+            *({"name": name, "type": "directory"} for name in (path, f"{path}/", ranged_server.url)),
+        ]
+
+    monkeypatch.setattr(files.fs, "ls", ls)
+    assert sorted(files.find()) == names and len(names) == 2 * COUNT
+
+
 def test_a_table_that_does_not_come_is_waited_for_once(ranged_server: Server) -> None:
     source = opened(f"{ranged_server.url}/t.parquet", PATIENCE_S)
     ranged_server.broken = "/t.parquet"

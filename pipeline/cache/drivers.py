@@ -10,6 +10,7 @@ memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
@@ -202,7 +203,7 @@ class Connection:
 
 def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
     """Raises `error` if a URL holds credentials, or a query, which may be a credential."""
-    joined = "".join(url.split())  # a password may have spaces
+    joined = re.sub(r"[\s'\"]", "", url)  # within a text they end a URL; here they are a part of it
     clean = strip_credentials(joined)
     if clean != joined:
         raise error(

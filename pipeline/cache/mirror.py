@@ -89,7 +89,7 @@ class Mirror:
             with self._locked(_ROOM):
                 self._make_space(needed, on_disk=True)
             with self.temporary() as path:
-                self._fetch(fetch, path, needed)
+                self.fetch(fetch, path, lambda: needed)
                 with cache_errors(path):
                     handle = Handle(os.open(path, os.O_RDONLY))
                     if digest_of(handle) == last.stem:
@@ -101,6 +101,28 @@ class Mirror:
                             self._count(total + handle.size)
                         self._mark(copy, handle)
             return handle
+
+    def fetch(self, fetch: Callable[[Path], None], path: Path, size: Callable[[], int]) -> None:
+        """Fetch into a file of `temporary`. If the disk fills up meanwhile, remove copies and try again. Arguments as
+        for `open`.
+
+        Raises:
+            NoSpaceError: no copy is left to remove.
+        """
+        while True:
+            try:
+                with cache_errors(path):
+                    return fetch(path)
+            except NoSpaceError:
+                path.unlink(missing_ok=True)
+                needed = size()
+                with self._locked(_ROOM):
+                    if not self._remove_oldest(needed):
+                        raise self._full(needed) from None
+            except CacheError as error:
+                if isinstance(error.__cause__, FileNotFoundError):  # the origin has no such object
+                    raise error.__cause__ from None
+                raise
 
     def mark_of(self, copy: Path) -> Path:
         """The mark of a copy: its identity when it was checked. Its time is that of the last opening."""
@@ -126,22 +148,6 @@ class Mirror:
     def _unlink(self, copy: Path) -> None:
         for path in (copy, self.mark_of(copy)):
             path.unlink(missing_ok=True)
-
-    def _fetch(self, fetch: Callable[[Path], None], path: Path, needed: int) -> None:
-        """Fetch into a file. If the disk fills up meanwhile, remove copies and try again.
-
-        Raises:
-            NoSpaceError: no copy is left to remove.
-        """
-        while True:
-            try:
-                with cache_errors(path):
-                    return fetch(path)
-            except NoSpaceError:
-                path.unlink(missing_ok=True)
-                with self._locked(_ROOM):
-                    if not self._remove_oldest(needed):
-                        raise self._full(needed) from None
 
     def _full(self, needed: int) -> NoSpaceError:
         return NoSpaceError(

@@ -216,7 +216,7 @@ class ObjectFiles(Files):
     def mapped(self, name: str, digest: str) -> pa.Buffer:
         with self.temporary() as path, cache_errors(path):
             try:
-                self._fetch(name, path)
+                self._fetch_aside(name, path)
             except FileNotFoundError:
                 raise self._missing(name) from None
             handle, size = Handle(os.open(path, os.O_RDONLY)), path.stat().st_size
@@ -257,13 +257,17 @@ class ObjectFiles(Files):
         its records reads the object, too."""
         if self.connection.is_web:  # it may not support ranges
             with self.mirror.temporary() as path:
-                self._fetch(name, path)
+                self._fetch_aside(name, path)
                 digest = file_digest(path)
         else:
             digest = self._digest_by_ranges(name)
         if digest != PurePosixPath(name).stem:
             self.mirror.drop(name)
         return digest
+
+    def _fetch_aside(self, name: str, path: Path) -> None:
+        """Fetch an object that the mirror does not keep."""
+        self.mirror.fetch(partial(self._fetch, name), path, lambda: self._size(name))
 
     def _digest_by_ranges(self, name: str) -> str:
         state, size = xxhash.xxh3_128(), self._size(name)
