@@ -164,9 +164,11 @@ def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_run_that_is_not_there_is_an_error_with_once(config: Config, run: Path) -> None:
-    with pytest.raises(UserError, match=naming(run, "--watch")):
-        stages.sample.watch(config, run, once=True)
+def test_a_run_without_drawings_is_an_error_with_once(config: Config, run: Path) -> None:
+    for _ in ("not there", "empty"):
+        with pytest.raises(UserError, match=naming(run, "--watch", "train.pictures")):
+            stages.sample.watch(config, run, once=True)
+        run.mkdir(parents=True, exist_ok=True)
 
 
 def test_the_command_that_is_shown_decodes(run: Path) -> None:

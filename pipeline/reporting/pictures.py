@@ -164,11 +164,13 @@ class Watcher:
             once: return when everything is decoded.
 
         Raises:
-            UserError: the drawings are of another VAE, or the VAE cannot be read; with `once` also: no such run
-                directory, or a file that could not be decoded.
+            UserError: the drawings are of another VAE, or the VAE cannot be read; with `once` also: no run
+                directory with drawings, or a file that could not be decoded.
         """
-        if once and not self.run.is_dir():
-            raise UserError(f"{self.run}: there is no such run directory", fix="--watch RUN, as train.output names it")
+        if once and not files(self.run):
+            what = "has no drawings" if self.run.is_dir() else "there is no such run directory"
+            fix = "--watch RUN, as train.output names it; a training draws with --set train.pictures={}"
+            raise UserError(f"{self.run}: {what}", fix=fix)
         stop = threading.Event()
 
         def asked(number: int, frame: object) -> None:
