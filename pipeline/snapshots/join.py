@@ -625,9 +625,9 @@ def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[
     for piece in pieces(len(rows)):
         note(index.columns["shard"][rows[piece]], piece.start)
     note(index.columns["shard"][list(more)], len(rows))
-    order = np.argsort(first, kind="stable")[: int((first < absent).sum())]
+    order = np.argsort(first)[: int((first < absent).sum())]
     numbers = np.zeros(len(index.shards), np.uint32)
-    numbers[order] = np.arange(len(order), dtype=np.uint32)
+    numbers[order] = np.arange(len(order))
     return numbers, tuple(ShardFile(index.shards[n], int(index.bytes[n])) for n in order.tolist())
 
 
