@@ -515,6 +515,30 @@ def test_a_torn_copy_is_noticed_without_reading_it(config: Config, what: str, ho
         assert content(cache.root / "names") == before, "no name points to what is not there"
 
 
+@pytest.mark.parametrize("what", ["scan", "shard"])
+def test_an_older_snapshot_is_looked_at_too(tmp_path: Path, what: str) -> None:
+    """The table of a scan that is not the last any more; a shard with bytes behind its end."""
+    of = synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", synthetic.pictures(4))
+    stages.bucket.run(of, name="old")
+    old = cache.open_snapshot("old").head
+    synthetic.add(of, "one", synthetic.pictures(8))
+    stages.bucket.run(of)
+    assert not status(cache)["damaged"]
+    if what == "scan":
+        cache.files.remove(Paths.table(old.sources["one"], "parquet"))
+    else:
+        with (cache.root / next(iter(old.shard_files()))).open("ab") as file:
+            file.write(b"more")
+    assert "names/old" in status(cache)["damaged"]
+    if what == "scan":
+        rebuild.rebuild_documents(cache)
+        [finding] = audit.verify(cache)
+        assert "sana-pipe forget --snapshot old" in finding.fix
+        cache.forget_name("old")
+        assert stages.gc.run(of, yes=True, older_than_hours=0) == stages.verify.run(of) == 0
+
+
 def test_repair_loads_one_encoder_at_a_time(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache.of(config)
     for path in cache.root.glob("shards/*/*/*.tar"):

@@ -56,6 +56,7 @@ from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError,
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
+from tests.support.packed import pack
 from tests.support.synthetic import with_another
 
 MakeConfig = Callable[..., Config]
@@ -606,6 +607,19 @@ def test_a_head_goes_before_what_it_refers_to(cache: Cache, monkeypatch: pytest.
     assert cache.snapshot_of("late") is None
 
 
+def test_a_pack_is_in_use_while_one_of_its_snapshots_has_a_name(cache: Cache) -> None:
+    source, ids = cache.open_snapshot().id, dict[str, str]()
+    for window in (2, 3):
+        ids[f"of-{window}"] = pack(cache, window=window).id
+        cache.point("latest", source)
+    [folder] = {cache.open_snapshot(packed).head.folder for packed in ids.values()}
+    for name, packed in ids.items():
+        cache.point(name, packed)
+        [*of_pack] = [path for path, _, _ in garbage.unneeded(cache, 0) if f"/{folder}/" in path]
+        assert not of_pack
+        cache.forget_name(name)
+
+
 def test_of_a_head_that_was_lost_the_copy_counts(cache: Cache) -> None:
     other = unnamed(cache)
     cache.files._remove(Paths.snapshot(other))
@@ -656,7 +670,9 @@ def test_an_object_goes_by_its_age_and_the_stores_clock(
     name, began, real = Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow"), time.time(), time.time
     monkeypatch.setattr(time, "time", lambda: real() + OLD)
     assert abs(files.now() - began) < 3600
-    assert objects._modified({}) >= began + OLD, "of unknown age: never old"
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "CHANGE_TIMES", ())
+        assert not files.discard(name, began + 3600), "of unknown age: never old"
     age(files, name)
     assert files.freshen(name)
     assert not files.discard(name, files.now() - STALE_TMP_S) and files.has_file(name)

@@ -181,20 +181,27 @@ def test_a_torn_lock_grows_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_a_run_makes_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[Path] = []
+    synced, files, fsync = list[Path](), list[str](), os.fsync
+
+    def file_synced(descriptor: int) -> None:
+        files.append(os.readlink(f"/dev/fd/{descriptor}"))
+        fsync(descriptor)
+
     monkeypatch.setattr(local_files, "sync_path", synced.append)
+    monkeypatch.setattr(os, "fsync", file_synced)
     train(tmp_path / "runs" / "a")
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= set(synced)
+    assert str(tmp_path / "runs" / "a" / lock.NAME) in files
 
 
-def test_a_lock_is_never_overwritten_and_outlives_a_loss_of_power(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_lock_that_appears_after_the_look_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beats: Callable[[Path], None]
 ) -> None:
-    synced: list[str] = []
-    monkeypatch.setattr(lock.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/dev/fd/{descriptor}")))
-    path = tmp_path / lock.NAME
-    assert lock._create(path, ELSEWHERE) and synced == [str(path)]
-    assert not lock._create(path, replace(ELSEWHERE, token="late"))
+    path, exists = plant(tmp_path / "run", ELSEWHERE), Path.exists
+    beats(path)
+    monkeypatch.setattr(Path, "exists", lambda of, **options: of != path and exists(of, **options))
+    with pytest.raises(lock.RunTaken):
+        train(tmp_path / "run")
     assert json.loads(path.read_text())["token"] == ELSEWHERE.token
 
 

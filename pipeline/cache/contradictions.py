@@ -42,11 +42,10 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
             yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
         gap = list(_gap(cache, Paths.plans(owner)))
         yield from gap
+        plan = Paths.numbered(Paths.plans(owner), 0)
         if not packed:
             yield from _recipe_contradictions(cache, owner, reported=bool(unreadable or gap))
-        elif files.unit_names(Paths.units(owner, 0)) and not files.exists(
-            plan := Paths.numbered(Paths.plans(owner), 0)
-        ):
+        elif files.unit_names(Paths.units(owner, 0)) and not files.exists(plan):
             yield Finding(plan, "is missing, and there are commits of its units")
 
 

@@ -67,20 +67,18 @@ def recipe_names(cache: Cache) -> list[str]:
 def fix_of_snapshot(fix: str | None, name: str | None) -> str:
     """What to do about a lost or damaged snapshot.
 
-    `bucket` makes it again only if the content is the same; if its sources have changed since, it can only be done
-    without. `latest` moves to any snapshot.
+    `encode` and `bucket` make the same again only while its sources are the same. `latest` moves to any snapshot.
 
     Args:
         fix: as the error of reading it says.
         name: points to it; None if no name does.
     """
-    if fix is None or not fix.startswith(BUCKET):
+    if fix is None or not fix.startswith((BUCKET, ENCODE)):
         return fix or REPAIR
     if name is None:
         return GC
-    return (
-        fix if name == "latest" else f"{fix}, as it was made; or, to do without it: sana-pipe forget --snapshot {name}"
-    )
+    without = f"{fix}; if its sources have changed since, to do without it: sana-pipe forget --snapshot {name}"
+    return fix if name == "latest" else without
 
 
 def packs(cache: Cache) -> list[str]:
