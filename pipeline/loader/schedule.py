@@ -217,7 +217,7 @@ def _interleaved(
         begin, size = int(before.sum()), int((after - before).sum())
         labels = np.repeat(np.arange(len(counts)), after - before)[permute(np.arange(size), size, "order", *key, low)]
         order = np.argsort(labels, kind="stable")
-        number = np.empty(size, np.int64)
+        number = np.empty_like(order)
         number[order] = np.concatenate([np.arange(a, b) for a, b in zip(before, after, strict=True)])
         inside = (slots[left] >= begin) & (slots[left] < begin + size)
         at = slots[left[inside]] - begin
