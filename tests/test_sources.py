@@ -20,8 +20,10 @@ import pytest
 import webdataset
 
 from pipeline import retrying
+from pipeline.cache import scratch
 from pipeline.config import DataConfig
 from pipeline.errors import AwayError, UserError
+from pipeline.sources import source as sources
 from pipeline.sources import tables
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
@@ -75,6 +77,29 @@ def test_ranges_of_a_folder_hold_each_entry_once(tmp_path: Path) -> None:
     )
     assert [one.count for one in ranges] == [len(keys) for keys in entries] == [2, 2, 1] * 2
     assert len({one.identity(one.look()) for one in ranges}) == len(ranges)
+
+
+def test_runs_share_a_temporary_table_until_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(b"x")
+    listing = tmp_path / "pictures.jsonl"
+    listing.write_text("".join(f'{{"file_name": "{n}.png", "text": "a caption"}}\n' for n in range(6)))
+    made, make = list[object](), sources.Runs
+
+    def counted(place: scratch.Scratch) -> sources.Runs:
+        made.append(place)
+        return make(place)
+
+    monkeypatch.setattr(sources, "Runs", counted)
+    source = opened(listing)
+    [part] = source.parts()
+    runs = source.runs(sources.Part(part.name), 2)
+    first, second = next(runs), next(runs)
+    before = len(made)
+    keys = [[entry.key for entry in each.items()] for each in (first, second)]
+    third = next(runs)
+    assert before == 1 and len(made) == 2
+    assert [*keys, [entry.key for entry in third.items()]] == [[f"{n}.png", f"{n + 1}.png"] for n in (0, 2, 4)]
 
 
 # --- tars ----------------------------------------------------------------------------------------------------------
@@ -269,8 +294,10 @@ def test_a_damaged_tar_is_reported_and_the_rest_is_used(
     items, rejects = listed(opened(path))
     assert len(items) == 3
     assert not rejects
+    size = path.stat().st_size
     path.write_bytes(damage(path.read_bytes()))
     items, rejects = listed(opened(path))
+    assert damage is not _appended or f"the {size:,} bytes from {size} on" in rejects["x.tar"]
     assert len(items) == {_cut: 1, _header: 0, _appended: 3}[damage]
     assert re.search(reason, "; ".join(rejects.values()))
     assert any(key == "x.tar" for key in rejects)

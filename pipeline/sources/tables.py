@@ -341,7 +341,7 @@ class ParquetSource(LinkTables):
             structs = [f.name for f in schema if _holds_bytes(f.type) and f.name not in binary]
             named = [n for n in BYTE_COLUMNS if n in binary]
             texts = [n for n in (*NAME_COLUMNS, *LINK_COLUMNS) if n in schema.names and _text(schema.field(n).type)]
-            candidates = structs[:1] or named[:1] or (binary if len(binary) == 1 else []) or texts[:1]
+            candidates = structs or named or (binary if len(binary) == 1 else []) or texts
         for name in candidates:
             kind = schema.field(name).type
             if _holds_bytes(kind):
