@@ -82,8 +82,8 @@ def test_ranges_of_a_folder_hold_each_entry_once(tmp_path: Path) -> None:
 def test_runs_share_a_temporary_table_until_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         (tmp_path / f"{number}.png").write_bytes(b"x")
-    listing = tmp_path / "pictures.jsonl"
-    listing.write_text("".join(f'{{"file_name": "{n}.png", "text": "a caption"}}\n' for n in range(6)))
+    table = tmp_path / "pictures.parquet"  # its rows name files, so it has no stamp
+    pq.write_table(pa.table({"file_name": [f"{n}.png" for n in range(6)], "text": ["a caption"] * 6}), table)
     made, make = list[object](), sources.Runs
 
     def counted(place: scratch.Scratch) -> sources.Runs:
@@ -91,15 +91,17 @@ def test_runs_share_a_temporary_table_until_one_is_read(tmp_path: Path, monkeypa
         return make(place)
 
     monkeypatch.setattr(sources, "Runs", counted)
-    source = opened(listing)
+    source = opened(table)
     [part] = source.parts()
-    runs = source.runs(sources.Part(part.name), 2)
+    runs = source.runs(part, 2)
     first, second = next(runs), next(runs)
     before = len(made)
     keys = [[entry.key for entry in each.items()] for each in (first, second)]
     third = next(runs)
     assert before == 1 and len(made) == 2
-    assert [*keys, [entry.key for entry in third.items()]] == [[f"{n}.png", f"{n + 1}.png"] for n in (0, 2, 4)]
+    assert [*keys, [entry.key for entry in third.items()]] == [
+        [f"{table.name}/{row:09}" for row in (n, n + 1)] for n in (0, 2, 4)
+    ]
 
 
 # --- tars ----------------------------------------------------------------------------------------------------------
