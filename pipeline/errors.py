@@ -204,7 +204,7 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     8: ("the process that decodes pictures, or encodes prompts, failed", ("sample", "report")),
     9: ("the loss or the gradient is not a finite number", ("train",)),
     10: ("another training uses the run directory", ("train",)),
-    74: ("done, but the last lines could not be written to stdout", ()),
+    74: ("done, but lines could not be written to stdout (its reader ended, a full disk)", ()),
     75: ("storage did not answer within patience_s (train saved); the same command may succeed later", _CACHE),
     130: ("interrupted by Ctrl-C", ()),
 }

@@ -8,11 +8,15 @@ not the command to copy by hand, which `shown` gives.
 them enters the interpreter while it is torn down, the process ends with SIGABRT although all work is done. So
 `run_and_exit` joins threads, runs exit functions and flushes, as Python does, and then ends the process without tearing
 the interpreter down. `multiprocessing` ends its children in the same way.
+
+Nor does a lost line end work that may have taken days: once stdout or stderr cannot be written (its reader has ended,
+the disk of a log is full), further lines to it are dropped, and `OUTPUT_LOST` says so at the end.
 """
 
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import resource
 import shlex
@@ -23,13 +27,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 _ROOT = Path(__file__).resolve().parent.parent
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from pipeline.cli import console; console()"
 
 OUTPUT_LOST = 74
-"""Exit code (EX_IOERR) if the work is done but the last lines could not be written."""
+"""Exit code (EX_IOERR) if the work is done but lines could not be written to stdout."""
 
 
 def command(*arguments: str) -> list[str]:
@@ -72,13 +76,46 @@ def catching(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
             signal.signal(number, earlier)
 
 
+class Output:
+    """A stream for text that drops everything once it cannot be written.
+
+    Attributes:
+        lost: something was dropped.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream, self.lost = stream, False
+
+    def write(self, text: str) -> int:
+        """Returns the number of characters, also of those that are dropped."""
+        if self.lost:
+            return len(text)
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):  # ValueError: it was closed
+            self.lost = True
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self.lost = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def run_and_exit(main: Callable[[], object]) -> NoReturn:
     """Call `main` and end this process with its exit code, even if native threads are still running.
 
     The code is what `main` returns or raises in SystemExit: a number, None (0), or a text, which is printed (1). Any
     other exception gives 1; its traceback is printed unless `errors.print_error` has printed it. If stdout cannot be
-    flushed, `OUTPUT_LOST` replaces 0.
+    written, `OUTPUT_LOST` replaces 0.
     """
+    # A stream is None if the process began without it.
+    output, errors = (Output(stream or io.StringIO()) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = output, errors
     try:
         code = main()
     except SystemExit as end:
@@ -94,10 +131,6 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads, those of pools first
         atexit._run_exitfuncs()
     finally:
-        try:
-            sys.stdout.flush()
-        except (OSError, ValueError):  # a closed pipe, a full disk
-            code = code or OUTPUT_LOST
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os._exit(int(code or 0) & 0xFF)
+        output.flush()
+        errors.flush()
+        os._exit(int(code or (OUTPUT_LOST if output.lost else 0)) & 0xFF)

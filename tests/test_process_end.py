@@ -149,6 +149,48 @@ def test_output_that_cannot_be_written_is_no_success() -> None:
         assert ended.returncode == code
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("away", ["closed", "pipe", "/dev/full"])
+def test_work_goes_on_when_its_lines_cannot_be_written(away: str, stream: str, tmp_path: Path) -> None:
+    """As under `| head`, `>&-`, or with the log on a full disk."""
+    if away.startswith("/") and not Path(away).exists():
+        pytest.skip("needs /dev/full")
+    main = f"""
+import sys
+from pathlib import Path
+import click
+from pipeline.processes import run_and_exit
+
+def main():
+    for number in range(3):
+        print(number, file=sys.{stream}, flush=True)
+        click.echo(number, err={stream == "stderr"})
+    Path("done").touch()
+
+run_and_exit(main)
+"""
+    number = {"stdout": 1, "stderr": 2}[stream]
+    start = f"exec {number}>&-" if away == "closed" else "true"
+    target = os.open(away if away.startswith("/") else os.devnull, os.O_WRONLY)
+    if away == "pipe":
+        os.close(target)
+        reader, target = os.pipe()
+        os.close(reader)
+    try:
+        ended = subprocess.run(
+            ["bash", "-c", f'{start}; exec "$0" -c "$1"', sys.executable, main],
+            **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: target},  # type: ignore[call-overload]
+            timeout=60,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    finally:
+        os.close(target)
+    assert (tmp_path / "done").exists()
+    assert ended.returncode == (processes.OUTPUT_LOST if stream == "stdout" and away != "closed" else 0)
+
+
 class Watched(io.BytesIO):
     """Notes the threads that read."""
 
