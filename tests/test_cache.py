@@ -205,6 +205,16 @@ def test_every_flipped_bit_of_a_document_is_noticed(tmp_path: Path) -> None:
             layout.unseal(bytes(bad), "x")
 
 
+def test_a_cache_of_a_newer_version_or_of_none_is_not_opened(tmp_path: Path) -> None:
+    Cache(tmp_path, create=True)
+    body = layout.unseal((tmp_path / Paths.FORMAT).read_bytes(), "")
+    for data, error in ((b"damaged", IntegrityError), (layout.seal(body, layout.VERSION + 1), CacheError)):
+        for name in (Paths.FORMAT, Paths.copy(Paths.FORMAT)):
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises(error, match=naming(tmp_path / Paths.FORMAT)):
+            Cache(tmp_path)
+
+
 def test_a_newer_version_is_refused_with_a_message() -> None:
     body = {"format": layout.FORMAT, "version": layout.VERSION + 1, "a": 1}
     body["digest"] = layout.content_digest(layout.canonical(body))

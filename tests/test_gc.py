@@ -208,6 +208,24 @@ def test_a_document_that_was_readable_a_moment_ago_is_no_permission(
         list(contradictions(cache))
 
 
+def test_a_recipe_that_cannot_be_read_is_no_permission(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipe(cache: Cache, name: str) -> object:
+        raise AwayError("no answer")
+
+    monkeypatch.setattr(Cache, "recipe", recipe)
+    with pytest.raises(AwayError):
+        list(contradictions(cache))
+
+
+def test_a_file_that_is_here_is_not_asked_of_the_other_cache(cache: Cache, tmp_path: Path) -> None:
+    other = Cache(tmp_path / "other", create=True)
+    name = a_shard(cache)
+    adopt.bring(cache.files, other.files, name, Path(name).stem)
+    flip(cache.files.path(name), -1)
+    with pytest.raises(IntegrityError, match=naming(tmp_path / "other" / name, "verify --repair")):
+        adopt.bring(cache.files, other.files, name, Path(name).stem)
+
+
 @pytest.mark.parametrize("stray", [".nfs000000000001a2b300000007", ".DS_Store", "00000000.json~"])
 def test_stray_files_between_the_documents_are_no_documents(stray: str, cache: Cache) -> None:
     folders = {path.parent for top in layout.DOCUMENTS for path in cache.root.glob(f"{top}/**/*.json")}

@@ -478,8 +478,12 @@ def test_rehash_trusts_no_fragment_of_another_scan(folder: Path, cache: Cache, t
     assert len(source.reads) == COUNT
 
 
-def test_a_signal_ends_the_scan_and_leaves_nothing_half_done(folder: Path, cache: Cache, truth: str) -> None:
-    stop = Stop(0)
+@pytest.mark.parametrize(("grace_s", "finished"), [(0, 1), (600, 2)])
+def test_a_signal_ends_the_scan_and_leaves_nothing_half_done(
+    grace_s: int, finished: int, folder: Path, cache: Cache, truth: str
+) -> None:
+    """Within the grace the fragment at hand is finished."""
+    stop = Stop(grace_s)
     with stop.signals():
 
         def then(count: int) -> None:
@@ -488,12 +492,12 @@ def test_a_signal_ends_the_scan_and_leaves_nothing_half_done(folder: Path, cache
 
         with pytest.raises(Stopped), stop.polite():
             scanned(Counted(folder, then), cache, stop=stop)
-    assert len(fragments_of(cache)) == 1
+    assert len(fragments_of(cache)) == finished
     assert not cache.files.names("claims/fragments/photos")
     assert not cache.files.names("tmp")
     source = Counted(folder)
     assert cache.put_table(scanned(source, cache)) == truth
-    assert len(source.reads) == COUNT - RUN
+    assert len(source.reads) == COUNT - finished * RUN
 
 
 def test_gc_lists_what_an_abandoned_scan_has_left(folder: Path, cache: Cache) -> None:

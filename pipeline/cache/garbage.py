@@ -135,10 +135,10 @@ class Needed:
                 if name not in forgotten:
                     self.tables.add(self.cache.files.document(name)["table"])
 
-    def _add_heads(self, named: Mapping[str | None, str], before: float) -> dict[str, bool]:
-        """Returns the packs of all snapshots, and whether one of the snapshots counts."""
+    def _add_heads(self, named: Mapping[str | None, str], before: float) -> dict[str | None, bool]:
+        """Returns the packs of all snapshots (None: of no pack), and whether one of the snapshots counts."""
         files = self.cache.files
-        packs_in_use: dict[str, bool] = {}
+        packs_in_use: dict[str | None, bool] = {}
         written = {entry.name: entry.modified for entry in files.walk("snapshots")}
         for name in (f"snapshots/{entry}" for entry in files.names("snapshots")):
             snapshot_id = PurePosixPath(name).stem
@@ -153,8 +153,7 @@ class Needed:
                     fix = fix_of_snapshot(error.fix, named[snapshot_id])
                     raise type(error)(error.what, expected=error.expected, found=error.found, fix=fix) from None
                 continue
-            if head.folder is not None:
-                packs_in_use[head.folder] = packs_in_use.get(head.folder, False) or counts
+            packs_in_use[head.folder] = packs_in_use.get(head.folder, False) or counts
             if counts:
                 self.heads.add(name)
                 self.tables.update(tables | set(head.sources.values()))
@@ -173,7 +172,7 @@ class Needed:
                 self.merged.add(Paths.units(recipe, plan.number))
             self._add_commits(recipe, plan.number)
 
-    def _add_packs(self, named: Collection[str | None], packs_in_use: dict[str, bool]) -> None:
+    def _add_packs(self, named: Collection[str | None], packs_in_use: dict[str | None, bool]) -> None:
         """An unfinished pack (without a snapshot) is needed while a name points to the snapshot that it packs."""
         for pack in packs(self.cache):
             plan = self.cache.plan(pack, 0)
