@@ -374,7 +374,7 @@ def planned(cache: Cache) -> None:
     assert not cache.add_plan(LATENT.name, 0, [], table)
 
 
-def test_segments_replace_unit_documents(tmp_path: Path) -> None:
+def test_segments_replace_unit_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path / "c", create=True)
     planned(cache)
     commit_unit(cache, 0, "aa", 0)
@@ -383,6 +383,9 @@ def test_segments_replace_unit_documents(tmp_path: Path) -> None:
     commit_unit(cache, 0, "bb", 2)
     loose = cache.index(LATENT.name)
     assert index.merge(cache.files, LATENT.name, 0, ["aa", "bb"])
+    with monkeypatch.context() as patch:  # records that are merged are not read again
+        patch.setattr(index, "merged", None)
+        assert index.merge(cache.files, LATENT.name, 0, ["aa", "bb"])
     import shutil
 
     shutil.rmtree(cache.files.path(f"units/{LATENT.name}"))
