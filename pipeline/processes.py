@@ -16,7 +16,6 @@ the disk of a log is full), further lines to it are dropped, and `OUTPUT_LOST` s
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import resource
 import shlex
@@ -113,8 +112,8 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
     other exception gives 1; its traceback is printed unless `errors.print_error` has printed it. If stdout cannot be
     written, `OUTPUT_LOST` replaces 0.
     """
-    # A stream is None if the process began without it.
-    output, errors = (Output(stream or io.StringIO()) for stream in (sys.stdout, sys.stderr))
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - for a stream that is None: the process began without it
+    output, errors = (Output(stream or nowhere) for stream in (sys.stdout, sys.stderr))
     sys.stdout, sys.stderr = output, errors
     try:
         code = main()
