@@ -640,6 +640,8 @@ def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
         until(reads)
+        # A signal right before a read that blocks would not end it.
+        until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
         process.send_signal(signal.SIGINT)
         _, printed = process.communicate(timeout=100)
     finally:
