@@ -23,7 +23,7 @@ from pipeline.config import SHIPPED, Config, dump, load, written
 from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderState
-from pipeline.training import checkpoint, metrics, trainer
+from pipeline.training import checkpoint, loss_scale, metrics, trainer
 from pipeline.training.phases import PhaseState, summarize, table
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
@@ -144,6 +144,16 @@ def test_another_optimizer_begins_with_fresh_moments(first: Path, tmp_path: Path
     assert "weights are kept" in line and "moments are fresh" in line and "adamw" in line and "came" in line
     expected = metrics.read(first / "metrics.jsonl")[2]["loss"]
     assert metrics.read(tmp_path / "run/metrics.jsonl")[0]["loss"] == expected, "the weights are the checkpoint's"
+
+
+def test_a_run_that_begins_counts_its_own_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a scale of 2^24 the first steps of both runs overflow."""
+    monkeypatch.setattr(loss_scale, "INITIAL", 2.0**24)
+    first, second = (tiny_run.config(tmp_path / name, steps=1, precision="fp16") for name in ("first", "second"))
+    train(first)
+    train(second, begin=tmp_path / "first")
+    rows = [metrics.read(tmp_path / name / "metrics.jsonl")[-1] for name in ("first", "second")]
+    assert [(row["skipped_steps"], row["loss_scale"]) for row in rows] == [(1, 2.0**23), (1, 2.0**22)]
 
 
 def test_averages_that_the_checkpoint_lacks_begin_with_its_weights(first: Path, tmp_path: Path) -> None:
