@@ -21,7 +21,7 @@ import stages.gc
 import stages.snapshots
 import stages.status
 import stages.verify
-from pipeline.cache import audit, codec, index, layout, prompts
+from pipeline.cache import audit, codec, copies, index, layout, prompts
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
@@ -257,6 +257,22 @@ def test_what_is_damaged_with_its_copy_is_set_aside_and_made_again(tmp_path: Pat
     assert cache.files.exists(Paths.segment(recipe, 0)), "so that the cache is opened as fast as before"
     again = [replace(commit, provenance={}) for commit in index.commits(cache.files, recipe, 0)]
     assert again == [replace(commit, provenance={}) for commit in commits]
+
+
+def test_another_intact_document_in_place_of_any_is_noticed_and_replaced(tmp_path: Path) -> None:
+    """Except for units of one id, which real recipes do not share, and recipes of one kind, which are made again."""
+    cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 1})
+    names = [*(name for name, _ in copies.documents(cache.files)), Paths.FORMAT]
+    data = {name: cache.files.read(name) for name in names}
+    for name in names:
+        for other in names:
+            same = data[other] == data[name] or name.split("/")[3:] == other.split("/")[3:] != []
+            for place in () if same else (name, Paths.copy(name)):
+                cache.files.path(place).write_bytes(data[other])
+                pair = copies.inspect(cache.files, name)
+                assert (bool(pair.document), bool(pair.copy)) == (place == name, place != name), (place, other)
+                assert copies.repair(cache.files, name)
+                assert cache.files.read(place) == data[name]
 
 
 def test_two_lost_scans_in_a_row_say_what_their_successor_says(tmp_path: Path) -> None:

@@ -548,7 +548,7 @@ class Files:
             body = long_lists.parse((data[at : at + size] for at in range(0, len(data), size)), key, newest)
             if body is not None:
                 return self._named(name, body)
-        return self._named(name, layout.unseal(data, self.where(name), newest))
+        return self._named(name, layout.unseal(data, self.where(name), name))
 
     def _named(self, name: str, body: dict) -> dict:
         """A document's body, which must belong to this name."""

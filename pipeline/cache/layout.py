@@ -251,6 +251,7 @@ def numbers_of(names: Iterable[str], suffix: str = ".json") -> list[int]:
 
 
 _ALWAYS = {
+    "format.json": ("what",),
     "recipes": ("kind", "values"),
     "scales": ("table",),
     "sources": ("table", "latent", "text"),
@@ -260,7 +261,7 @@ _ALWAYS = {
     "names": ("snapshot",),
     "prompts": ("text", "prompts"),
 }
-"""Keys that each document of a folder has."""
+"""Keys that each document of a folder has, or the document of this name."""
 
 
 def misplaced(name: str, body: dict[str, Any]) -> str:
@@ -273,6 +274,7 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
     if folder == "snapshots":
         body = {"id": content_digest(canonical(body))}
     wanted = {
+        "recipes": {"kind": stem.partition("-")[0]},
         "scales": {"recipe": stem},
         "sources": {"source": owner},
         "plans": {"recipe": owner, "number": stem},
@@ -292,11 +294,15 @@ def newest_version(name: str) -> int:
     return {"snapshots": HEAD_VERSION, "plans": PLAN_VERSION}.get(name.partition("/")[0], VERSION)
 
 
-def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
-    """Parse and check a document of version 1 to `newest`.
+def unseal(data: bytes, where: str, name: str = "") -> dict[str, Any]:
+    """Parse and check a document.
+
+    Args:
+        where: for messages.
+        name: of the document; "" for any of version 1.
 
     Raises:
-        IntegrityError: not JSON, or the digest does not match.
+        IntegrityError: not JSON, the digest does not match, or it is a document of another kind.
         CacheError: another format or a newer version.
     """
     try:
@@ -317,8 +323,10 @@ def unseal(data: bytes, where: str, newest: int = VERSION) -> dict[str, Any]:
         raise IntegrityError(f"{where}: bytes were changed outside its values", found=sizes, fix=REPAIR)
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
-    version = body.pop("version", None)
+    version, newest = body.pop("version", None), newest_version(name)
     if version not in range(VERSION, newest + 1):
+        if version in (HEAD_VERSION, PLAN_VERSION) and (other := misplaced(name, body)):
+            raise IntegrityError(f"{where}: is another document", found=other, fix=REPAIR)
         raise CacheError(
             f"{where}: is of format version {version}; this sana-pipe reads up to version {newest}",
             fix="use the version of sana-pipe that wrote it, or a newer one",

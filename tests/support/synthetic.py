@@ -44,9 +44,9 @@ class Picture:
 
 
 def config(root: Path | str, *overrides: str) -> Config:
-    table = ", ".join(f"[{h}, {w}]" for h, w in TABLE)
+    table, run = ", ".join(f"[{h}, {w}]" for h, w in TABLE), str(root).rpartition("://")[2]
     return load(
-        "tiny", [f"cache={root}", f"train.output={root}-run", f"data.buckets=[{table}]", "bucket.batch=4", *overrides]
+        "tiny", [f"cache={root}", f"train.output={run}-run", f"data.buckets=[{table}]", "bucket.batch=4", *overrides]
     )
 
 
