@@ -156,8 +156,8 @@ def test_of_two_nodes_one_is_lost_and_the_other_goes_on(undisturbed: Path, tmp_p
     first = torchrun(tmp_path, *options, "--rdzv-conf", conf + ",is_host=1", name="first")
     second = torchrun(tmp_path, *options, "--rdzv-conf", conf + ",is_host=0", name="second")
     deadline = time.monotonic() + 200
-    rows = tmp_path / "run/metrics.jsonl"
-    while not rows.exists() or len(metrics.read(rows)) < 4:
+    rows, saved = tmp_path / "run/metrics.jsonl", tmp_path / "run/checkpoints"  # saved in the background
+    while not rows.exists() or len(metrics.read(rows)) < 4 or checkpoint.newest(saved) is None:
         assert first.poll() is None, (tmp_path / "first").read_text()
         assert time.monotonic() < deadline, (tmp_path / "first").read_text() + (tmp_path / "second").read_text()
         time.sleep(0.01)
