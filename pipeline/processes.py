@@ -91,6 +91,8 @@ class Output:
             return len(text)
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError as error:  # the terminal's encoding, or the name of a file that is not UTF-8
+            return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError):  # ValueError: it was closed
             self.lost = True
             return len(text)

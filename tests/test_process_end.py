@@ -191,6 +191,20 @@ run_and_exit(main)
     assert ended.returncode == (processes.OUTPUT_LOST if stream == "stdout" and away != "closed" else 0)
 
 
+def test_a_character_that_the_terminal_lacks_is_escaped_and_loses_no_line() -> None:
+    main = "print('caf\\xe9 \\udcff'); print('after')"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"from pipeline.processes import run_and_exit\nrun_and_exit(lambda: exec({main!r}))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "caf\\xe9 \\udcff\nafter\n")
+
+
 class Watched(io.BytesIO):
     """Notes the threads that read."""
 
