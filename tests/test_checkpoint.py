@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -350,6 +351,27 @@ def test_any_box_of_a_stored_parameter(tmp_path: Path, dtype: torch.dtype) -> No
             box = tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))
             assert torch.equal(files.read(name, offsets, lengths), whole[box].to(dtype)), (name, box)
             assert torch.equal(drawn.read(name, offsets, lengths), whole[box]), (name, box)
+
+
+def test_a_disk_that_does_not_read_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tiny_run.config(tmp_path / "run", steps=1))
+    folder = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert folder is not None
+    tensors, opened, real = next(name for name in files(folder)), list[str](), Path.open
+
+    def fails(path: Path, *args: Any, **options: Any) -> Any:
+        opened.append(path.name)
+        if (path.name, opened.count(path.name)) == failing:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", fails)
+    # a file is first read for its digest, then for its contents
+    for failing in [("checkpoint.json", 1), (tensors, 1), (".metadata", 1), (".metadata", 2), (tensors, 2)]:
+        opened.clear()
+        with pytest.raises(checkpoint.CheckpointError, match="Input/output") as caught:
+            dict(checkpoint.ModelTensors(folder))
+        assert "disk" in str(caught.value.fix) and "remove" not in str(caught.value.fix), failing
 
 
 def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pipeline.cache import arrow, codec, index, key_columns, layout, scratch, sh
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import BucketPart
-from pipeline.config import EncodeConfig
+from pipeline.config import DataConfig, EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
@@ -114,6 +114,14 @@ def test_a_column_that_no_row_has_is_named_with_the_nearest() -> None:
         CaptionRule((("lnog", 3.0), ("short", 1.0)), True, seen=seen).check_seen()
     with pytest.raises(UserError, match=naming("data.caption_scores", "'clpi'", "did you mean 'clip'?")):
         CaptionRule(weights, True, (("long", "clpi"),), seen=seen).check_seen()
+
+
+def test_a_named_column_beside_text_files_alone_is_an_error_and_the_default_is_not() -> None:
+    CaptionRule(seen={"txt"}).check_seen()
+    rule = CaptionRule.of(DataConfig(caption_field="caption"))
+    rule.text_file("a cat")
+    with pytest.raises(UserError, match=naming("data.caption_field", "'caption'", "txt", "leave it out")):
+        rule.check_seen()
 
 
 def test_a_caption_file_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,12 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError, IntegrityError
+from pipeline.loader.batch_prefetch import BatchPrefetch, OnRead
 from pipeline.loader.loader import Batch, Loaded, Loader, LoaderSettings, LoaderState, bf16
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
 from tests.support.loading import loader_settings
+from tests.support.waiting import until
 
 MakeConfig = Callable[..., Config]
 
@@ -271,6 +274,21 @@ def test_an_error_in_a_thread_arrives_after_the_good_batches(
     assert [next(loader)[1].step for _ in range(4)] == [1, 2, 3, 4]
     with pytest.raises(OSError, match="the disk is gone"):
         next(loader)
+
+
+def test_a_taken_step_makes_room_at_once() -> None:
+    begun = list[int]()
+
+    def work(step: int, on_read: OnRead) -> int:
+        begun.append(step)
+        return step
+
+    prefetch = BatchPrefetch(work, 0, None, threads=1, steps=1, limit=1 << 20, size=lambda step: 1, timeout_s=60.0)
+    until(lambda: begun == [0, 1] and prefetch.bytes == 2)
+    for step in range(3):
+        assert prefetch.get() == step
+        until(partial(lambda last: begun[-1] == last, step + 2))  # before the next call
+    prefetch.close()
 
 
 def test_missing_short_and_swapped_shards_are_named(small_cache: Path, tmp_path: Path) -> None:

@@ -197,7 +197,13 @@ def test_a_json_list_is_a_prompt_an_entry(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "names"), [(b"a cat\n\xff\n", "line 2"), (b"# none\n\n", "no prompt"), (None, "read")]
+    ("data", "names"),
+    [
+        (b"a cat\n\xff\n", "line 2"),
+        (b"# none\n\n", "no prompt"),
+        (b"\n<!DOCTYPE html>\n<p>a cat</p>\n", "web page"),
+        (None, "read"),
+    ],
 )
 def test_a_file_without_prompts_is_refused_before_a_model_is_read(
     data: bytes | None, names: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from pipeline.cache import layout
 from pipeline.encoding.plan import text_work
 from pipeline.errors import UserError
 from pipeline.sources import caption_rules
-from pipeline.sources.filenames import error_text
+from pipeline.sources.filenames import error_text, short_repr
 from pipeline.sources.remote import read_file
 
 DEFAULT = "default"
@@ -26,6 +26,8 @@ PROMPTS = (
     "three green apples in a white bowl beside an open book",
 )
 """The prompts that `DEFAULT` means: an attribute and a place, a face, a crowded scene, a style, a number."""
+_PAGES = ("<!doctype", "<html", "<?xml")
+"""How pages begin that servers send instead of a file."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read(file: str, patience_s: float) -> list[tuple[int, str]]:
         patience_s: how long to wait for a server that does not answer.
 
     Raises:
-        UserError: it cannot be read, is not UTF-8, or has no prompt.
+        UserError: it cannot be read, is not UTF-8, is a web page, or has no prompt.
     """
     if file == DEFAULT:
         return list(enumerate(PROMPTS, 1))
@@ -73,6 +75,13 @@ def read(file: str, patience_s: float) -> list[tuple[int, str]]:
         prompts = [(number, line) for number, line in lines if line and not line.startswith("#")]
     if not prompts:
         raise UserError(f"{file}: has no prompt", expected=f"{expected}; lines that begin with # are remarks")
+    if prompts[0][1].lower().startswith(_PAGES):
+        raise UserError(
+            f"{file}: is a web page, not a list of prompts",
+            expected=expected,
+            found=short_repr(prompts[0][1]),
+            fix="use the link of the file itself (often called raw)",
+        )
     return prompts
 
 

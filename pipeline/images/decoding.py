@@ -15,6 +15,7 @@ The name of a decoder in the recipe changes whenever its pixels change.
 from __future__ import annotations
 
 import importlib.metadata
+from contextlib import suppress
 
 import numpy as np
 
@@ -88,10 +89,8 @@ def versions() -> dict[str, str]:
     """Versions of the decoding libraries, for the provenance of a unit."""
     installed = {}
     for package in ("pillow", "pyvips", "pyvips-binary", "simplejpeg"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return installed
 
 

@@ -267,10 +267,7 @@ def strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[i
     elif image.mode in ("1", "RGBX", "YCbCr", "HSV"):
         image = image.convert("L" if image.mode == "1" else "RGB")
 
-    if image.mode == "LAB":
-        rgb = ImageCms.applyTransform(image, _lab_transform())
-    else:
-        rgb = apply_profile(image, profile) if profile else None
+    rgb = apply_profile(image, profile) if profile else None
     if rgb is None:
         rgb = image.convert("RGB")
     if alpha is None:
@@ -338,11 +335,6 @@ def _profile_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform 
         return ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.PERCEPTUAL)
     except Exception:  # a picture with a damaged profile counts as sRGB
         return None
-
-
-@functools.cache
-def _lab_transform() -> ImageCms.ImageCmsTransform:
-    return ImageCms.buildTransform(ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), "LAB", "RGB")
 
 
 def apply_profile(image: Image.Image, profile: bytes) -> Image.Image | None:

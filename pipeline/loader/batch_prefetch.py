@@ -82,7 +82,6 @@ class BatchPrefetch(Generic[T]):
         """
         with self._changed:
             step = self._wanted
-            self._changed.notify_all()
             while step not in self._ready:
                 self._check(step)
                 self._changed.wait(min(1.0, self._timeout / 4))

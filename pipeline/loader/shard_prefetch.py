@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from pipeline.amounts import amount
 from pipeline.cache.files import Files
@@ -146,7 +147,5 @@ class ShardPrefetch:
                 if name is None:
                     self._changed.wait()
                     continue
-            try:
+            with suppress(Exception):
                 self._files.open(name, trust=True)
-            except Exception:
-                continue

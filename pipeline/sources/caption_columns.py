@@ -125,12 +125,13 @@ class CaptionRule:
         return canonical([[*map(str, values), *changed]]).decode()
 
     def check_seen(self) -> None:
-        """Check the listed columns after the whole source has been listed.
+        """Check the columns that the user named after the whole source has been listed.
 
         Raises:
-            UserError: a listed column was in no row.
+            UserError: such a column was in no row.
         """
-        listed = [(self.setting, column) for column, _ in self.fields] if self.listed else []
+        named = self.listed or self.fields != CaptionRule.fields
+        listed = [(self.setting, column) for column, _ in self.fields] if named else []
         listed += [("data.caption_scores", column) for _, column in self.scores]
         for setting, column in listed:
             if column not in self.seen and len(self.seen) < MAX_COLUMNS:

@@ -55,7 +55,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.lock import Lock
-from pipeline.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata
+from pipeline.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata, unreadable
 
 FORMAT = "sana-pipe checkpoint"
 VERSION = 1
@@ -232,7 +232,7 @@ class Saver:
             names = sorted(path.name for path in work.iterdir() if _reader(path.name, world) == rank)
             fingerprints = {name: fingerprint_of(work / name) for name in names}
         except OSError as caught:
-            error = CheckpointError(f"{work}: could not be read back: {caught}")
+            error = CheckpointError(f"{work}: could not be read back: {caught}", fix=_FIX)
         raise_first_error(error, self._group)
         parts = all_gather_objects(fingerprints, self._group)
         return {name: fingerprint for part in parts for name, fingerprint in part.items()}
@@ -356,13 +356,15 @@ def read_document(folder: Path) -> Document:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         digest = values.pop("digest")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{folder} is no complete checkpoint",
             expected=f"{DOCUMENT} in it",
             fix=f"give a folder such as RUN/checkpoints/{folder_of(Path(), 500).name}, or restore the file",
         ) from None
-    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is damaged: {error}", fix=hint) from None
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         raise CheckpointError(
@@ -396,10 +398,16 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
     """Check the bytes of this process's share of the files against their digests.
 
     Raises:
-        CheckpointError: a file whose bytes changed.
+        CheckpointError: a file whose bytes changed, or that cannot be read.
     """
     for name, (size, digest) in sorted(document.files.items()):
-        if _reader(name, world) == rank and fingerprint_of(folder / name) != [size, digest]:
+        if _reader(name, world) != rank:
+            continue
+        try:
+            found = fingerprint_of(folder / name)
+        except OSError as error:
+            raise unreadable(folder / name, error) from None
+        if found != [size, digest]:
             raise CheckpointError(
                 f"{folder / name}: is damaged: its bytes have changed since they were written",
                 fix="remove this folder, and --resume auto takes the checkpoint before it",
@@ -486,8 +494,8 @@ def load(
     try:
         verify(folder, document, dist.get_rank(), world)
         sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
-    except (CheckpointError, OSError) as caught:
-        error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{folder}: {caught}")
+    except CheckpointError as caught:
+        error = caught
     raise_first_error(error)
     present = {name: part for name, part in (more or {}).items() if name in sections}
     tensors: dict[str, Any]
@@ -545,6 +553,8 @@ class ModelTensors(Mapping[str, Tensor]):
             planner.set_up_planner({self._section + name: tensor}, self._metadata, is_coordinator=True)
             self._reader.read_data(planner.create_local_plan(), planner).wait()
         except Exception as error:  # metadata and files of a foreign checkpoint make torch raise nearly every type
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # the latter is no file of ours
+                raise unreadable(self.folder, error) from None
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise CheckpointError(f"{self.folder}: {name} could not be read: {text}", fix=FIX) from None
         return tensor

@@ -9,6 +9,7 @@ Price: if a version of torch writes another class into `.metadata`, its name mus
 
 from __future__ import annotations
 
+import io
 import pickle
 from enum import Enum, EnumType
 from pathlib import Path
@@ -43,6 +44,13 @@ class CheckpointError(UserError):
     exit_code = 7
 
 
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that may be whole, but cannot be read now."""
+    return CheckpointError(
+        f"{path}: cannot be read: {error}", fix="check the disk and the rights, then run the same command again"
+    )
+
+
 class TensorOnlyReader(dcp.FileSystemReader):
     """Torch's reader; raises CheckpointError for metadata with anything but tensors."""
 
@@ -62,8 +70,11 @@ def read_metadata(path: Path) -> Metadata:
         CheckpointError: a file that cannot be read, or anything but metadata of tensors.
     """
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
+        data = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
         entries = metadata.state_dict_metadata.items()
         no_tensors = [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]
         for info in metadata.storage_data.values():
