@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from pipeline.cache import local_files
 from pipeline.cache import process_identity as processes
+from pipeline.cache.root import Cache
 from pipeline.errors import UserError
 from pipeline.launch import Launch, scheduled_attempt
 from pipeline.training import checkpoint, lock, metrics
@@ -214,6 +215,14 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="No space left") as caught:
         train(tmp_path / "run")
     assert caught.value.exit_code == 2 and "train.output" in str(caught.value)
+
+
+def test_a_cache_is_no_run_directory(tmp_path: Path) -> None:
+    Cache(tmp_path / "run", create=True)
+    with pytest.raises(UserError, match="is a cache") as caught:
+        train(tmp_path / "run")
+    assert "train.output" in str(caught.value.fix)
+    assert not (tmp_path / "run" / lock.NAME).exists()
 
 
 def test_the_lock_is_touched_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

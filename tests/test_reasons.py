@@ -22,6 +22,7 @@ from pipeline.sources.reasons import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell
         ("s.tar/1.jpg", "its .json has only 'prompt', 'w'", "its .json has only 'prompt', 'w'"),
         ("m.csv:5", "names 'far away.jpg', which does not exist", "names *, which does not exist"),
         ("a", "512x300 = 153,600 pixels, more than max_pixels = 1,000", "N = N pixels, more than max_pixels = 1,000"),
+        ("a", "is not UTF-8 (byte 17)", "is not UTF-8 (byte N)"),
         ("a", "the shorter side is below data.min_side = 41", "the shorter side is below data.min_side = 41"),
         ("a", "enlarged by more than data.max_upscale = 1.2", "enlarged by more than data.max_upscale = 1.2"),
     ],

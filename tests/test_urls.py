@@ -21,6 +21,7 @@ from tests.support import synthetic
         ("http://user:secret@host/x", "http://host/x"),
         ("https://secret@host:80/x@y", "https://host:80/x@y"),
         ("s3://AKIA:wJalr/secret/bP+x@bucket/x", "s3://bucket/x"),
+        ("s3://AKIA:1/secret@bucket/x", "s3://bucket/x"),
         ("simplecache::s3://k:secret@b/x", "simplecache::s3://b/x"),
         ("postgresql+psycopg2://u:secret@h/db", "postgresql+psycopg2://h/db"),
         ("https://h/x?X-Amz-Date=1&X-Amz-Signature=secret", "https://h/x"),

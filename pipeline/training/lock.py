@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from pipeline.amounts import duration
 from pipeline.cache import process_identity as processes
+from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import make_folder, now_in
 from pipeline.errors import CacheError, UserError
 from pipeline.launch import scheduled_attempt
@@ -144,7 +145,7 @@ def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
 
     Raises:
         RunTaken: another training uses it.
-        UserError: the directory cannot be written.
+        UserError: the directory cannot be written, or is a cache.
     """
     path, candidate, made = run / NAME, _Candidate(run / NAME), broadcast_from_rank_0(lambda: _make(run))
     token = broadcast_from_rank_0(lambda: candidate.token)
@@ -208,6 +209,8 @@ class _Candidate:
 
 def _make(run: Path) -> bool:
     try:
+        if (run / Paths.FORMAT).exists():
+            raise UserError(f"{run}: is a cache, not a run directory", fix="--set train.output=DIR, such as runs/NAME")
         existed = run.exists()
         make_folder(run)
     except OSError as error:
