@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-# The second form of the user part is for passwords with a slash, as AWS' secret keys often have; after a host and a
-# colon only a port could follow, and after a bucket not even that. A scheme may follow another (`simplecache::s3://`). A URL that was taken for a path
-# has lost a slash.
+# The second form of the user part is for passwords with a slash, as AWS' secret keys often have: after a host and a
+# colon only a port could follow. The third: after a bucket there is no port. A scheme may follow another
+# (`simplecache::s3://`). A URL that was taken for a path has lost a slash.
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*:/{1,2})"
     r"(?P<user>[^/?#\s]*@|[^/?#\s:@\[]*:(?!\d+(?:[/?#\s]|$))\S*@|(?<=(?i:s3|gs|az)://)[^/?#\s:@]*:\S*@)?"
