@@ -187,7 +187,7 @@ class Joined:
 
     sources: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    keep: dict[str, str] = field(default_factory=dict)
+    keep: dict[str, str | None] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)
     scratch: Scratch = field(default_factory=Scratch)
@@ -195,8 +195,7 @@ class Joined:
     def leave(self, reason: str, count: int, keep: str | None = None) -> None:
         if count:
             self.left_out[reason] += int(count)
-            if keep is not None:
-                self.keep[reason] = keep
+            self.keep[reason] = keep
 
     def leave_kinds(self, what: str, kinds: Kinds, keep: Callable[[str], str]) -> None:
         """Leave out items, counted by kind of reason. keep: kind -> the change that would keep them."""
