@@ -180,7 +180,7 @@ class Joined:
     Attributes:
         sources: names; `Frame.source` counts into them.
         left_out: reason -> items.
-        keep: reason -> the change that would keep these items, where the reason does not say it.
+        keep: reason -> the change that would keep these items; None where the reason says it.
         examples: reason -> a few of the items, where the reason is of single items.
         scratch: temporary storage.
     """
