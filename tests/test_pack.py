@@ -135,8 +135,10 @@ def test_shards_have_about_the_size_that_was_asked_for(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache", {(512, 512): 100, (64, 64): 300}, batch=8, per_shard=100)
     plan = packing.planned(cache, cache.open_snapshot(), 1)
     packer = packing.Packer(cache, cache.open_snapshot(), plan)
-    sizes = [packer.make(plan, unit, lambda made, rejected: None).bytes for unit in plan.units[:-1]]
+    told: list[tuple[int, int]] = []
+    sizes = [packer.make(plan, unit, lambda *counts: told.append(counts)).bytes for unit in plan.units[:-1]]
     assert len(sizes) > 3
+    assert told == [(unit.count, 0) for unit in plan.units[:-1]], "progress"
     full = [size for size, unit in zip(sizes, plan.units, strict=False) if unit.count in (plan.units[0].count,)]
     assert all(0.6 * 2**20 < size < 1.4 * 2**20 for size in full), sizes
 

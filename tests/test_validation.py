@@ -414,8 +414,11 @@ def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config],
     for name in ("run", "run.heldout"):
         cache.forget_name(name)
     # A newer part does not take its place in a run that is resumed.
-    stages.bucket.run(small("bucket.heldout=0.5"))
+    newer = stages.bucket.run(small("bucket.heldout=0.5"))
     assert heldout.find(cache, cache.open_snapshot(trained)) is None
+    cache.point("latest", trained, move=True)
+    assert heldout.find(cache, cache.open_snapshot(trained)) is None, "`latest.heldout` is the newer one's"
+    cache.point("latest", newer, move=True)
     stages.train.run(small("train.steps=3"), resume="auto", log=printed.append)
     assert {row["snapshot"] for row in rows(config)} == {part}
     assert not [line for line in printed if line.startswith("changed since") and "snapshot" in line]
@@ -456,6 +459,9 @@ def test_what_cannot_validate_is_refused(small: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match="are trained on"):
         heldout.check_disjoint(cache.open_snapshot("some"), every)
     heldout.check_disjoint(cache.open_snapshot("some"), part)
+    for name, shape in (("tall", "width < height"), ("wide", "width >= height")):
+        stages.bucket.run(small(f"bucket.filter='{shape}'"), name=name)
+    heldout.check_disjoint(cache.open_snapshot("tall"), cache.open_snapshot("wide"))
 
 
 def test_other_recipes_are_refused(tmp_path: Path) -> None:
