@@ -288,6 +288,14 @@ def test_the_columns_of_published_tables_are_found(tmp_path: Path, column: str, 
     assert len(rejects) == 2
 
 
+@pytest.mark.parametrize("table", ["jsonl", "csv"])
+def test_a_table_without_rows_among_others_is_reported(tmp_path: Path, table: str) -> None:
+    write(tmp_path / f"a.{table}", ["https://x/y.png"])
+    (tmp_path / f"b.{table}").write_text("")
+    items, rejects = listed(opened(tmp_path / f"*.{table}"))
+    assert (len(items), rejects) == (1, {f"b.{table}": "holds no row"})
+
+
 def test_the_first_name_decides_what_a_table_holds(tmp_path: Path) -> None:
     items, rejects = listed(opened(write(tmp_path / "t.parquet", ["a.png", "https://u:p@x/y?z"])))
     assert (set(items), set(rejects)) == ({"t.parquet/000000000"}, {"t.parquet/000000001"})

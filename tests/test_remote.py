@@ -549,6 +549,12 @@ def test_hostile_object_names_are_refused(s3: str) -> None:
         source.read("../set/t.parquet")
 
 
+def test_a_folder_is_no_file(s3: str) -> None:
+    bucket, _, folder = s3.rpartition("/")
+    with pytest.raises(Unreadable, match="is a folder"):
+        RemoteFilesystem(bucket, PATIENCE_S).stat(folder)
+
+
 def test_no_such_bucket_is_reported(s3: str) -> None:
     with pytest.raises(UserError, match="nowhere"):
         list(opened("s3://nowhere/set").items())
