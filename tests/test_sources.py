@@ -461,6 +461,14 @@ def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> Non
     assert (len(items), rejects) == (3, {})
 
 
+def test_an_index_below_the_folder_is_not_the_folders(tmp_path: Path) -> None:
+    make_tar(tmp_path / "a" / "0000.tar", [("1.jpg", b"x"), ("1.txt", "one")])
+    (tmp_path / "a" / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0000.tar", "nsamples": 1}]}))
+    make_tar(tmp_path / "b" / "0000.tar", [("2.jpg", b"x"), ("2.txt", "two")])
+    source = opened(tmp_path)
+    assert (source.format, set(listed(source)[0])) == ("webdataset", {"a/0000.tar/1.jpg", "b/0000.tar/2.jpg"})
+
+
 def test_wids_index_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "wids-meta.json").write_text('{"shards": []}')
     with pytest.raises(UserError, match=naming(tmp_path / "wids-meta.json", "shardlist")):

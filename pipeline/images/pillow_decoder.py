@@ -262,10 +262,8 @@ def strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[i
         rgba = (image.convert("LA") if image.mode == "La" else _with_8bit_key(image)).convert("RGBA")
         alpha = rgba.getchannel("A")
         image = rgba.convert("L" if image.mode in ("LA", "La", "L") else "RGB")  # an LA's three channels are equal
-    elif image.mode == "P":
+    elif image.mode in ("P", "RGBX", "YCbCr", "HSV"):
         image = image.convert("RGB")
-    elif image.mode in ("1", "RGBX", "YCbCr", "HSV"):
-        image = image.convert("L" if image.mode == "1" else "RGB")
 
     rgb = apply_profile(image, profile) if profile else None
     if rgb is None:
