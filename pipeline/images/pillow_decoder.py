@@ -245,8 +245,7 @@ def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
     """(first row, those rows) of a decoded picture, about `STRIP` pixels each."""
     rows = max(1, STRIP // image.width)
     for top in range(0, image.height, rows):
-        whole = rows >= image.height
-        yield top, image if whole else image.crop((0, top, image.width, min(top + rows, image.height)))
+        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
 
 
 def strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[int, int, int]) -> Image.Image:
