@@ -21,6 +21,7 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 from pipeline import retrying
+from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.drivers import Connection, RequestFailed
 from pipeline.cache.root import Cache
 from pipeline.config import Config
@@ -319,6 +320,25 @@ def test_a_link_that_changed_in_the_table_is_not_read_as_the_scanned_one(
     for item in items:
         with pytest.raises(OSError, match="another link"):
             later.read(item.key)
+
+
+def test_a_row_group_that_is_cut_into_ranges_is_read_once(
+    server: LinkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, real = list[int](), ParquetFile.read_row_group
+
+    def counted(file: ParquetFile, group: int, **options: Any) -> pa.Table:
+        if options["columns"] == ["id", "text"]:
+            reads.append(group)
+        return real(file, group, **options)
+
+    monkeypatch.setattr(ParquetFile, "read_row_group", counted)
+    source = opened(write(tmp_path / "t.parquet", good(server) + good(server), group=COUNT))
+    [part] = source.parts()
+    ranges = list(source.runs(part, 2))
+    assert len(ranges) > 4
+    assert len([item for items in ranges for item in items.items() if isinstance(item, Item)]) == 2 * COUNT
+    assert reads == [0, 1]
 
 
 def test_many_links_are_fetched_at_once(server: LinkServer, make_config: MakeConfig, tmp_path: Path) -> None:

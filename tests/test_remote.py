@@ -549,6 +549,13 @@ def test_hostile_object_names_are_refused(s3: str) -> None:
         source.read("../set/t.parquet")
 
 
+def test_a_file_of_unknown_size_cannot_be_used(ranged_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RemoteFilesystem(ranged_server.url, PATIENCE_S)
+    monkeypatch.setattr(files.fs, "info", lambda path: {"name": path, "type": "file", "size": None})
+    with pytest.raises(Unreadable, match="how large"):
+        files.stat("t.parquet")
+
+
 def test_a_folder_is_no_file(s3: str) -> None:
     bucket, _, folder = s3.rpartition("/")
     with pytest.raises(Unreadable, match="is a folder"):

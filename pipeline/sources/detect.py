@@ -334,7 +334,7 @@ def _sample(filesystem: Filesystem) -> Iterable[str]:
     while waiting and examined < MAX_EXAMINED and not decided:
         below: list[str] = []
         for folder in waiting:
-            try:
+            with suppress(OSError):
                 path = os.path.join(filesystem.root, folder)
                 with filesystem.when_reachable(partial(os.scandir, path)) as entries:
                     for entry in entries:
@@ -347,8 +347,6 @@ def _sample(filesystem: Filesystem) -> Iterable[str]:
                         examined += 1
                         decided = decided or _kind(name) is not None
                         yield name
-            except OSError:
-                continue
             if examined >= MAX_EXAMINED:
                 break
         waiting = sorted(below)
