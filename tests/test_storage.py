@@ -98,6 +98,21 @@ def test_int8_keeps_its_bound(
     assert not np.any((back & 0x7F80) == 0x7F80)
 
 
+def test_the_worst_token_is_that_of_all_records_and_zeros_have_no_error(tmp_path: Path) -> None:
+    coder, measured = int8(Files(tmp_path), "text", np.ones(64, np.float32)), codec.Measured()
+    worst = []
+    for record in (
+        np.zeros((2, 64), np.uint16),
+        bits((3, 64), 1),
+        bits((3, 64), 2, np.eye(1, 64) * 50 + 1),
+        bits((1, 64)),
+    ):
+        measured.add(coder, record, coder.encode(record))
+        worst.append(measured.worst)
+    assert 0 == worst[0] < worst[1] < worst[2] == worst[3]
+    assert measured.records == 4
+
+
 def test_int8_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     coder = int8(Files(tmp_path), "text", np.full(4, 2.0**-20, np.float32))
     with pytest.raises(IntegrityError, match=naming("int8", "encode.storage=bf16-zstd")):

@@ -287,8 +287,7 @@ class Measured:
         error = tokens_of(to_float(back), codec.kind) - true
         signal, noise = (true * true).sum(axis=1), (error * error).sum(axis=1)
         nonzero = signal > 0
-        if nonzero.any():
-            self.worst = max(self.worst, float(np.sqrt(noise[nonzero] / signal[nonzero]).max()))
+        self.worst = float(np.sqrt(noise[nonzero] / signal[nonzero]).max(initial=self.worst))
         self._signal += float(signal.sum())
         self._noise += float(noise.sum())
         self.records += 1
