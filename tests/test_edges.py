@@ -754,6 +754,21 @@ def test_limits_of_a_policy_are_allowed_themselves() -> None:
     assert buckets.refusal(24, 49, (24, 24), data) is not None
 
 
+@pytest.mark.parametrize("limit", ["min_side=24", "max_upscale=2", "max_crop_loss=0.5"])
+def test_each_limit_of_a_policy_leaves_out_what_is_beyond_it(limit: str) -> None:
+    data = config(Path("x"), f"data.{limit}").data
+    sizes = {"just.png": (24, 48), "beyond.png": (23, 48) if "crop" not in limit else (24, 49)}
+    rows = [{"item": item, "height": height, "width": width} for item, (height, width) in sizes.items()]
+    joined, table = Joined(), [(24, 24)] if "crop" in limit else [(48, 96)]
+    allowed = join.allowed(
+        joined, pa.Table.from_pylist(rows, schema=SCAN), Resolution(table, variant="small", policy=data)
+    )
+    assert allowed.column("item").to_pylist() == ["just.png"]
+    [(reason, count)] = joined.left_out.items()
+    assert (count, joined.keep[reason]) == (1, "change that setting")
+    assert reason.startswith("at small px ") and limit.partition("=")[0] in reason
+
+
 def test_a_row_is_known_by_its_size_and_its_time() -> None:
     row = {"size": 1, "mtime_ns": 2}
     assert unchanged_row(row, 1, 2) is row

@@ -461,6 +461,14 @@ def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> Non
     assert (len(items), rejects) == (3, {})
 
 
+def test_hidden_files_are_no_data(tmp_path: Path) -> None:
+    make_tar(tmp_path / "0000.tar", [("1.jpg", b"x"), ("1.txt", "one")])
+    for hidden in ("._0000.tar", ".copy/0000.tar"):
+        make_tar(tmp_path / hidden, [("2.jpg", b"x"), ("2.txt", "two")])
+    items, rejects = listed(opened(tmp_path))
+    assert (set(items), rejects) == ({"0000.tar/1.jpg"}, {})
+
+
 def test_an_index_below_the_folder_is_not_the_folders(tmp_path: Path) -> None:
     make_tar(tmp_path / "a" / "0000.tar", [("1.jpg", b"x"), ("1.txt", "one")])
     (tmp_path / "a" / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0000.tar", "nsamples": 1}]}))

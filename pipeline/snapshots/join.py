@@ -244,7 +244,7 @@ def join(joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, r
     """Add the samples of one source at one resolution. scan: the source's scan table."""
     scan = usable(joined, scan)
     if resolution.policy is not None:
-        scan = _allowed(joined, scan, resolution)
+        scan = allowed(joined, scan, resolution)
     failed = {reject.key: reject.reason for index in (records.latents, records.texts) for reject in index.rejects}
     if source not in joined.sources:
         joined.sources.append(source)
@@ -376,7 +376,7 @@ def _captions(scan: pa.Table) -> tuple[np.ndarray, Iterator[pa.Array], np.ndarra
     return np.concatenate([[0], np.cumsum(counts)]), texts, weight.astype(np.float32, copy=False)
 
 
-def _allowed(joined: Joined, scan: pa.Table, resolution: Resolution) -> pa.Table:
+def allowed(joined: Joined, scan: pa.Table, resolution: Resolution) -> pa.Table:
     """The items that the policy allows at this table; refused items are counted by reason."""
     table, policy = resolution.table, resolution.policy
     assert policy is not None
