@@ -297,6 +297,13 @@ def test_a_table_without_rows_among_others_is_reported(tmp_path: Path, table: st
     assert (len(items), rejects) == (1, {f"b.{table}": "holds no row"})
 
 
+@pytest.mark.parametrize("table", ["jsonl", "csv"])
+def test_a_folder_with_a_table_alone_is_that_table(tmp_path: Path, table: str) -> None:
+    write(tmp_path / f"web.{table}", ["https://x/y.png"])
+    (tmp_path / "notes.md").write_text("where they come from")
+    assert opened(tmp_path).format == table
+
+
 def test_the_first_name_decides_what_a_table_holds(tmp_path: Path) -> None:
     items, rejects = listed(opened(write(tmp_path / "t.parquet", ["a.png", "https://u:p@x/y?z"])))
     assert (set(items), set(rejects)) == ({"t.parquet/000000000"}, {"t.parquet/000000001"})

@@ -491,12 +491,11 @@ def test_a_place_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
-def test_read_stat_and_path(tmp_path: Path) -> None:
+def test_read_and_stat(tmp_path: Path) -> None:
     put(tmp_path, sub__a_dot_png=b"12345", sub__a_dot_txt="x")
     source = FolderSource(tmp_path, "text")
     [item] = source.items()
     assert source.read(item.key) == b"12345"
-    assert source.path(item.key) == tmp_path / "sub" / "a.png"
     size, mtime = source.stat(item.key)
     assert (size, mtime) == (5, (tmp_path / "sub/a.png").stat().st_mtime_ns)
     os.utime(tmp_path / "sub/a.png", ns=(mtime + 1, mtime + 1))

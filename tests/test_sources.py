@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import gc
 import io
@@ -29,7 +30,7 @@ from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
-from pipeline.sources.source import Item, Unreadable
+from pipeline.sources.source import Item, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
 from tests.support.failing_reads import fail_reads
 from tests.support.lowered import lower_limits
@@ -301,6 +302,25 @@ def test_a_damaged_tar_is_reported_and_the_rest_is_used(
     assert len(items) == {_cut: 1, _header: 0, _appended: 3}[damage]
     assert re.search(reason, "; ".join(rejects.values()))
     assert any(key == "x.tar" for key in rejects)
+
+
+def test_a_long_rest_of_a_tar_is_reported_once(tmp_path: Path) -> None:
+    path = make_tar(tmp_path / "x.tar", [("1.jpg", b"x"), ("1.txt", "one")])
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole + bytes(3 << 20) + whole)
+    assert len([entry for entry in opened(path).items() if isinstance(entry, Reject)]) == 1
+
+
+def test_a_caption_of_a_csv_may_be_as_long_as_any(tmp_path: Path) -> None:
+    caption = "long " * 40_000
+    (tmp_path / "a.png").write_bytes(b"x")
+    (tmp_path / "metadata.csv").write_text(f"file_name,text\na.png,{caption}\n")
+    before = csv.field_size_limit(1 << 17)  # Python's default, whatever other tests have read
+    try:
+        items, rejects = listed(opened(tmp_path))
+    finally:
+        csv.field_size_limit(before)
+    assert (items["a.png"].captions, rejects) == (((caption.strip(), 1.0),), {})
 
 
 def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:

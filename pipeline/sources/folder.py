@@ -26,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, stem, unsafe_reason
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, mode_of
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, mode_of
 from pipeline.sources.metadata_files import (
     FILE_COLUMN,
     METADATA_NAMES,
@@ -276,16 +276,6 @@ class FolderSource(PrefetchedSource):
             return repr((key, stats[key], [(name, files[name]) for name in sidecars[key]], rows))
 
         return digest("files", self.rule.identity(), *map(described, keys, listing.metadata(keys)))
-
-    def path(self, key: str) -> Path:
-        """The item's path on this disk.
-
-        Raises:
-            Unreadable: the key is absolute, climbs or leaves the root through a link.
-        """
-        if not isinstance(self.filesystem, LocalFilesystem):
-            raise Unreadable(f"{escaped(key)}: is not on this disk")
-        return self.filesystem.path(key)
 
     def stat(self, key: str) -> tuple[int, int]:
         return self.filesystem.stat(key)
