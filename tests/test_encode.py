@@ -596,6 +596,19 @@ def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
     assert stages.encode.run(start, data=str(source))["images"] == 0
 
 
+def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker may have the units of both plans."""
+    picture(source / "new.png", 1)
+    monkeypatch.setattr(
+        stages.encode.planning, "retryable_from_another_item", lambda cache, recipe, work_of: work_of([])
+    )
+    monkeypatch.setattr(stages.encode, "_encode_pictures", lambda *_: stages.encode.Made(2, 3, {}))
+    done = stages.encode.run(start, data=str(source))
+    assert (done["images"], done["left"]) == (4, 6)
+
+
 def test_non_finite_output_is_rejected_never_stored(
     start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
