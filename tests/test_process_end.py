@@ -129,6 +129,7 @@ def late(text):
 
 def main():
     atexit.register(print, "exit function")
+    sys.stderr.write("no end of the line")
     threading.Thread(target=late, args=("thread",)).start()
     ThreadPoolExecutor(1).submit(late, "pool")
 
@@ -137,6 +138,7 @@ run_and_exit(main)
     assert ended.returncode == 0
     assert sorted(ended.stdout.split("\n")[:2]) == ["pool", "thread"]
     assert ended.stdout.split("\n")[2] == "exit function"
+    assert ended.stderr == "no end of the line"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
