@@ -293,10 +293,14 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
     assert verified() == (0, [])
 
 
-def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(cache: Cache, verified: Callable[..., Any]) -> None:
+def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(
+    cache: Cache, verified: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(cache.root / Paths.table(cache.open_snapshot().head.chunks[0].names, "arrow"), 100)
     code, result = verified()
     assert code == 4 and {fix for _, fix, _ in result} == {BUCKET}
+    assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 4
+    assert f"read: {len(result)} damaged" in capsys.readouterr().out, "each once"
 
 
 # ---------------------------------------------------------------- real encoders
