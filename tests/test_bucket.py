@@ -997,6 +997,28 @@ def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
         stages.bucket.run(config(here, f"bucket.caches=[{other.cache}]"))
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "vae.dtype=bf16",
+        "vae.tf32=true",
+        "vae.channels_last=true",
+        "vae.scaling_factor=0.5",
+        "text.dtype=bf16",
+        "text.recipe=nvlabs",
+        "text.max_length=200",
+        "text.instruction=Draw",
+        "data.background=[0, 0, 0]",
+        "encode.storage.latent=bf16-zstd",
+        "encode.storage.text=bf16-zstd",
+    ],
+)
+def test_a_setting_that_the_records_do_not_have_is_refused(root: Path, setting: str) -> None:
+    add(config(root), "one", pictures(4))
+    with pytest.raises(CacheError, match=naming(setting.partition("=")[0])):
+        stages.bucket.run(config(root, setting))
+
+
 def test_int8_records_with_other_scales_are_not_mixed(tmp_path: Path) -> None:
     one, two = (Cache(tmp_path / name, create=True) for name in ("one", "two"))
     for cache, scale in ((one, 1), (two, 2)):
