@@ -597,6 +597,14 @@ def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
     assert stages.encode.run(start, data=str(source))["images"] == 0
 
 
+def test_claims_of_finished_units_are_swept(start: Config, source: Path) -> None:
+    cache = Cache(start.cache)
+    for recipe in (recipe.name for kind in ("latent", "text") for recipe in cache.recipes(kind)):
+        cache.files.put(layout.Paths.claim(recipe, 0, cache.plan(recipe, 0).units[0].unit), b"{}\n")
+    stages.encode.run(start, data=str(source))
+    assert not list(cache.files.walk("claims"))
+
+
 def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
     start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

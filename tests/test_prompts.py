@@ -345,6 +345,10 @@ def test_repair_lets_a_set_refer_to_the_records_that_were_made_again(
     after = prompts.open_prompts(Cache.of(config), None, before.recipe)
     assert after.id == before.id and after.places[1].shard != before.places[1].shard
     assert after.rows(1).any() and list(prompts.current(Cache.of(config))) == [after]
+    name = before.recipe.name
+    made = [one for plan in cache.plans(name) for one in index.commits(cache.files, name, plan.number)]
+    modes = {one.provenance.get("text_mode") for one in made}
+    assert len(cache.plans(name)) == 2 and len(modes) == 1 and None not in modes, "a later repair uses it"
 
 
 def test_a_set_whose_lost_shard_is_restored_is_right_again(

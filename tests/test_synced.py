@@ -4,12 +4,14 @@ stands for less."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import stages.encode
 from pipeline.cache import files as cache_files
 from pipeline.cache import local_files, long_lists
 from pipeline.cache.files import Files
@@ -73,6 +75,17 @@ def test_everything_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypa
     publish_everything(tmp_path / "cache")
     assert not disk.unsynced
     assert {"shards", "tables", "plans", "units", "segments", "snapshots", "recipes", "copies"} <= disk.named.keys()
+
+
+def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(
+    small_cache_copy: Path, photos: Path, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(photos, tmp_path / "photos"))
+    (source / "broken.png").write_bytes(b"no picture")
+    (source / "broken.txt").write_text("a caption")
+    disk = Disk(small_cache_copy, monkeypatch)
+    assert stages.encode.run(make_config(tmp_path), data=str(source))["rejects"] == 1
+    assert disk.named["reports"] and not disk.unsynced
 
 
 @pytest.mark.parametrize(
