@@ -665,12 +665,13 @@ def test_batches_from_a_token_budget_and_a_table(root: Path) -> None:
 
 
 def test_the_largest_bucket_comes_first(root: Path) -> None:
-    of = config(root, "bucket.order=largest_first")
+    of = config(root, "bucket.order=largest_first", "bucket.batches={24x16: 8}")
     add(of, "one", pictures(40))
     snapshot = made(of)
     schedule = Planner(snapshot, seed=5, phase=0).schedule
     shapes = [snapshot.buckets[schedule.step(t).bucket] for t in range(4)]
-    assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in snapshot.buckets), reverse=True)
+    sizes = [(b.height * b.width, b.batch) for b in shapes]
+    assert sizes == [(576, 4), (512, 4), (384, 8), (384, 4)], "of equal pictures the larger batch"
     assert snapshot.head.policies.order == "largest_first"
 
 
