@@ -9,7 +9,8 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -609,13 +610,18 @@ def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
     start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another worker may have the units of both plans."""
+
+    @contextmanager
+    def engine(run: object) -> Iterator[stages.encode.Make]:
+        yield lambda todo, noun: stages.encode.Made(2, 3, {})
+
     picture(source / "new.png", 1)
+    monkeypatch.setitem(stages.encode.ENGINES, "local", engine)
     monkeypatch.setattr(
         stages.encode.planning, "retryable_from_another_item", lambda cache, recipe, work_of: work_of([])
     )
-    monkeypatch.setattr(stages.encode, "_encode_pictures", lambda *_: stages.encode.Made(2, 3, {}))
     done = stages.encode.run(start, data=str(source))
-    assert (done["images"], done["left"]) == (4, 6)
+    assert (done["captions"], done["images"], done["left"]) == (2, 4, 9)
 
 
 def test_non_finite_output_is_rejected_never_stored(
