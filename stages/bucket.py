@@ -295,7 +295,7 @@ def _publish(
     repeated = selection.repeated(made.joined, made.frame, inputs.records.latents)
     return {
         "snapshot": snapshot_id,
-        "unchanged": latest and snapshot_id is not None and snapshot_id == before,
+        "unchanged": snapshot_id is not None and snapshot_id == before,
         "name": name,
         "samples": head.samples,
         "repeated_pictures": repeated,

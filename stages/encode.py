@@ -548,7 +548,7 @@ def _encode(
             moved = planning.retryable_from_another_item(cache, run.latent, partial(work.of, run.latent.kind))
         if moved is not None:
             more = _encode_pictures(run, _plan_images(run, moved), missing, make)
-            pictures = replace(pictures, records=pictures.records + more.records)
+            pictures = replace(pictures, records=pictures.records + more.records, left=pictures.left + more.left)
     return {"images": pictures, "captions": captions}, idle
 
 

@@ -665,12 +665,13 @@ def test_batches_from_a_token_budget_and_a_table(root: Path) -> None:
 
 
 def test_the_largest_bucket_comes_first(root: Path) -> None:
-    of = config(root, "bucket.order=largest_first")
+    of = config(root, "bucket.order=largest_first", "bucket.batches={24x16: 8}")
     add(of, "one", pictures(40))
     snapshot = made(of)
     schedule = Planner(snapshot, seed=5, phase=0).schedule
     shapes = [snapshot.buckets[schedule.step(t).bucket] for t in range(4)]
-    assert [b.height * b.width for b in shapes] == sorted((b.height * b.width for b in snapshot.buckets), reverse=True)
+    sizes = [(b.height * b.width, b.batch) for b in shapes]
+    assert sizes == [(576, 4), (512, 4), (384, 8), (384, 4)], "of equal pictures the larger batch"
     assert snapshot.head.policies.order == "largest_first"
 
 
@@ -995,6 +996,28 @@ def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     add(other, "three", pictures(4, "x"))
     with pytest.raises(CacheError, match=naming("'one'", "'three'", "max_length")):
         stages.bucket.run(config(here, f"bucket.caches=[{other.cache}]"))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "vae.dtype=bf16",
+        "vae.tf32=true",
+        "vae.channels_last=true",
+        "vae.scaling_factor=0.5",
+        "text.dtype=bf16",
+        "text.recipe=nvlabs",
+        "text.max_length=200",
+        "text.instruction=Draw",
+        "data.background=[0, 0, 0]",
+        "encode.storage.latent=bf16-zstd",
+        "encode.storage.text=bf16-zstd",
+    ],
+)
+def test_a_setting_that_the_records_do_not_have_is_refused(root: Path, setting: str) -> None:
+    add(config(root), "one", pictures(4))
+    with pytest.raises(CacheError, match=naming(setting.partition("=")[0])):
+        stages.bucket.run(config(root, setting))
 
 
 def test_int8_records_with_other_scales_are_not_mixed(tmp_path: Path) -> None:

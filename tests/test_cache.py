@@ -600,5 +600,6 @@ def test_status_counts_what_is_made_and_how_fast(tmp_path: Path, monkeypatch: py
         assert store(*(age + other for age in (700.0, 700.0, 100.0, 50.0)))["rate"] == pytest.approx(0.2)
     assert store(640.0, 601.0, 600.5, 40.0)["rate"] == pytest.approx(20 / 561)
     stopped = [age + 3600 for age in (40.0, 30.0, 20.0, 10.0)]
-    for ages in ((601.0,) * 4, (601.0, 601.0, 0.9, 0.5), stopped):
+    ahead = [-3600.0 - age for age in (0.0, 10.0, 20.0, 30.0)]  # by a clock that is wrong by more than an hour
+    for ages in ((601.0,) * 4, (601.0, 601.0, 0.9, 0.5), stopped, ahead):
         assert (store(*ages)["rate"], store(*ages)["eta_s"]) == (0, None)

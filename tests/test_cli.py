@@ -183,6 +183,9 @@ def test_encode_takes_prompts_with_and_without_data(stage: Callable[..., Calls])
         [],
         ["--prompts", "p", "--rehash"],
         ["--prompts", "p", "--reassign", "l"],
+        ["--prompts", "p", "--shrink"],
+        ["--prompts", "p", "--format", "folder"],
+        ["--prompts", "p", "--source-name", "s"],
         ["--prompts", "p", "--data", "d", "--dry-run"],
     ],
 )

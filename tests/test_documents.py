@@ -176,6 +176,14 @@ def test_encode_and_bucket_put_right_what_they_meet(config: Config, photos: Path
     assert content(root) == whole
 
 
+def test_the_copy_of_a_lost_document_keeps_its_name(tmp_path: Path) -> None:
+    files, name = Files(tmp_path), Paths.numbered(Paths.names("latest"), 0)
+    assert files.put(name, layout.seal({"name": "latest", "snapshot": "a"}))
+    files.path(name).unlink()
+    assert not files.put(name, layout.seal({"name": "latest", "snapshot": "b"}))
+    assert files.document(name)["snapshot"] == "a"
+
+
 def test_a_cache_of_an_earlier_version_is_whole_and_gets_its_copies(config: Config, photos: Path) -> None:
     root = Path(config.cache)
     whole = content(root)

@@ -31,7 +31,7 @@ from pipeline.images import buckets
 from pipeline.snapshots import filters, join, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import ENCODE, EncodedRecords, Frame, Joined, Resolution, unjudged, usable
-from pipeline.sources import sidecars
+from pipeline.sources import sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import EXAMPLES, Kinds
@@ -128,6 +128,16 @@ def test_a_caption_file_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sidecars, "MAX_CAPTION_BYTES", 5)
     assert sidecars.read_sidecar("a.txt", b"12345") == "12345"
     assert isinstance(sidecars.read_sidecar("a.txt", b"123456"), sidecars.Reject)
+
+
+def test_a_caption_in_a_tar_that_is_too_large_is_refused_and_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sidecars, tars):
+        monkeypatch.setattr(module, "MAX_CAPTION_BYTES", 5)
+    members = [("0.png", b"p"), ("0.txt", "12345"), ("1.png", b"p"), ("1.txt", "123456")]
+    items, rejects = listed(opened(make_tar(tmp_path / "a.tar", members)))
+    assert list(items) == ["a.tar/0.png"] and list(rejects) == ["a.tar/1.png"]
 
 
 def test_a_last_member_that_ends_with_the_tar_is_whole(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -294,7 +295,8 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
     assert stages.encode.run(other, data=str(source))["images"] == 12
 
 
-def test_of_two_recipes_with_equal_values_the_fuller_one_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", [min, max])
+def test_of_two_recipes_with_equal_values_the_fuller_one_goes_on(tmp_path: Path, which: Callable[..., Any]) -> None:
     cache = Cache(tmp_path / "cache", create=True)
     recipe = layout.LatentRecipe(weights="w")
     assert cache.known(recipe) == recipe
@@ -302,7 +304,7 @@ def test_of_two_recipes_with_equal_values_the_fuller_one_goes_on(tmp_path: Path)
     for one in named:
         cache.add_recipe(one)
     cache.add_recipe(replace(recipe, weights="v", model="c/x"))
-    fuller = min(named, key=lambda one: one.name)
+    fuller = which(named, key=lambda one: one.name)
     table = pa.table({"key": pa.array([b"k" * 16], pa.binary(16))})
     with shard.ShardWriter(cache.files, fuller, "0" * 32) as writer:
         writer.add(b"k" * 16, np.zeros((2, 1, 1), np.uint16))
@@ -594,6 +596,32 @@ def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
     stages.bucket.run(start)
     assert len(Cache(start.cache).open_snapshot()) == 15
     assert stages.encode.run(start, data=str(source))["images"] == 0
+
+
+def test_claims_of_finished_units_are_swept(start: Config, source: Path) -> None:
+    cache = Cache(start.cache)
+    for recipe in (recipe.name for kind in ("latent", "text") for recipe in cache.recipes(kind)):
+        cache.files.put(layout.Paths.claim(recipe, 0, cache.plan(recipe, 0).units[0].unit), b"{}\n")
+    stages.encode.run(start, data=str(source))
+    assert not list(cache.files.walk("claims"))
+
+
+def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker may have the units of both plans."""
+
+    @contextmanager
+    def engine(run: object) -> Iterator[stages.encode.Make]:
+        yield lambda todo, noun: stages.encode.Made(2, 3, {})
+
+    picture(source / "new.png", 1)
+    monkeypatch.setitem(stages.encode.ENGINES, "local", engine)
+    monkeypatch.setattr(
+        stages.encode.planning, "retryable_from_another_item", lambda cache, recipe, work_of: work_of([])
+    )
+    done = stages.encode.run(start, data=str(source))
+    assert (done["captions"], done["images"], done["left"]) == (2, 4, 9)
 
 
 def test_non_finite_output_is_rejected_never_stored(

@@ -152,6 +152,57 @@ def test_a_process_with_other_settings_plans_itself(
         assert len(planned) == 2, setting
 
 
+def test_whatever_decides_a_plan_is_in_its_name(
+    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    asked: list[str] = []
+
+    def once(self: Fragments, identity: str, *args: Any) -> None:
+        asked.append(identity)
+        raise Asked
+
+    monkeypatch.setattr(Fragments, "once", once)
+    moves = tmp_path / "moves.csv"
+    moves.write_text("item,height,width\n0.webp,48,80\n")
+    plain: list[tuple[str, str | None]] = [("encode.workers=2", None), ("encode.claim_timeout_s=9", None)]
+    sizes = ("unit_images", "unit_mib", "unit_captions", "image_batch", "text_batch", "window")
+    others: list[tuple[str, str | None]] = [
+        *((f"encode.{name}=3", None) for name in sizes),
+        ("encode.max_shrink=0.3", None),
+        ("encode.max_reject_rate=0.3", None),
+        ("data.min_side=9", None),
+        ("encode.workers=2", str(moves)),
+    ]
+    for setting, reassign in plain + others:
+        with pytest.raises(Asked):
+            stages.encode.run(
+                make_config(tmp_path, setting),
+                data=str(pictures / "folder"),
+                reassign=reassign,
+                task_index=0,
+                task_count=2,
+            )
+    assert asked[0] == asked[1] and len(set(asked[1:])) == 1 + len(others)
+
+
+def test_what_another_process_found_unused_is_said(
+    pictures: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tars = Path(shutil.copytree(pictures / "tars", tmp_path / "tars"))
+    with tarfile.open(tars / "1.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo("notes.md"))
+    with planned_by_another(make_config(tmp_path), str(tars), monkeypatch):
+        stages.encode.run(make_config(tmp_path), data=str(tars), task_index=1, task_count=2)
+    assert capsys.readouterr().out.count(" members or captions of the source are not used") == 2
+
+
 def test_rejects_of_another_process_are_reported_alike(
     pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -536,6 +536,17 @@ def test_the_pieces_of_a_scan_that_goes_on_stay(young: str, cache: Cache) -> Non
     assert collect(cache) == sorted([*pieces["running"], young])
 
 
+def test_at_just_its_age_a_file_goes(cache: Cache) -> None:
+    names = {a_shard(cache), "fragments/ended/a.json", Paths.snapshot(unnamed(cache))}
+    cache.files.replace("fragments/ended/a.json", b"{}")
+    for name in names:
+        os.utime(cache.files.path(name), (1e6, 1e6))
+    assert not list(garbage.unneeded(cache, STALE_TMP_S, 1e6 + STALE_TMP_S - 1))
+    listed = list(garbage.unneeded(cache, STALE_TMP_S, 1e6 + STALE_TMP_S))
+    assert {name for name, _, _ in listed} == names
+    assert garbage.remove(cache, listed, STALE_TMP_S, 1e6 + STALE_TMP_S) == listed
+
+
 def test_a_long_name_can_be_discarded(tmp_path: Path) -> None:
     files, name = Files(tmp_path), f"fragments/{'é' * 100}/0.json"
     files.replace(name, b"{}")
@@ -873,6 +884,7 @@ def test_bucket_refuses_a_name_that_points_elsewhere(
     assert Cache.of(config).snapshot_of("old") == first
     with pytest.raises(UserError):
         stages.snapshots.name(config, first, "r1")
+    assert stages.snapshots.name(config, second, "latest") == 0, "it points there already"
 
 
 def test_a_name_is_forgotten_and_may_be_given_again(
@@ -906,7 +918,8 @@ def test_a_forgotten_source_is_in_no_new_snapshot(
     cache = Cache.of(config)
     before = stages.bucket.run(config, name="with")
     assert stages.forget.run(config, source="photos") == 0
-    assert "gc" in capsys.readouterr().out
+    count = len(list(garbage.unneeded(cache, 0)))
+    assert count and f"gc --yes may remove {count} files" in capsys.readouterr().out
     with pytest.raises(CacheError):
         stages.forget.run(config, source="photos")
     with pytest.raises(CacheError, match="no source"):

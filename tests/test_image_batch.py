@@ -182,3 +182,19 @@ def test_a_killed_run_and_a_process_with_other_memory_make_the_planned_bytes(
     assert units(killed) == units(whole)
     assert max(count for _, count in sizes) == 2
     assert shards(tmp_path / "killed") == shards(tmp_path / "whole")
+
+
+def test_a_batch_that_did_not_fit_is_not_tried_again_at_its_size() -> None:
+    tried: list[tuple[int, int]] = []
+
+    def encode(pictures: list[np.ndarray]) -> list[np.ndarray]:
+        tried.append((len(pictures[0]), len(pictures)))
+        if tried[-1] in ((8, 4), (8, 3)):
+            raise MemoryError
+        return pictures
+
+    limits = unit_records.Limits()
+    for side, count in ((8, 4), (8, 4), (4, 4), (8, 3)):
+        unit_records.encode_finite([np.zeros((side, side))] * count, encode, limits)
+    assert tried == [(8, 4), (8, 2), (8, 2), (8, 2), (8, 2), (4, 4), (8, 3), (8, 2), (8, 1)]
+    assert limits.halved == 3

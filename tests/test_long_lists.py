@@ -99,6 +99,31 @@ def test_a_document_is_published_in_pieces_with_its_copy_and_once(
     assert not list((tmp_path / "tmp").iterdir())
 
 
+def test_pieces_that_do_not_read_back_are_not_published(
+    small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, body = Files(tmp_path), documents(9)[PLAN]
+    monkeypatch.setattr("pipeline.cache.files.sync", lambda file: (file.seek(0), file.write(b"rot"), file.flush()))
+    with pytest.raises(IntegrityError):
+        files.put_long(PLAN, {**body, "units": long_lists.LongList(body["units"])})
+    assert not files.exists(PLAN)
+
+
+def test_who_copies_a_document_meanwhile_takes_nobodys_name(
+    small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may repair between the publication of a document and that of its copy."""
+    files, body, publish = Files(tmp_path), documents(9)[PLAN], Files.publish
+
+    def published(self: Files, temporary: Path, name: str) -> bool:
+        done = publish(self, temporary, name)
+        return done and (name != PLAN or copies.repair(files, name))
+
+    monkeypatch.setattr(Files, "publish", published)
+    assert files.put_long(PLAN, {**body, "units": long_lists.LongList(body["units"])})
+    assert copies.inspect(files, PLAN).whole
+
+
 def test_an_unreadable_piece_is_damage_and_the_copy_is_read(
     small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

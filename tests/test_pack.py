@@ -30,6 +30,7 @@ import stages.verify
 from pipeline.cache import audit, compare, index, layout
 from pipeline.cache.findings import packs
 from pipeline.cache.garbage import unneeded
+from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
 from pipeline.cache.status import status
@@ -257,6 +258,28 @@ def test_a_pack_whose_name_is_taken_leaves_nothing_to_be_finished(
     assert packs(cache) == [] and stages.status.run(config) == 0
     packed = stages.pack.run(config, name="mine", move=True)
     assert cache.snapshot_of("mine") == packed == stages.pack.run(config, cache.open_snapshot().id, name="mine")
+
+
+def test_packing_sweeps_claims_and_restores_copies(small_cache_copy: Path, make_config: Callable[..., Config]) -> None:
+    """What a killed process and a bad disk leave."""
+    config = make_config(small_cache_copy.parent)
+    cache = Cache(small_cache_copy)
+    source = cache.open_snapshot().id
+    stages.pack.run(config)
+    [name] = packs(cache)
+    cache.files.put(Paths.claim(name, 0, cache.plan(name, 0).units[0].unit), b"{}\n")
+    copy = cache.files.path(Paths.copy(Paths.numbered(Paths.plans(name), 0)))
+    copy.unlink()
+    stages.pack.run(config, source)
+    assert not cache.files.names(Paths.claims(name, 0)) and copy.exists()
+
+
+def test_the_longest_name_can_be_packed(small_cache_copy: Path, make_config: Callable[..., Config]) -> None:
+    config = make_config(small_cache_copy.parent)
+    cache = Cache(small_cache_copy)
+    cache.point("n" * 100, cache.open_snapshot().id)
+    packed = stages.pack.run(config, "n" * 100)
+    assert cache.snapshot_of("n" * 93 + ".packed") == packed
 
 
 # ---------------------------------------------------------------- training

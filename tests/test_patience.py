@@ -248,6 +248,40 @@ def test_what_may_pass_is_waited_for_and_nothing_else(error: Exception, passes: 
         assert answers == ["here"]
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_limit_of_this_machine_is_not_waited_for(number: int) -> None:
+    asked: list[int] = []
+
+    def ask() -> None:
+        asked.append(number)
+        raise RuntimeError("the driver failed") from OSError(number, os.strerror(number))
+
+    with pytest.raises(OSError, match=os.strerror(number)):
+        retrying.retry(ask, "s3://x", 10)
+    assert len(asked) == 1
+
+
+def test_who_is_known_to_exist_gets_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that refuses is there, and so is the file system of a file that could be opened."""
+    monkeypatch.setattr(retrying, "FIRST_S", 0.01)
+
+    def answers(error: Exception) -> Callable[[], str]:
+        left: list[Exception | str] = [error] * 4 + ["here"]
+
+        def ask() -> str:
+            answer = left.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return ask
+
+    assert retrying.retry(answers(Refused(503)), "s3://x", 60) == "here"
+    assert retrying.when_reachable(answers(OSError(errno.ESTALE, "stale")), "/mnt", 60) == "here"
+    with pytest.raises(retrying.NoAnswer):
+        retrying.retry(answers(ConnectionError("away")), "s3://y", 60)
+
+
 def test_a_store_that_refuses_to_be_tried_is_asked_once(
     s3_bucket: str, line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
 from benchmarks import large_cache
 from pipeline.cache.root import Cache
-from pipeline.encoding.fragments import Fragments, ScanSuperseded
+from pipeline.encoding.fragments import Fragments, Rows, ScanSuperseded
 from pipeline.errors import AwayError, IntegrityError, NoSpaceError, RejectRateError, UserError
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
@@ -262,6 +263,38 @@ def test_a_damaged_result_is_computed_again(cache: Cache) -> None:
     path = cache.root / "fragments/photos" / name
     path.write_bytes(path.read_bytes().replace(b"3", b"4"))
     assert second.once("id", lambda: {"items": 5}, refuse, 0) == {"items": 5}
+
+
+def rows(number: int, reject: str | None = None) -> Rows:
+    return Rows(pa.table({"item": [str(number)], "reject": pa.array([reject], pa.string())}), 0)
+
+
+def test_pieces_with_unreadable_rows_are_made_again_by_the_next_launch(cache: Cache) -> None:
+    pieces = {"0" * 32: rows(0, "unreadable: no answer"), "1" * 32: rows(1)}
+    fragments(cache).gather([*pieces], pieces.__getitem__, lambda *_: None, -1)
+    made: list[str] = []
+
+    def make(piece: str) -> Rows:
+        made.append(piece)
+        return rows(0)
+
+    fragments(cache).gather([*pieces], make, lambda *_: None, -1)
+    fragments(cache).gather([*pieces], lambda _: refuse(), lambda *_: None, -1)
+    assert made == ["0" * 32]
+
+
+def test_documents_of_pieces_go_before_the_tables_that_they_name(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = {f"{number:032x}": rows(number) for number in range(6)}
+    fragments(cache).gather([*pieces], pieces.__getitem__, lambda *_: None, -1)
+    removed, remove = list[str](), type(cache.files).remove
+
+    def noted(files: Any, name: str) -> None:
+        removed.append(name.rpartition(".")[2])
+        remove(files, name)
+
+    monkeypatch.setattr(type(cache.files), "remove", noted)
+    fragments(cache).finish()
+    assert removed == ["json"] * 6 + ["arrow"] * 6
 
 
 def test_nobody_plans_by_a_scan_that_is_not_the_newest(cache: Cache) -> None:

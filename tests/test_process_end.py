@@ -47,8 +47,14 @@ END
 """
 
 
+def buffered() -> dict[str, str]:
+    """The environment, without the variable that makes Python write at once."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 def child(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    start = [sys.executable, "-c", code]
+    return subprocess.run(start, capture_output=True, text=True, timeout=60, check=False, env=buffered())
 
 
 def test_a_native_thread_that_still_reads_changes_neither_output_nor_exit_code() -> None:
@@ -139,13 +145,19 @@ run_and_exit(main)
     assert ended.stdout.split("\n")[2] == "exit function"
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_line_without_an_end_is_written_too(stream: str) -> None:
+    main = f"lambda: sys.{stream}.write('half') and None"
+    ended = child(f"import sys\nfrom pipeline.processes import run_and_exit\nrun_and_exit({main})")
+    assert (ended.returncode, getattr(ended, stream)) == (0, "half")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_output_that_cannot_be_written_is_no_success() -> None:
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     for returned, code in ((None, processes.OUTPUT_LOST), (0, processes.OUTPUT_LOST), (5, 5)):
         main = f"from pipeline.processes import run_and_exit\nrun_and_exit(lambda: print('lost') or {returned})"
         with open("/dev/full", "w") as full:
-            ended = subprocess.run([sys.executable, "-c", main], stdout=full, timeout=60, check=False, env=buffered)
+            ended = subprocess.run([sys.executable, "-c", main], stdout=full, timeout=60, check=False, env=buffered())
         assert ended.returncode == code
 
 

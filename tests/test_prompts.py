@@ -109,8 +109,9 @@ def test_prompts_alone_are_encoded_once_and_without_the_vae(
 
     monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
     before = sorted(cache.root.rglob("*"))
+    cache.files.path(layout.Paths.copy(layout.Paths.recipe(recipe.name))).unlink()
     assert stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
-    assert sorted(cache.root.rglob("*")) == before, "nothing was appended"
+    assert sorted(cache.root.rglob("*")) == before, "nothing was appended, and the lost copy is back"
     assert stages.status.run(config) == 0 and stages.verify.run(config) == 0
 
 
@@ -344,10 +345,16 @@ def test_repair_lets_a_set_refer_to_the_records_that_were_made_again(
     after = prompts.open_prompts(Cache.of(config), None, before.recipe)
     assert after.id == before.id and after.places[1].shard != before.places[1].shard
     assert after.rows(1).any() and list(prompts.current(Cache.of(config))) == [after]
+    name = before.recipe.name
+    made = [one for plan in cache.plans(name) for one in index.commits(cache.files, name, plan.number)]
+    modes = {one.provenance.get("text_mode") for one in made}
+    assert len(cache.plans(name)) == 2 and len(modes) == 1 and None not in modes, "a later repair uses it"
 
 
 def test_a_set_whose_lost_shard_is_restored_is_right_again(
-    tiny: tuple[Cache, layout.TextRecipe, list[bytes]], monkeypatch: pytest.MonkeyPatch
+    tiny: tuple[Cache, layout.TextRecipe, list[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`encode` had made its record again; the first repair called the set damaged, without a fix."""
     cache, recipe, keys = tiny
@@ -374,4 +381,6 @@ def test_a_set_whose_lost_shard_is_restored_is_right_again(
 
     monkeypatch.setattr(Repairs, "unit", restored)
     assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 0
+    out = capsys.readouterr().out
+    assert f"{known.path}: restored" in out and "failed" not in out
     assert list(prompts.current(cache)) == [known]

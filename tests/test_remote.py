@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -134,12 +135,17 @@ def test_a_scan_transfers_a_tar_once(ranged_server: Server, data: Path) -> None:
     assert ranged_server.heads == 1
 
 
+@pytest.mark.parametrize("limit", ["SPOOL_BYTES", "free"])
 def test_a_tar_without_space_for_a_copy_is_read_by_ranges_or_not_at_all(
-    ranged_server: Server, plain_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch
+    limit: str, ranged_server: Server, plain_server: Server, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (data / "tars" / "s-0.tar").stat().st_size
     for space, read in ((size, COUNT // 2), (size - 1, 0)):
-        monkeypatch.setattr(remote, "SPOOL_BYTES", space)
+        if limit == "free":  # half of it may be used
+            disk = SimpleNamespace(free=2 * space)
+            monkeypatch.setattr(remote.shutil, "disk_usage", lambda folder, disk=disk: disk)
+        else:
+            monkeypatch.setattr(remote, "SPOOL_BYTES", space)
         assert len(content(opened(f"{ranged_server.url}/tars/s-0.tar"))) == COUNT // 2
         items = list(opened(f"{plain_server.url}/tars/s-0.tar").items())
         assert sum(isinstance(item, Item) for item in items) == read

@@ -134,6 +134,15 @@ def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache,
     assert not list(audit.verify_contents(Cache(cache.root))), "nobody needs the snapshot or its shard"
 
 
+def test_damaged_records_that_nobody_needs_are_no_finding(cache: Cache) -> None:
+    _, rows, commit = latents(cache)
+    healed(cache, commit, lambda path: flip(path, rows[0]["offset"]))
+    for name in (cache.root / "names").rglob("*.json"):
+        name.unlink()
+        (cache.root / Paths.copy(name.relative_to(cache.root).as_posix())).unlink()
+    assert not list(audit.verify_contents(Cache(cache.root)))
+
+
 def test_a_snapshot_refers_to_latents_captions_and_the_null_record(cache: Cache) -> None:
     snapshot = cache.open_snapshot()
     sample = snapshot.sample(0)
@@ -293,10 +302,14 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
     assert verified() == (0, [])
 
 
-def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(cache: Cache, verified: Callable[..., Any]) -> None:
+def test_a_damaged_chunk_of_a_snapshot_is_for_bucket(
+    cache: Cache, verified: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(cache.root / Paths.table(cache.open_snapshot().head.chunks[0].names, "arrow"), 100)
     code, result = verified()
     assert code == 4 and {fix for _, fix, _ in result} == {BUCKET}
+    assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 4
+    assert f"read: {len(result)} damaged" in capsys.readouterr().out, "each once"
 
 
 # ---------------------------------------------------------------- real encoders

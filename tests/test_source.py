@@ -172,10 +172,12 @@ def test_metadata(tmp_path: Path, kind: str) -> None:
 
 def test_both_kinds_of_caption_are_candidates(tmp_path: Path) -> None:
     put(tmp_path, a_dot_png=b"", a_dot_txt="from the file", b_dot_png=b"", b_dot_txt="same")
+    put(tmp_path, c_dot_png=b"", c_dot_json='{"text": "from the object", "n": 1}')
     write(
         tmp_path,
         "metadata.jsonl",
         rows(
+            {"file_name": "c.png", "text": "from the row", "n": 2, "m": 3},
             {"file_name": "a.png", "text": "from the row", "n": 1},
             {"file_name": "a.png", "text": "from another row", "n": 2, "m": 3},
             {"file_name": "b.png", "text": " same "},
@@ -186,6 +188,8 @@ def test_both_kinds_of_caption_are_candidates(tmp_path: Path) -> None:
     assert captions(items["a.png"]) == ["from the file", "from the row", "from another row"]
     assert items["a.png"].meta == {"n": 1, "m": 3}
     assert captions(items["b.png"]) == ["same"]
+    assert captions(items["c.png"]) == ["from the object", "from the row"]
+    assert items["c.png"].meta == {"n": 1, "m": 3}, "objects come before rows"
 
 
 def test_the_caption_column_is_configured(tmp_path: Path) -> None:

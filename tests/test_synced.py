@@ -4,14 +4,18 @@ stands for less."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import stages.encode
 from pipeline.cache import files as cache_files
 from pipeline.cache import local_files, long_lists
+from pipeline.cache.files import Files
+from pipeline.cache.layout import Paths
 from tests.support import tiny_cache
 from tests.support.packed import pack
 from tests.support.runs import fit_tiny
@@ -73,6 +77,17 @@ def test_everything_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypa
     assert {"shards", "tables", "plans", "units", "segments", "snapshots", "recipes", "copies"} <= disk.named.keys()
 
 
+def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(
+    small_cache_copy: Path, photos: Path, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(photos, tmp_path / "photos"))
+    (source / "broken.png").write_bytes(b"no picture")
+    (source / "broken.txt").write_text("a caption")
+    disk = Disk(small_cache_copy, monkeypatch)
+    assert stages.encode.run(make_config(tmp_path), data=str(source))["rejects"] == 1
+    assert disk.named["reports"] and not disk.unsynced
+
+
 @pytest.mark.parametrize(
     ("helper", "lost"),
     [("write_synced", {"recipes", "tables", "claims"}), ("sync", {"plans", "tables"})],
@@ -94,6 +109,16 @@ def test_the_files_of_a_run_are_on_the_disk_before_they_have_a_name(
     fit_tiny(tiny_run.config(tmp_path / "run", steps=1), begin=tmp_path / "first")
     assert not disk.unsynced
     assert {"config.yaml", "from.json", "checkpoints"} <= disk.named.keys()
+
+
+def test_a_damaged_file_is_replaced_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(tmp_path)
+    path = tmp_path / Paths.table(files.put_content(b"data", "tables", "npy"), "npy")
+    path.write_bytes(b"rot")
+    synced: list[tuple[Path, bytes]] = []
+    monkeypatch.setattr("pipeline.cache.files.sync_path", lambda what: synced.append((what, path.read_bytes())))
+    files.put_content(b"data", "tables", "npy")
+    assert synced == [(path.parent, b"data")]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
