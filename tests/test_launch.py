@@ -78,7 +78,8 @@ def test_slurm() -> None:
     assert launch.rendezvous.startswith("tcp://gpu07:")
     others = detect({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert others.rendezvous == launch.rendezvous, "the tasks of a step must meet at one place"
-    assert detect({**SLURM, "SLURM_JOB_ID": "78"}).rendezvous != launch.rendezvous
+    for other in ({"SLURM_JOB_ID": "78"}, {"SLURM_STEP_ID": "1"}):
+        assert detect({**SLURM, **other}).rendezvous != launch.rendezvous
     assert detect({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}).rendezvous == "tcp://x:9"
 
 

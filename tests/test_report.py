@@ -463,6 +463,12 @@ def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, 
         assert entry["reason"] in shown
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(made: Made, run_copy: Path, tmp_path: Path) -> None:
+    report.run(made.config, tmp_path / "report.html", run=made.root / "run", compare=run_copy)
+    shown = checked(tmp_path / "report.html").shown
+    assert all(f"{folder}: from " in shown for folder in (made.root / "run", run_copy))
+
+
 def test_a_thumbnail_is_never_larger_than_its_picture(made: Made) -> None:
     photos = Photos(made.config, Cache.of(made.config))
     sizes = [
