@@ -431,6 +431,18 @@ def test_layouts_multiply_to_the_gpus_and_divide_the_model() -> None:
     assert len(set(listed)) == len(listed) > 8
 
 
+def test_each_change_of_the_result_must_be_worth_five_per_cent() -> None:
+    plain = TrainConfig.model_validate(COMPUTE)
+    changes = ({"precision": "bf16_pure"}, {"activation_compression": "int8"}, {"optim": {"name": "came"}})
+    others = [TrainConfig.model_validate({**COMPUTE, **change}) for change in changes]
+    for speed, first in ((105, plain), (106, None)):
+        for other in others:
+            pieces: Any = SimpleNamespace(train=plain, data=None, machine=None)
+            offered = [search.Candidate(each, ALONE, 1e9, 1.0, n) for each, n in ((other, speed), (plain, 100))]
+            _, ranked, _ = search._verified(pieces, offered, (), 0)
+            assert ranked[0].train is (first or other)
+
+
 @pytest.mark.slow
 def test_replicas_on_several_nodes_sum_over_the_network() -> None:
     """A group of 8 replicas, each of 8 GPUs of a node, crosses nodes although it is no larger than a node."""
