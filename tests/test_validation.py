@@ -237,14 +237,17 @@ def interrupted_task(config: Config, at: int, action: Callable[[], None]) -> Tra
     return replace(task, validation=lambda layout: Parts())
 
 
-def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", 4, every=2)
-    report = run(config, task=interrupted_task(config, 1, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+@pytest.mark.parametrize(("ema", "at"), [(None, 1), ({"decay": 0.5}, 3)], ids=["weights", "averages"])
+def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(
+    ema: dict[str, Any] | None, at: int, tmp_path: Path
+) -> None:
+    config = settings(tmp_path / "run", 4, every=2, ema=ema)
+    report = run(config, task=interrupted_task(config, at, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert (report.step, report.stopped_by) == (2, "SIGTERM")
     assert report.checkpoint == tmp_path / "run/checkpoints/step-00000002"
     assert list(values(config)) == [0]
     run(config, resume="auto")
-    whole = settings(tmp_path / "whole", 4, every=2)
+    whole = settings(tmp_path / "whole", 4, every=2, ema=ema)
     run(whole)
     assert values(config) == values(whole)
 
