@@ -204,6 +204,21 @@ def test_watch_takes_the_options_that_it_reads(stage: Callable[..., Calls]) -> N
     assert end("sample", "--once") == 2 and len(calls) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--no-probe"],
+        ["--write", "fitted.yaml"],
+        ["--search", "--price", "2"],
+        *(["--calibrate", *more] for more in (["--gpus", "2"], ["--nodes", "2"], ["--price", "2"], ["--search"])),
+    ],
+)
+def test_no_option_of_plan_is_ignored(words: list[str], stage: Callable[..., Calls]) -> None:
+    calls = stage("plan")
+    assert end("plan", *words) == 2
+    assert not calls
+
+
 def test_prompts_are_drawn_instead_of_captions(stage: Callable[..., Calls]) -> None:
     calls = stage("sample", function="run_prompts")
     words = ["sample", "--prompt", "a cat", "--prompt", "a dog"]

@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -204,6 +204,9 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
     assert (
         export.call_arguments(big, with_sample_size(document.architecture, 128), 8)["use_resolution_binning"] == "False"
     )
+    square = changed(big, tmp_path, "data.buckets=[[1024, 1024]]")
+    shape = with_sample_size(document.architecture, 32)
+    assert export.call_arguments(square, shape, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
     raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
     assert export.call_arguments(raw, with_sample_size(document.architecture, 32), 32)["max_sequence_length"] == "200"
     printed = export.readme(raw, with_sample_size(document.architecture, 32), 32, document)
@@ -235,10 +238,59 @@ def test_another_configuration_than_the_checkpoints_is_refused(trained: Trained,
         ("text.instruction=''", "text.instruction"),
         ("data.resolution=128", "data.resolution"),
         ("text.max_length=77", "text.max_length"),
+        ("vae.scaling_factor=0.5", "vae.scaling_factor"),
     ):
         with pytest.raises(ConfigError, match=naming(name)):
             export.run(changed(trained.config, tmp_path, override), "auto", tmp_path / "export")
     assert not (tmp_path / "export").exists()
+
+
+def test_the_scaling_factor_of_the_training_goes_with_the_vae(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_check_same", lambda *_: None)  # the checkpoint was trained with the VAE's own
+    out = export.run(changed(trained.config, tmp_path, "vae.scaling_factor=0.25"), "auto", tmp_path / "export")
+    own, copied = (
+        json.loads((folder / "vae/config.json").read_text()) for folder in (Path(trained.config.vae.id), out)
+    )
+    assert copied == {**own, "scaling_factor": 0.25} != own
+
+
+def test_a_checkpoint_of_a_phase_is_read_with_the_options_of_its_phase(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase = "{name: run, snapshot: latest, set: {train.flow.shift: 3.0}}"
+    config = changed(
+        trained.config, tmp_path, f"train.output={trained.root}", "train.flow.shift=4.0", f"phases=[{phase}]"
+    )
+    export.run(config, "auto", tmp_path / "export", form="nvlabs")
+    shifts: list[float] = []
+
+    def seen(config: Config, *_: Any) -> Any:
+        shifts.append(config.train.flow.shift)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drawing, "draw_for", seen)
+    monkeypatch.setattr(decoder, "encode_prompts", seen)
+    with pytest.raises(KeyboardInterrupt):
+        sample.run(config, "auto", None, tmp_path / "samples")
+    with pytest.raises(KeyboardInterrupt):
+        sample.run_prompts(config, "auto", ["a cube"], tmp_path / "samples")
+    assert shifts == [3.0, 3.0]
+
+
+def test_an_export_is_on_the_disk_before_it_takes_its_name(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, synced = tmp_path / "export", set[Path]()
+
+    def sync(path: Path) -> None:
+        assert not out.exists()
+        synced.add(path.relative_to(tmp_path / ".export.partial"))
+
+    monkeypatch.setattr(export, "sync_path", sync)
+    export.run(trained.config, "auto", out, form="nvlabs")
+    assert synced == {path.relative_to(out) for path in (out, *out.rglob("*"))}
 
 
 def test_encoders_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) -> None:
@@ -489,6 +541,31 @@ def test_prompts_of_another_text_recipe_or_size_are_refused(trained: Trained, tm
         sample.run_prompts(config, "auto", PROMPTS, tmp_path / "samples", height=60)
     assert refused.value.fix == "--height 64"
     assert not list((tmp_path / "samples").iterdir())
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_how_the_cache_stores_text_is_no_other_text_recipe(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are stored in bf16, whatever the samples were."""
+    head = Cache(trained.config.cache).open_snapshot().head
+    recipes = head.latent, replace(head.text, storage="int8")
+    monkeypatch.setattr(sample, "_recipes_of", lambda *_: recipes)
+    sample.run_prompts(trained.config, "auto", PROMPTS[:1], tmp_path / "samples")
+    assert (tmp_path / "samples" / "0000.png").exists()
+
+
+def test_captions_of_other_encoders_are_refused(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture, weights = checkpoints.load_model_state(trained.checkpoint)
+    monkeypatch.setattr(drawing, "draw_for", lambda *args: pytest.fail("drew"))
+    others = {"in_channels": {"in_channels": 7, "out_channels": 7}, "caption_channels": {"caption_channels": 7}}
+    for field, change in others.items():
+        other = replace(architecture, **change)
+        monkeypatch.setattr(checkpoints, "load_model_state", lambda *_, other=other, **__: (other, weights))
+        with pytest.raises(ConfigError, match=naming(field, "7", "--snapshot")):
+            sample.run(trained.config, "auto", None, tmp_path / "samples")
 
 
 @pytest.mark.usefixtures("in_this_process")

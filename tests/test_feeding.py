@@ -8,6 +8,7 @@ import shlex
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,15 @@ def test_the_share_is_that_of_the_window_and_the_limit_itself_ends_nothing(monke
 
 
 # ------------------------------------------------------------------------------------------------------ processes
+
+
+def test_a_process_is_waited_for_as_long_as_it_may_wait_for_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(feeding.dist, "new_group", lambda **options: made.append(options))
+    config = tiny_run.config(parallel={"timeout_s": 60}).model_copy(update={"patience_s": 300.0})
+    feeding.Feed(iter(()), lambda: 0, config, print)
+    assert made == [{"backend": "gloo", "timeout": timedelta(seconds=360)}]
 
 
 @pytest.mark.dist

@@ -31,6 +31,7 @@ from pipeline.launch import (
 )
 from pipeline.parallel import collectives, mesh
 from pipeline.training import metrics
+from pipeline.training.checks import check_inputs
 from pipeline.training.trainer import fit
 from stages import sample
 from tests.support.messages import naming
@@ -77,7 +78,8 @@ def test_slurm() -> None:
     assert launch.rendezvous.startswith("tcp://gpu07:")
     others = detect({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert others.rendezvous == launch.rendezvous, "the tasks of a step must meet at one place"
-    assert detect({**SLURM, "SLURM_JOB_ID": "78"}).rendezvous != launch.rendezvous
+    for other in ({"SLURM_JOB_ID": "78"}, {"SLURM_STEP_ID": "1"}):
+        assert detect({**SLURM, **other}).rendezvous != launch.rendezvous
     assert detect({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}).rendezvous == "tcp://x:9"
 
 
@@ -255,6 +257,23 @@ def test_accelerate_and_copies_of_the_model() -> None:
     check_accelerate(train, launch, by_rows, sizes={"dp_replicate": 1, "dp_shard": 2, "tp": 1, "cp": 2})
     with pytest.raises(UserError, match=r"PARALLELISM_CONFIG_CP_SIZE=2, .* 1"):
         check_accelerate(train, launch, by_rows, sizes={"dp_replicate": 1, "dp_shard": 4, "tp": 1})
+
+
+def test_a_training_asks_both_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas are no contradiction of NO_SHARD, by the sizes that follow from the configuration."""
+    settings = tiny_run.config(tmp_path / "run", parallel={"dp_replicate": 2, "dp_shard": 1})
+    task, two = tiny_run.task(settings), Launch(world=2, local_world=2)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
+    check_inputs(settings, task, two, print)
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+    with pytest.raises(UserError, match=r"FULL_SHARD.*dp_replicate"):
+        check_inputs(settings, task, two, print)
+    monkeypatch.delenv("FSDP_SHARDING_STRATEGY")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(UserError, match="--resume auto"):
+        check_inputs(settings, task, two, print)
 
 
 def test_cpu_of_accelerate_against_a_gpu_of_the_configuration() -> None:

@@ -295,6 +295,18 @@ def test_noise_belongs_to_seed_step_and_parameter() -> None:
     assert drawn(1, 2, 1) == every[-1]
 
 
+def test_a_run_rounds_with_its_own_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, original = list[Any](), optimizers.build
+
+    def recorded(*args: Any, **options: Any) -> torch.optim.Optimizer:
+        built.append(original(*args, **options))
+        return built[-1]
+
+    monkeypatch.setattr(optimizers, "build", recorded)
+    _fit(tiny_run.config(tmp_path / "run", layers=1, steps=1, precision="bf16_pure", seed=7))
+    assert [each.noise.seed for each in built] == [7]
+
+
 @pytest.mark.parametrize("name", first_quick("adamw", "came", "adamw8bit"))
 def test_small_updates_of_bf16_weights_are_not_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 steps of 2e-6 of the weight each: rounded to nearest, nothing would ever move."""

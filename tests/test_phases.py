@@ -108,7 +108,7 @@ def test_interrupted_after_a_beginning_and_resumed_is_uninterrupted(first: Path,
 
     train(settings("whole"), begin=step(first, 4))
     with pytest.raises(KeyboardInterrupt):
-        train(settings("parts"), begin=step(first, 4), touch=dies_at(1))
+        train(settings("parts"), begin=os.path.relpath(step(first, 4)), touch=dies_at(1))
     assert json.loads((tmp_path / "parts/from.json").read_text())["checkpoint"] == str(step(first, 4))
     printed: list[str] = []
     with pytest.raises(KeyboardInterrupt):
@@ -506,10 +506,14 @@ def test_a_phase_tells_what_the_one_before_was_validated_on_from_what_is_new(
     kept = checkpoint.read_document(report.checkpoint).config["train"]["validation"]
     assert (kept["snapshot"], kept["old"]) == (ids[1], ids[0])
 
+    cache, kept_names = Cache(tmp_path / "cache"), {f"trained-{each[:16]}" for each in ids}
+    for each in kept_names:
+        cache.forget_name(each)
     shutil.rmtree(step(tmp_path / "run/b", 4))  # resumed in the middle: the same samples are old
     run_phases(rounds(a, {**b, "set": {"train.validation": validation, "train.save_every": 2}}), resume="auto")
     again = metrics.read_events(tmp_path / "run/b/metrics.jsonl").get("validation", [])[-1]
     assert again["by_age"] == pytest.approx(ages, rel=1e-6)
+    assert kept_names <= set(cache.snapshot_names()), "gc leaves old and new samples"
     _, printed = run_phases(rounds(a, b), resume="auto")
     assert not any(line.startswith("note: phase b") and "old" in line for line in printed)
 

@@ -134,6 +134,14 @@ def test_a_small_run_on_a_cpu_predicts_nothing(words: list[str], monkeypatch: py
     assert not any("predict" in line for line in printed)
 
 
+def test_what_was_calibrated_is_a_whole_cpu(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that share it have parts of its speed."""
+    monkeypatch.setattr(calibration, "find", lambda card, train: pytest.fail("looked for a calibration"))
+    config = settings(words)
+    data, two = Data.of(config), Launch(world=2, local_world=2)
+    assert expect.expect(config, lambda: predict.architecture(config, data), data, CPU, two, print) is None
+
+
 @pytest.mark.parametrize("where", ["predict", "compare"])
 def test_a_prediction_that_fails_ends_no_run(words: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> Any:

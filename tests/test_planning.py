@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pipeline.cli import main
-from pipeline.config import SHIPPED, TrainConfig, load
+from pipeline.config import SHIPPED, OptimConfig, TrainConfig, load
 from pipeline.errors import ConfigError, UserError
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
@@ -21,6 +24,7 @@ from pipeline.planning.calibration import made_up_batch
 from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import Shape, Traced, block_numbers, trace
+from stages import plan
 from tests.support.forked import Forked, succeed
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 from tests.support.parameters import first_quick
@@ -320,6 +324,76 @@ def test_no_snapshot_names_those_that_exist(tmp_path: Any, capsys: pytest.Captur
     assert code in (2, 3)
 
 
+def test_cost_is_that_of_all_gpus() -> None:
+    """A step of a second on 8 GPUs, at 2 an hour each."""
+    time = Time({"matmul": 0.5, "kernels": 0.1}, {}, 0.1, 0.3, 64, 8e14, 8e15, 8, 6400)
+    assert (time.step, time.images_per_s, time.mfu) == pytest.approx((1.0, 64.0, 0.1))
+    values = time.as_dict(2.0)
+    hours = 100 / 3600
+    assert [values[f"epoch_{name}"] for name in ("hours", "gpu_hours", "cost")] == pytest.approx(
+        [hours, 8 * hours, 16 * hours]
+    )
+    prediction: Any = SimpleNamespace(machine=Machine(cards.card("h100"), 80 << 30, 8))
+    assert plan.time_lines(time, prediction, 2.0)[-1].endswith("1m40s, 0.2222 GPU-hours, cost 0.4444")
+    assert plan.time_lines(replace(time, epoch_samples=None), prediction, 2.0)[-1].endswith("GPU-hours, cost 69.44")
+
+
+def test_the_cost_of_encoding_is_that_of_all_devices_and_its_time_is_shared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hours = {"device": "cpu", "probed_images": 1, "probed_captions": 1, "decode_bound": False}
+    hours |= {"latents_hours": 8.0, "text_hours": None, "text_exact_hours": 2.0}
+    work = SimpleNamespace(images=1, texts=1, items=1, usable=1)
+    found = SimpleNamespace(source=SimpleNamespace(name="a"), work=work, by_storage=dict, hours=lambda: hours)
+    monkeypatch.setattr(plan.surveying, "survey", lambda *_: found)
+    assert plan.encode(load("tiny"), "a", gpus=4, price=3.0) == 0
+    latents, text, exact = capsys.readouterr().out.splitlines()[-3:]
+    assert latents.endswith("8 device-hours, 2h00m on 4, cost 24") and "unknown" in text
+    assert exact.endswith("2 device-hours, 30m00s on 4, cost 6")
+
+
+def test_processes_of_a_node_share_half_of_its_main_memory() -> None:
+    machine = plan.machine_of(plan.Options(gpu="cpu", gpus=4, nodes=2))
+    assert machine.memory == cards.processor().memory // 4
+    assert plan.machine_of(plan.Options(gpu="h100", gpus=4, nodes=2)).memory == cards.card("h100").memory
+
+
+def test_the_worst_bucket_has_the_most_tokens_of_a_forward_pass() -> None:
+    data = Data({(64, 64): 64, (128, 128): 8}, None, 32)
+    assert data.worst(1, 4) == ((128, 128), 8)
+    assert data.worst(1, 64) == ((64, 64), 64)
+
+
+def test_several_processes_have_buffers_to_communicate() -> None:
+    alone, two = (predict.with_overheads({"parameters": 1e9, "activations": 1e8}, Layout(1, 1, n, 1)) for n in (1, 2))
+    assert alone["context"] == predict.CONTEXT and two["context"] == predict.CONTEXT + predict.NCCL
+    assert alone["fragmentation"] == two["fragmentation"] == pytest.approx(predict.FRAGMENTATION * 1e8)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_microbatches() -> None:
+    train = TrainConfig.model_validate({**COMPUTE, "microbatch": 1})
+    data, machine = Data({(384, 384): 8}, None, 32, text_width=64), Machine(cards.card("h100"), 80 << 30, 1)
+    prediction = predict.predict(train, NARROW, data, machine)
+    alone, piped = (Time.of(replace(prediction, layout=Layout(pp, 1, 1, 1)), data) for pp in (1, 4))
+    assert alone.bubble == 0 and piped.bubble == pytest.approx(sum(piped.kernels.values()) * 3 / 8)
+
+
+def test_what_the_search_has_chosen_is_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another optimizer has its own defaults, and sizes that were auto are given now."""
+    config = load("tiny", ["train.parallel=auto", "train.optim.betas=[0.8, 0.9]"])
+    tree = config.train.model_dump() | {"optim": {"name": "came", "clip": None}, "parallel": {"dp_shard": 2}}
+    best = search.Candidate(TrainConfig.model_validate(tree), Layout(1, 1, 2, 1), 1e9, 1.0, 8)
+    monkeypatch.setattr(plan.searching, "search", lambda *_, **__: [best])
+    file = tmp_path / "fitted.yaml"
+    assert plan.run(config, plan.Options(gpus=2, gpu="3090", search=True, write=str(file))) == 0
+    written = load(file).train
+    assert (written.optim.name, written.optim.betas) == ("came", OptimConfig(name="came").betas)
+    assert written.parallel.sizes == "given" and written.parallel.dp_shard == 2
+    assert "came instead of adamw" in capsys.readouterr().out
+
+
 def test_memory_sizes() -> None:
     assert cards.memory_of("24GiB") == cards.memory_of("24") == 24 * 2**30
     assert cards.memory_of("80GB") == 80 * 10**9
@@ -355,6 +429,18 @@ def test_layouts_multiply_to_the_gpus_and_divide_the_model() -> None:
     assert {layout.world for layout in listed} == {8}
     assert {layout.tp for layout in listed} == {1, 2}
     assert len(set(listed)) == len(listed) > 8
+
+
+def test_each_change_of_the_result_must_be_worth_five_per_cent() -> None:
+    plain = TrainConfig.model_validate(COMPUTE)
+    changes = ({"precision": "bf16_pure"}, {"activation_compression": "int8"}, {"optim": {"name": "came"}})
+    others = [TrainConfig.model_validate({**COMPUTE, **change}) for change in changes]
+    for speed, first in ((105, plain), (106, None)):
+        for other in others:
+            pieces: Any = SimpleNamespace(train=plain, data=None, machine=None)
+            offered = [search.Candidate(each, ALONE, 1e9, 1.0, n) for each, n in ((other, speed), (plain, 100))]
+            _, ranked, _ = search._verified(pieces, offered, (), 0)
+            assert ranked[0].train is (first or other)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ from pipeline.errors import CacheError, UserError
 from pipeline.models import tiny
 from pipeline.reporting import data_figures, run_figures, sample_view
 from pipeline.reporting.figures import collect
+from pipeline.reporting.photos import Photos
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
 from tests.support import drawings, tiny_cache
@@ -148,6 +150,7 @@ def test_the_numbers_of_a_snapshot_are_those_that_bucket_printed(made: Made) -> 
     assert set(data["names"]) >= {"round2", "latest"}
     crop = data["crop"]
     assert sum(crop["samples"]) == data["samples"] and crop["largest"] > crop["mean"] > 0
+    assert crop["enlarged"] == 0, "all have at least the size of their bucket"
     assert data["duplicates"]["pictures"] == {"entries": 8, "distinct": 7, "repeated": 2, "most": 2}
     assert data["duplicates"]["captions"]["repeated"] == 2
 
@@ -160,6 +163,7 @@ def test_caption_lengths_and_bytes_are_those_of_the_records(made: Made) -> None:
     assert captions["by_tokens"] == np.bincount(rows, minlength=captions["max_length"] + 1).tolist()
     assert captions["mean_tokens"] == pytest.approx(np.mean(rows))
     assert captions["p50"] == sorted(rows)[(len(rows) - 1) // 2]
+    assert captions["p95"] == sorted(rows)[math.ceil(0.95 * len(rows)) - 1]
     assert captions["at_max_length"] == 1 and captions["share_at_max_length"] == pytest.approx(1 / len(rows))
     storage = data_figures.snapshot_figures(cache, snapshot)["storage"]
     assert storage["text"]["payload"] == sum(rows) * snapshot.text_recipe.width * 2
@@ -191,6 +195,10 @@ def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> N
     assert (new["earlier"], new["new"], new["old"], new["removed"]) == (made.reports["round1"]["snapshot"], 1, 7, 0)
     assert new["sources"] == {"photos": {"new": 1, "old": 7}}
     assert sum(row["new"] for row in new["buckets"]) == 1
+    snapshot = Cache.of(made.config).open_snapshot()
+    tokens = {snapshot.source_item(row)[1]: snapshot.caption_rows(row)[0][0] for row in range(len(snapshot))}
+    of_new = tokens.pop("new.png")
+    assert new["mean_tokens"] == {"new": of_new, "old": pytest.approx(np.mean([*tokens.values()]))}
     figures = collect(made.config, snapshot="round1")[0]
     assert figures["snapshot"]["new"] is None and "new" in figures["missing"]
 
@@ -234,18 +242,19 @@ def test_the_numbers_of_a_run_are_those_of_its_journal(made: Made, run_copy: Pat
 def test_rows_of_an_attempt_that_was_taken_back_do_not_count(tmp_path: Path) -> None:
     folder = journal(
         tmp_path / "run",
-        {"event": "start", "step": 0, "snapshot": "a"},
+        {"event": "start", "step": 0, "snapshot": "a", "processes": 1},
         {"step": 1, "loss": 1.0},
         validation(1, 1.0),
         {"step": 2, "loss": 9.0},
         validation(2, 9.0),
         "[1]\n5\n\n",
-        {"event": "start", "step": 1, "snapshot": "a"},
+        {"event": "start", "step": 1, "snapshot": "a", "processes": 2},
         {"step": 2, "loss": 3.0},
         '{"step": 3, "loss": Infin',
     )
     [part] = run_figures.run_figures(folder)["parts"]
     assert part["curves"]["loss"]["value"] == [1.0, 3.0] and part["attempts"] == 2
+    assert part["processes"] == 2, "of the last attempt"
     assert part["validation"]["loss"] == {"step": [1], "value": [1.0]}
     assert [row["loss"] for row in metrics.read(folder / "metrics.jsonl")] == [1.0, 3.0], "no rows of validations"
 
@@ -410,6 +419,7 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
             for step in (1, 2, 3):
                 file.write(json.dumps(validation(step, 2.0 / step + i)) + "\n")
                 row = {"step": step, "loss": 1.0 / step, "memory_gib": 7.5, "reserved_gib": 8.0, "data_wait": 0.01}
+                row |= {"mfu": 0.25}
                 file.write(json.dumps({**row, "images_per_s": 10.0, "lr": 1e-4, "grad_norm": 0.5}) + "\n")
         (folder / "summary.json").write_text(json.dumps({"name": name, "steps": 3, "validation": {"new": 0.25}}))
         plan = {"kinds": {"weights": 3 << 30}, "total": 5 << 30, "memory": 24 << 30}
@@ -447,8 +457,25 @@ def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, 
     losses = [row["loss"] for row in metrics.read(made.root / "run" / "metrics.jsonl")]
     first, last, low, high = (f"{value:.4g}" for value in (losses[0], losses[-1], min(losses), max(losses)))
     assert f"run: from {first} to {last}, lowest {low}, highest {high}" in shown, "the description of the plot"
+    for percent in (25, 1):  # MFU and data wait
+        assert f"first: from {percent} to {percent}, lowest {percent}, highest {percent}" in shown
     for entry in data["left_out"]:
         assert entry["reason"] in shown
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(made: Made, run_copy: Path, tmp_path: Path) -> None:
+    report.run(made.config, tmp_path / "report.html", run=made.root / "run", compare=run_copy)
+    shown = checked(tmp_path / "report.html").shown
+    assert all(f"{folder}: from " in shown for folder in (made.root / "run", run_copy))
+
+
+def test_a_thumbnail_is_never_larger_than_its_picture(made: Made) -> None:
+    photos = Photos(made.config, Cache.of(made.config))
+    sizes = [
+        each and each.size
+        for each in (photos.thumbnail("photos", "small.png"), photos.thumbnail("photos", "5.png", 36))
+    ]
+    assert sizes == [(32, 32), (32, 36)]
 
 
 def test_rejects_are_shown_where_they_can_still_be_read(made: Made, whole: Path) -> None:

@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline import retrying
 from pipeline.cache.root import Cache
 from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, TrainConfig, written
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
-from pipeline.loader.loader import Batch
+from pipeline.loader.loader import Batch, LoaderSettings
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
@@ -115,6 +116,8 @@ def test_under_nvlabs_recipe_everything_decays() -> None:
         ({"scale_lr": "sqrt", "warmup_steps": 0}, 250, []),
         ({"lr": 2e-5, "warmup_steps": 0}, 250, [("is 2e-05", "below 5e-05", "lr=0.0001", "10,000 steps")]),
         ({"lr": 2e-5, "warmup_steps": 126}, 250, [("warmup_steps = 126",), ("is 2e-05",)]),
+        ({"schedule": "wsd", "warmup_steps": 50, "decay_steps": 200}, 250, []),
+        ({"schedule": "wsd", "warmup_steps": 50, "decay_steps": 201}, 250, [("decay_steps = 201", "last 200 of")]),
     ],
 )
 def test_a_rate_that_will_not_do_is_reported(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:
@@ -676,7 +679,7 @@ def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
     printed: list[str] = []
-    fit_tiny(tiny_run.config(run, steps=6), resume=run, log=printed.append)
+    fit_tiny(tiny_run.config(run, steps=6), resume=os.path.relpath(run), log=printed.append)
     assert any("nothing to do: 6 steps" in line for line in printed)
     assert checkpoint.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
@@ -1088,6 +1091,16 @@ def test_processes_that_differ_are_refused(differing: int, monkeypatch: pytest.M
     assert len(loaded) == 1
 
 
+@pytest.mark.parametrize("what", [checks, drawings], ids=["options", "prompts"])
+def test_a_start_asks_whether_the_processes_agree(what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differ(value: Any) -> None:
+        raise UserError("the processes differ")
+
+    monkeypatch.setattr(what, "check_alike", differ)
+    with pytest.raises(UserError, match="the processes differ"):
+        fit_tiny(tiny_run.config(tmp_path / "run", steps=1, layers=1, pictures={}))
+
+
 def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     """From a real snapshot; a run that is resumed keeps its snapshot though the cache has a newer one."""
     import stages.bucket
@@ -1109,6 +1122,45 @@ def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path
     report = stages.train.run(longer, resume="auto", log=printed.append)
     assert report.step == 3
     assert checkpoint.read_document(report.checkpoint).state.snapshot == mine  # type: ignore[arg-type]
+
+
+def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
+    """Held-out samples are read without drops, and none takes the place of an unreadable one."""
+    import stages.train
+
+    options: dict[str, Any] = {
+        "seed": 3,
+        "phase": 2,
+        "microbatch": 5,
+        "caption_drop": 0.3,
+        "null_mask": "bos",
+        "prefetch": 7,
+        "prefetch_mib": 9,
+        "text": "packed",
+        "length_window": 6,
+    }
+    given = ["patience_s=40", "train.device=cpu", "train.loader_threads=4", "train.validation={seed: 8, samples: 2}"]
+    config = make_config(tmp_path, *given, *(f"train.{name}={value}" for name, value in options.items()))
+    snapshot, file = Cache(small_cache).open_snapshot(), tmp_path / "quarantine.jsonl"
+    task = stages.train.task(config, stages.train.Inputs(snapshot, snapshot), Launch(rank=1, world=2), file)
+    layout = mesh.Layout(1, 2, 1, 1)
+    whole = LoaderSettings(
+        **options,
+        rank=1,
+        world=2,
+        threads=4,
+        start_step=10,
+        stop_step=20,
+        pin=False,
+        timeout_s=40 + 2 * retrying.TIMEOUT_S,
+        quarantine=file,
+    )
+    fixed: dict[str, Any] = {"seed": 8, "phase": 0, "caption_drop": 0.0, "length_window": 0, "quarantine": None}
+    assert task.validation is not None
+    training: Any = task.loader(layout, 10, 20)
+    validation: Any = task.validation(layout)
+    assert training.settings == whole
+    assert validation.settings == replace(whole, start_step=0, stop_step=0, **fixed)
 
 
 def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:

@@ -256,10 +256,11 @@ def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_pa
 @pytest.mark.parametrize("moment", ["drawing", "writing"])
 def test_a_run_that_was_taken_over_writes_no_file(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path / "run", 4, every=2)
-    writes = itertools.count()
+    writes, theirs = itertools.count(), tmp_path / "run/pictures/step-00000002.safetensors.abc.tmp"
 
     def take_over() -> None:
         plant(tmp_path / "run", ELSEWHERE)
+        theirs.write_bytes(b"of the other training")
 
     def written(descriptor: int) -> None:
         if next(writes) == 1 and moment == "writing":
@@ -268,6 +269,7 @@ def test_a_run_that_was_taken_over_writes_no_file(moment: str, tmp_path: Path, m
     monkeypatch.setattr(in_training, "os", SimpleNamespace(fsync=written))
     with at_model_call(7 if moment == "drawing" else -1, take_over), pytest.raises(lock.RunTaken):
         run(config)
+    theirs.unlink()
     assert sorted(files(config)) == [0]
     assert [row["step"] for row in rows(config)] == [0]
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -235,14 +237,17 @@ def interrupted_task(config: Config, at: int, action: Callable[[], None]) -> Tra
     return replace(task, validation=lambda layout: Parts())
 
 
-def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", 4, every=2)
-    report = run(config, task=interrupted_task(config, 1, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+@pytest.mark.parametrize(("ema", "at"), [(None, 1), ({"decay": 0.5}, 3)], ids=["weights", "averages"])
+def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(
+    ema: dict[str, Any] | None, at: int, tmp_path: Path
+) -> None:
+    config = settings(tmp_path / "run", 4, every=2, ema=ema)
+    report = run(config, task=interrupted_task(config, at, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert (report.step, report.stopped_by) == (2, "SIGTERM")
     assert report.checkpoint == tmp_path / "run/checkpoints/step-00000002"
     assert list(values(config)) == [0]
     run(config, resume="auto")
-    whole = settings(tmp_path / "whole", 4, every=2)
+    whole = settings(tmp_path / "whole", 4, every=2, ema=ema)
     run(whole)
     assert values(config) == values(whole)
 
@@ -255,6 +260,39 @@ def test_a_sample_that_cannot_be_read_ends_the_run_after_a_checkpoint(tmp_path: 
     with pytest.raises(UserError, match="a record is damaged"):
         run(config, task=interrupted_task(config, 1, fail))
     assert checkpoint.read_document(tmp_path / "run/checkpoints/step-00000002").state.step == 2
+
+
+@pytest.mark.parametrize("where", ["validation", "loader"])
+def test_the_last_checkpoint_is_told_of_before_the_error(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever handles the error may wait for other processes."""
+    printed: list[str] = []
+    save = dcp.save
+
+    def slow(*args: Any, **options: Any) -> Any:
+        threading.Event().wait(0.3)
+        return save(*args, **options)
+
+    @contextmanager
+    def handled(*_: int) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            printed.append(error.what)
+            raise
+
+    def fail(step: int = 2) -> None:
+        if step == 2:
+            raise UserError("a record is damaged")
+
+    monkeypatch.setattr(dcp, "save", slow)
+    monkeypatch.setattr(trainer, "printed_first", handled)
+    config = settings(tmp_path / "run", 4, every=2)
+    task = tiny_run.task(config, touch=fail) if where == "loader" else interrupted_task(config, 1, fail)
+    with pytest.raises(UserError, match="a record is damaged"):
+        run(config, task=task, log=printed.append)
+    assert [line.startswith("saved ") for line in printed[-2:]] == [True, False]
 
 
 def test_a_run_that_was_taken_over_writes_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,6 @@ class Watcher:
             if self._seen.get(path) == seen:
                 continue
             self._seen[path] = seen
-            self.failed.pop(path, None)
             try:
                 drawing = Drawing.read(path)
                 latents = drawing.latents() if drawing.pictures() is None else None
