@@ -18,6 +18,7 @@ from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.scan import SCAN
+from pipeline.errors import CacheError
 from pipeline.snapshots import join
 from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 
@@ -196,10 +197,19 @@ def test_names_of_items_are_joined_as_large_strings() -> None:
     records = join.EncodedRecords(LATENT, TEXT, index, index)
     join.join(joined, "one", scan_table(), records, join.Resolution(TABLE))
     join.join(joined, "two", scan_table(), records, join.Resolution(TABLE))
-    joined.frames = joined.frames[-2:]
+    join.join(joined, "one", scan_table(), records, join.Resolution(TABLE, len(TABLE), "small"))
+    assert joined.sources == ["one", "two"]
+    assert [set(frame.source.tolist()) for frame in joined.frames[-3:]] == [{0}, {1}, {0}]
+    joined.frames = joined.frames[-3:-1]
     frame = joined.frame()
     assert frame.item.type == pa.large_string() and len(frame) == 180
     assert frame.take(np.array([91]), joined.scratch).item.to_pylist() == ["00001.png"]
+
+
+def test_a_cache_without_its_null_record_makes_no_snapshot() -> None:
+    index = type("Index", (), {"rejects": (), "find": lambda self, keys: np.full(len(keys), -1)})()
+    with pytest.raises(CacheError, match="null record"):
+        join.row_of_null(join.EncodedRecords(LATENT, TEXT, index, index))
 
 
 def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -555,6 +555,10 @@ def test_hostile_object_names_are_refused(s3: str) -> None:
         source.read("../set/t.parquet")
 
 
+def test_the_names_in_a_folder_are_those_of_its_files(s3: str) -> None:
+    assert RemoteFilesystem(s3, PATIENCE_S).names("") == ["list.jsonl", "t.parquet"]
+
+
 def test_a_file_of_unknown_size_cannot_be_used(ranged_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RemoteFilesystem(ranged_server.url, PATIENCE_S)
     monkeypatch.setattr(files.fs, "info", lambda path: {"name": path, "type": "file", "size": None})

@@ -467,7 +467,7 @@ def assemble(
         left = ({"place": places[stays[piece]]} for piece in pieces(len(stays)))
         frame, places = frame.take(stays, scratch), scratch.arrays(left, {"place": np.int64})["place"]
     _check_samples(joined, frame)
-    null_row = _null_row(records)
+    null_row = row_of_null(records)
     latent_numbers, latent_shards = _numbered_shards(records.latents, frame.latent)
     text_numbers, text_shards = _numbered_shards(records.texts, frame.text, null_row)
     head = Head(
@@ -600,7 +600,7 @@ def _check_samples(joined: Joined, frame: Frame) -> None:
         )
 
 
-def _null_row(records: EncodedRecords) -> int:
+def row_of_null(records: EncodedRecords) -> int:
     """The null record's row in the index of text records."""
     row = int(records.texts.find(as_keys([layout.null_key(records.text.id)]))[0])
     if row < 0:
