@@ -209,7 +209,7 @@ class _Work:
         plans: of each recipe, by name.
     """
 
-    def __init__(self, run: EncodeRun, targets: dict[str, tuple[int, int]], table: pa.Table | str):
+    def __init__(self, run: EncodeRun, targets: Sequence[planning.Target], table: pa.Table | str):
         self._run, self._targets, self._table = run, targets, table
         self._all: dict[str, pa.Table] = {}
         self.plans: dict[str, list[WorkPlan]] = {}
@@ -328,7 +328,7 @@ def _run(
 ) -> dict[str, Any]:
     latent, text = surveying.recipes(config)
     table = buckets.table(config.data, latent.compression)
-    targets = planning.read_targets(reassign, latent.compression, config.patience_s) if reassign else {}
+    targets = planning.read_targets(reassign, latent.compression, config.patience_s) if reassign else []
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
     latent, text = surveying.known(cache, latent, text, config)
@@ -341,7 +341,7 @@ def _run(
 
 
 def encode_source(
-    run: EncodeRun, rehash: bool, targets: dict[str, tuple[int, int]], asked: tuple[str, Lines] | None = None
+    run: EncodeRun, rehash: bool, targets: Sequence[planning.Target], asked: tuple[str, Lines] | None = None
 ) -> dict[str, Any]:
     """Scan a source and make its missing records; see `run` for the result.
 
@@ -389,7 +389,7 @@ def encode_source(
 
 
 def _planned(
-    run: EncodeRun, rehash: bool, targets: dict[str, tuple[int, int]], fragments: Fragments
+    run: EncodeRun, rehash: bool, targets: Sequence[planning.Target], fragments: Fragments
 ) -> tuple[_Planned, _Work]:
     """Scan and plan, in one process of those that share the work."""
     config, stop = run.config, run.worker.stop
@@ -427,16 +427,14 @@ _DECISIVE = (
 """Settings of `encode` that decide a plan, or whether there is one."""
 
 
-def _decisive(run: EncodeRun, targets: dict[str, tuple[int, int]]) -> bytes:
+def _decisive(run: EncodeRun, targets: Sequence[planning.Target]) -> bytes:
     """What decides a plan beside the scan."""
     data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
     recipes = [run.latent.name, run.text.name]
-    return layout.canonical(
-        ["plan-1", recipes, run.table, sorted(targets.items()), data, [encode[name] for name in _DECISIVE]]
-    )
+    return layout.canonical(["plan-1", recipes, run.table, sorted(targets), data, [encode[name] for name in _DECISIVE]])
 
 
-def _opened(run: EncodeRun, targets: dict[str, tuple[int, int]], planned: _Planned) -> _Work:
+def _opened(run: EncodeRun, targets: Sequence[planning.Target], planned: _Planned) -> _Work:
     """What another process has planned, and the source ready to read its items."""
     run.source.ignored = planned.ignored
     run.source.recall(scanning.places_of(run.cache, planned.table))

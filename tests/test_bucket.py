@@ -963,7 +963,7 @@ def test_caches_on_disks_and_in_object_stores_mix(
     assert all(entry["file"].startswith(here) for entry in lists.values())
     targets = planning.read_targets(lists["one"]["file"], 8, 0)
     assert len(targets) == lists["one"]["items"]
-    assert set(targets.values()) == {(16, 24)}
+    assert {size for _, size in targets} == {(16, 24)}
     assert list(audit.verify(Cache.of(of))) == []
     loader = Loader(
         Cache.of(of).open_snapshot(),

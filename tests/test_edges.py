@@ -369,14 +369,18 @@ def test_the_first_of_equal_pictures_is_the_one_that_is_read() -> None:
     assert result.column("item").to_pylist() == ["b", "c"]
 
 
-def test_a_picture_for_two_buckets_stands_in_the_listings_order(tmp_path: Path) -> None:
+def test_a_picture_for_several_buckets_stands_in_the_listings_order(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("item,height,width\nb,16,32\nb,32,16\nc,32,16\n")
+    targets = planning.read_targets(str(tmp_path / "list.csv"), 8, 0)
     rows = [{"item": item, "digest": layout.digest(item), "width": 24, "height": 24, "captions": []} for item in "cab"]
-    result = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE, {"c": (32, 16)})
+    result = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE, targets)
     assert [f"{row['item']} {row['height']}x{row['width']}" for row in result.to_pylist()] == [
         "c 24x24",
         "c 32x16",
         "a 24x24",
         "b 24x24",
+        "b 16x32",
+        "b 32x16",
     ]
     (tmp_path / "list.csv").write_text("item,height,width\nc,32,0\n")
     with pytest.raises(UserError, match="32x0"):

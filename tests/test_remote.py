@@ -492,7 +492,7 @@ def test_lists_and_prompts_behind_a_url_wait_for_the_server_and_refuse_credentia
     assert read_prompts(prompts, 60.0) == [(1, "a cat")]
     assert read_prompts(prompts.replace("prompts.txt", "my%20prompts.txt"), 60.0) == [(1, "a dog")]
     plain_server.fail = 3
-    assert read_targets(targets, 8, 60.0) == {"c": (32, 64)}
+    assert read_targets(targets, 8, 60.0) == [("c", (32, 64))]
     for read in (lambda url: read_prompts(url, 60.0), lambda url: read_targets(url, 8, 60.0)):
         for refused in (prompts.replace("127.0.0.1", "user:secret@127.0.0.1"), f"{prompts}?token=secret"):
             with pytest.raises(UserError, match="credentials") as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,27 +52,31 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
 
+Target = tuple[str, tuple[int, int]]
+"""An item, and (height, width) in pixels of a further record of it."""
+
+
 def image_work(
     scan: pa.Table,
     source: str,
     recipe: layout.LatentRecipe,
     table: list[tuple[int, int]],
-    targets: dict[str, tuple[int, int]] | None = None,
+    targets: Sequence[Target] = (),
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
 ) -> pa.Table:
     """Rows of `IMAGES` for the usable items of a scan, in listing order; equal pictures once.
 
     Args:
-        targets: item -> (height, width) in pixels of a further record of it (see `read_targets`).
+        targets: further records (see `read_targets`).
         scratch: temporary storage.
         only: keys (hex) of the wanted rows; default: all.
 
     Raises:
         UserError: `targets` has an unknown or rejected item.
     """
-    scratch, unknown = scratch or Scratch(), dict(targets or {})
-    sizes = list(dict.fromkeys([*table, *unknown.values()]))
+    scratch, unknown = scratch or Scratch(), {item for item, _ in targets}
+    sizes = list(dict.fromkeys([*table, *(size for _, size in targets)]))
 
     def records() -> Iterator[pa.Table]:
         for batch in batches(scan.select(["item", "digest", "height", "width", "reject"])):
@@ -81,8 +85,7 @@ def image_work(
             rows, which = np.arange(len(usable)), buckets.nearest_all(table, height, width)
             if targets:
                 further_rows, further = _further(usable, targets, sizes)
-                for item in usable.column("item").take(pa.array(further_rows)).to_pylist():
-                    unknown.pop(item, None)
+                unknown.difference_update(usable.column("item").take(pa.array(further_rows)).to_pylist())
                 rows, which = np.concatenate([rows, further_rows]), np.concatenate([which, further])
                 order = np.argsort(rows, kind="stable")
                 rows, which = rows[order], which[order]
@@ -122,17 +125,19 @@ def _numbered(keys: pa.ChunkedArray) -> Iterator[pa.Table]:
 
 
 def _further(
-    usable: pa.Table, targets: dict[str, tuple[int, int]], sizes: list[tuple[int, int]]
+    usable: pa.Table, targets: Sequence[Target], sizes: list[tuple[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the usable items that `targets` lists, and which of the sizes each gets: two int64 arrays (n,)."""
-    at = pc.index_in(usable.column("item"), value_set=pa.array(list(targets))).to_numpy()
-    rows = np.flatnonzero(~np.isnan(at.astype(np.float64)))
+    items = usable.column("item").combine_chunks()
+    rows = pc.index_in(pa.array([item for item, _ in targets], items.type), value_set=items).fill_null(-1).to_numpy()
     number = {size: i for i, size in enumerate(sizes)}
-    return rows, np.array([number[size] for size in targets.values()])[at[rows].astype(np.int64)]
+    which = np.array([number[size] for _, size in targets])
+    return rows[rows >= 0].astype(np.int64), which[rows >= 0]
 
 
-def read_targets(path: str, compression: int, patience_s: float) -> dict[str, tuple[int, int]]:
-    """A list of pictures to encode for other buckets: CSV with the columns item, height and width (pixels).
+def read_targets(path: str, compression: int, patience_s: float) -> list[Target]:
+    """A list of pictures to encode for other buckets: CSV with the columns item, height and width (pixels). An item may
+    be listed for several buckets.
 
     Args:
         path: a path or URL. A server that does not answer is waited for up to `patience_s`.
@@ -140,14 +145,14 @@ def read_targets(path: str, compression: int, patience_s: float) -> dict[str, tu
     Raises:
         UserError: the file is missing, is not such a list, or has sides that are no multiples of `compression`.
     """
-    targets = {}
+    targets: list[Target] = []
     try:
         sheet = io.StringIO(read_file(path, patience_s).decode(), newline="")
         rows = csv.DictReader(sheet)
         if "item" not in (rows.fieldnames or ()):
             raise KeyError("item")
         for row in rows:
-            targets[row["item"]] = (int(row["height"]), int(row["width"]))
+            targets.append((row["item"], (int(row["height"]), int(row["width"]))))
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise UserError(
             f"{path}: is not a list of pictures for other buckets",
@@ -156,7 +161,7 @@ def read_targets(path: str, compression: int, patience_s: float) -> dict[str, tu
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error_text(error)}", fix="sana-pipe bucket writes it") from None
-    for item, sides in targets.items():
+    for item, sides in targets:
         if any(side <= 0 or side % compression for side in sides):
             raise UserError(
                 f"{path}: {item!r} has a side that the VAE's compression {compression} does not divide",
