@@ -103,7 +103,7 @@ def run(
     document = checkpoints.read_document(folder)
     state = {"run": run_of(folder), **document.state.as_dict()}
     _check_target(out, state, overwrite)
-    _check_same(config, document.config, folder)
+    check_same(config, document.config, folder)
     parts = _parts(config) if form == "diffusers" else None
     architecture = document.architecture
     if parts is not None:
@@ -188,7 +188,7 @@ def _check_dtype(config: Config, dtype: str) -> None:
         )
 
 
-def _check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
+def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
     """Refuse a configuration whose values differ from those that the checkpoint was trained with."""
     current = config.model_dump(mode="json")
     names = [
@@ -352,6 +352,7 @@ def _put_in_place(work: Path, out: Path) -> None:
     if out.exists():
         os.rename(out, old)
     os.rename(work, out)
+    sync_path(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -137,7 +137,7 @@ def run_prompts(
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
     document = checkpoints.read_document(folder)
-    latent, text = _recipes_of(config, document.state.snapshot)
+    latent, text = recipes_of(config, document.state.snapshot)
     compression, channels = (
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
     )
@@ -215,7 +215,7 @@ def _check_channels(architecture: SanaConfig, channels: int, width: int, folder:
             )
 
 
-def _recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
+def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
     """The recipes that a model was trained with; None if its snapshot is not in the cache."""
     try:
         cache = Cache.if_there(config)

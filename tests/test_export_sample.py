@@ -248,7 +248,7 @@ def test_another_configuration_than_the_checkpoints_is_refused(trained: Trained,
 def test_the_scaling_factor_of_the_training_goes_with_the_vae(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_check_same", lambda *_: None)  # the checkpoint was trained with the VAE's own
+    monkeypatch.setattr(export, "check_same", lambda *_: None)  # the checkpoint was trained with the VAE's own
     out = export.run(changed(trained.config, tmp_path, "vae.scaling_factor=0.25"), "auto", tmp_path / "export")
     own, copied = (
         json.loads((folder / "vae/config.json").read_text()) for folder in (Path(trained.config.vae.id), out)
@@ -282,15 +282,12 @@ def test_a_checkpoint_of_a_phase_is_read_with_the_options_of_its_phase(
 def test_an_export_is_on_the_disk_before_it_takes_its_name(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, synced = tmp_path / "export", set[Path]()
-
-    def sync(path: Path) -> None:
-        assert not out.exists()
-        synced.add(path.relative_to(tmp_path / ".export.partial"))
-
-    monkeypatch.setattr(export, "sync_path", sync)
+    out, synced = tmp_path / "export", list[tuple[Path, bool]]()
+    monkeypatch.setattr(export, "sync_path", lambda path: synced.append((path, out.exists())))
     export.run(trained.config, "auto", out, form="nvlabs")
-    assert synced == {path.relative_to(out) for path in (out, *out.rglob("*"))}
+    work = tmp_path / ".export.partial"
+    assert set(synced[:-1]) == {(work / path.relative_to(out), False) for path in (out, *out.rglob("*"))}
+    assert synced[-1] == (tmp_path, True), "the name, too"
 
 
 def test_encoders_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) -> None:
@@ -550,7 +547,7 @@ def test_how_the_cache_stores_text_is_no_other_text_recipe(
     """Prompts are stored in bf16, whatever the samples were."""
     head = Cache(trained.config.cache).open_snapshot().head
     recipes = head.latent, replace(head.text, storage="int8")
-    monkeypatch.setattr(sample, "_recipes_of", lambda *_: recipes)
+    monkeypatch.setattr(sample, "recipes_of", lambda *_: recipes)
     sample.run_prompts(trained.config, "auto", PROMPTS[:1], tmp_path / "samples")
     assert (tmp_path / "samples" / "0000.png").exists()
 

@@ -439,7 +439,7 @@ def test_each_change_of_the_result_must_be_worth_five_per_cent() -> None:
         for other in others:
             pieces: Any = SimpleNamespace(train=plain, data=None, machine=None)
             offered = [search.Candidate(each, ALONE, 1e9, 1.0, n) for each, n in ((other, speed), (plain, 100))]
-            _, ranked, _ = search._verified(pieces, offered, (), 0)
+            _, ranked, _ = search.trace_best(pieces, offered, (), 0)
             assert ranked[0].train is (first or other)
 
 

@@ -131,7 +131,7 @@ def search(
     train = with_placeholders(predicting.as_new_run(train))
     pieces = _Pieces(train, shape, data, constants, machine)
     candidates, smallest = _candidates(pieces, axes, bears)
-    best, rest, needed = _verified(pieces, candidates, axes, verified)
+    best, rest, needed = trace_best(pieces, candidates, axes, verified)
     if not best and smallest == float("inf"):
         predicting.check(train, shape, data, machine.gpus)  # says what is wrong with the sizes
     if not best:
@@ -159,7 +159,7 @@ def _candidates(pieces: _Pieces, axes: Collection[str], bears: Callable[[str], b
     return candidates, smallest
 
 
-def _verified(
+def trace_best(
     pieces: _Pieces, candidates: list[Candidate], axes: Collection[str], count: int
 ) -> tuple[list[Candidate], list[Candidate], list[float]]:
     """The best `count` that fit when traced whole, the candidates after them, and the bytes of those that do not fit.
