@@ -1242,3 +1242,22 @@ def test_numbers_beyond_all_bounds_are_reported(root: Path, number: str) -> None
         stages.bucket.run(config(root, f"bucket.filter=bytes < {number}"))
     except UserError as error:
         assert "bucket.filter" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("small", "visits", "steps", "says"),
+    [
+        ("carry", 10, 2.5, ""),
+        ("carry", 3, 0.75, "smaller than one batch"),
+        ("carry", 4, 1.0, ""),
+        ("repeat", 10, 3, "2 second visits"),
+        ("repeat", 8, 2, ""),
+        ("drop", 3, 0, "left out"),
+        ("drop", 4, 1, ""),
+        ("drop", 10, 2, "2 samples"),
+    ],
+)
+def test_what_does_not_fill_a_batch_is_said(small: str, visits: int, steps: float, says: str) -> None:
+    found, note = join.epoch_steps(Fraction(visits), 4, small)
+    assert found == steps
+    assert says in note if says else not note

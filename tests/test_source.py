@@ -30,6 +30,7 @@ from pipeline.sources.detect import open_source, reopen
 from pipeline.sources.filenames import stem
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
+from pipeline.sources.metadata_files import RowReader
 from pipeline.sources.source import Item, Reject, Source, Unreadable
 from tests.support.failing_reads import disconnect
 from tests.support.lowered import lower_limits
@@ -246,6 +247,16 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     assert set(items) == {"a.png", "c.png"}
     assert "UTF-8" in rejects["metadata.jsonl:2"]
     assert "UTF-8" in rejects["metadata.csv:3"]
+
+
+def test_a_line_that_is_no_csv_is_that_line_alone() -> None:
+    read = list(RowReader("x.csv", io.BytesIO(b'a,b\n1,2\n3,"4"5\n6,7\n')))
+    assert [row if isinstance(row, dict) else "bad" for _, row in read] == [
+        {"a": "1", "b": "2"},
+        "bad",
+        {"a": "6", "b": "7"},
+    ]
+    assert [isinstance(row, str) for _, row in RowReader("x.csv", io.BytesIO(b'"a"b\n'))] == [True]
 
 
 def test_bad_csv(tmp_path: Path) -> None:

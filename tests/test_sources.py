@@ -338,6 +338,17 @@ def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:
     (tmp_path / "d" / "z.tar").rename(tmp_path / "z.tar.gz")
     with pytest.raises(UserError, match="compressed"):
         opened(tmp_path / "z.tar.gz")
+    (tmp_path / "only").mkdir()
+    (tmp_path / "z.tar.gz").rename(tmp_path / "only" / "z.tar.gz")
+    with pytest.raises(UserError, match=naming("compressed", "z.tar.gz", "unpack")):
+        opened(tmp_path / "only")
+
+
+def test_a_caption_file_that_cannot_be_used_is_reported_beside_one_that_can(tmp_path: Path) -> None:
+    members: Rows = [("1.jpg", b"x"), ("1.txt", b"\xff"), ("1.json", {"text": "one"})]
+    items, rejects = listed(opened(make_tar(tmp_path / "x.tar", members)))
+    assert items["x.tar/1.jpg"].captions == (("one", 1.0),)
+    assert "its .txt is not UTF-8" in rejects["x.tar/1"]
 
 
 def test_a_listed_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -533,6 +544,7 @@ def test_parquet_with_image_structs(tmp_path: Path) -> None:
     for key in random.Random(0).sample(sorted(items), len(items)):
         assert later.read(key) == b"picture %d" % int(key[-9:])
         assert later.stat(key) == source.stat(key)
+        assert later.head(key, 4)[:4] == b"pict"
 
 
 @pytest.mark.parametrize("rows", ["bytes", "one without"])

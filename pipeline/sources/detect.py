@@ -165,12 +165,9 @@ def reopen(
         UserError: it no longer exists.
     """
     rule = CaptionRule.of(config)
-    if is_url(location):
-        filesystem: Filesystem = RemoteFilesystem(location, patience_s)
-    elif format == "folder":
-        return FolderSource(Path(location), rule, name, patience_s)
-    else:
-        filesystem = _disk(location, location, patience_s)
+    filesystem: Filesystem = (
+        RemoteFilesystem(location, patience_s) if is_url(location) else _disk(location, location, patience_s)
+    )
     if format == "folder":
         return FolderSource(filesystem, rule, name)
     return _of_format(format, filesystem, parts, rule, config, name, patience_s)
