@@ -164,7 +164,7 @@ class TarSource(FilesSource, PrefetchedSource):
         end = 0
         previous: str | None = None
         try:
-            with tarfile.open(fileobj=buffered, mode="r:", errorlevel=0) as archive:
+            with tarfile.open(fileobj=buffered, mode="r:") as archive:
                 while (member := archive.next()) is not None:
                     archive.members = []  # type: ignore[attr-defined] # tarfile would keep all of them
                     end = archive.offset
