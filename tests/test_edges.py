@@ -546,6 +546,13 @@ def test_columns_have_one_type_in_all_of_a_source(monkeypatch: pytest.MonkeyPatc
             )
 
 
+def test_the_value_that_a_filter_cannot_use_is_shown() -> None:
+    scan = with_meta({"n": 4.5}, {"n": "many"}, {"n": 3}, {"n": [7]})
+    with pytest.raises(UserError) as caught:
+        selection.filtered(Joined(), {"one": scan}, Filter("n > 1", "f"), {})
+    assert caught.value.found == "[7]"
+
+
 def test_rejects_of_several_sources_have_as_many_examples_as_those_of_one() -> None:
     joined = Joined()
     for prefix in "ab":

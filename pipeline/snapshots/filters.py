@@ -391,10 +391,9 @@ def _type(name: str, examples: dict[type, Any]) -> pa.DataType:
         return pa.float64()
     if kinds <= {int, float, str}:  # tables of several origins: some have numbers as text
         return pa.large_string()
-    valid = {str if str in kinds else float, int}
     raise UserError(
         f"the metadata field {name!r} cannot be used in a filter: not all of its values are numbers or text",
-        found=short_repr(next(value for kind, value in examples.items() if kind not in valid)),
+        found=short_repr(next(value for kind, value in examples.items() if kind not in (int, float, str))),
     )
 
 
