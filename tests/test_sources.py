@@ -24,8 +24,8 @@ from pipeline import retrying
 from pipeline.cache import scratch
 from pipeline.config import DataConfig
 from pipeline.errors import AwayError, UserError
+from pipeline.sources import detect, tables
 from pipeline.sources import source as sources
-from pipeline.sources import tables
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
@@ -490,6 +490,15 @@ def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> Non
     (tmp_path / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0000.tar"}]}))
     items, rejects = listed(opened(tmp_path))
     assert (len(items), rejects) == (3, {})
+
+
+def test_so_many_files_of_no_kind_decide_that_it_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "MAX_EXAMINED", 3)
+    make_tar(tmp_path / "below" / "0000.tar", [("1.jpg", b"x"), ("1.txt", "one")])
+    for number, format in ((2, "webdataset"), (3, "folder")):
+        for n in range(number):
+            (tmp_path / f"{n}.md").write_text("")
+        assert opened(tmp_path).format == format
 
 
 def test_hidden_files_are_no_data(tmp_path: Path) -> None:
