@@ -630,6 +630,14 @@ def test_half_transparency_is_mixed() -> None:
     assert np.abs(load(data, (8, 8), (0, 0, 255))[0, 0].astype(int) - [128, 0, 127]).max() <= 1
 
 
+def test_palettes_may_have_an_alpha_channel() -> None:
+    palette = Image.new("RGBA", (16, 16), (220, 30, 30, 0))
+    palette.paste((220, 30, 30, 255), (0, 0, 8, 16))
+    out = load(encoded(palette.convert("PA"), "TIFF"), (16, 16), BACKGROUND)
+    assert np.abs(out[0, 0].astype(int) - (220, 30, 30)).max() <= 30, "a colour of the palette"
+    assert out[0, 15].tolist() == list(BACKGROUND)
+
+
 def test_animations_give_their_first_frame() -> None:
     red, blue = (Image.new("RGB", (16, 16), colour) for colour in ((255, 0, 0), (0, 0, 255)))
     for kind in ("GIF", "WEBP", "PNG", "TIFF", "AVIF"):

@@ -205,9 +205,9 @@ def _orientation(image: Image.Image, data: bytes) -> int:
     try:
         if image.format == "PNG":  # PNG metadata may follow the pixels, where Pillow finds it only by decoding
             with Image.open(io.BytesIO(png_metadata(data)), formats=("PNG",)) as stub:
-                value = Image.Image.getexif(stub).get(_ORIENTATION, 1)
+                value = Image.Image.getexif(stub).get(_ORIENTATION)
         else:
-            value = image.getexif().get(_ORIENTATION, 1)
+            value = image.getexif().get(_ORIENTATION)
     except Exception:  # a picture with a damaged EXIF block is still usable
         return 1
     return value if isinstance(value, int) and value in _TRANSPOSES else 1
@@ -264,7 +264,7 @@ def strip_to_srgb(image: Image.Image, levels: Levels | None, background: tuple[i
     elif image.mode in ("P", "RGBX", "YCbCr", "HSV"):
         image = image.convert("RGB")
 
-    rgb = apply_profile(image, profile) if profile else None
+    rgb = apply_profile(image, profile)
     if rgb is None:
         rgb = image.convert("RGB")
     if alpha is None:
@@ -334,8 +334,9 @@ def _profile_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform 
         return None
 
 
-def apply_profile(image: Image.Image, profile: bytes) -> Image.Image | None:
-    """The picture (RGB, L or CMYK) in sRGB; None where the profile is damaged or describes another colour space."""
+def apply_profile(image: Image.Image, profile: object) -> Image.Image | None:
+    """The picture (RGB, L or CMYK) in sRGB; None where there is no profile, or one that is damaged or describes another
+    colour space."""
     if image.mode not in _PROFILE_SPACES or not isinstance(profile, bytes):
         return None
     transform = _profile_transform(profile, image.mode)

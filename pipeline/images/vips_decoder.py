@@ -100,7 +100,7 @@ def load(data: bytes, header: Header, size: tuple[int, int], background: tuple[i
             + (f" at 1/{shrunk}" if shrunk > 1 else "")
         )
     fitted = _fit(pixels, image.size, shrunk, size)
-    rgb = pillow_decoder.apply_profile(fitted, profile) if profile else None
+    rgb = pillow_decoder.apply_profile(fitted, profile)
     return pillow_decoder.turn(rgb if rgb is not None else fitted.convert("RGB"), header.orientation)
 
 
