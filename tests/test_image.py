@@ -703,10 +703,19 @@ def test_gray_profiles_are_applied_with_and_without_transparency() -> None:
         encoded(gray.convert("LA"), icc_profile=linear_gray_profile()),
     ):
         assert np.abs(load(data, (16, 16)).astype(int) - 129).max() <= 2
-    for mode in ("LA", "La"):
+    for mode in ("LA", "La", "L"):
         strip = gray.convert("LA").convert(mode)
-        strip.info["icc_profile"] = linear_gray_profile()
+        strip.info |= {"icc_profile": linear_gray_profile()} | ({"transparency": 7} if mode == "L" else {})
         assert np.abs(pixels(pillow_decoder.strip_to_srgb(strip, None, BACKGROUND)) - 129).max() <= 2, mode
+
+
+def test_levels_of_wide_samples_are_exact() -> None:
+    graymaps = [b"P5 8 8 65535\n" + value.to_bytes(2, "big") * 64 for value in (128, 129)]  # a level has 257 values
+    assert [load(data, (8, 8))[0, 0, 0] for data in graymaps] == [0, 1]
+    inverted = Image.new("F", (8, 8), 0.0)
+    inverted.paste(1.0, (0, 0, 8, 4))
+    out = load(encoded(inverted, "TIFF", tiffinfo={262: 0}), (8, 8))
+    assert (out[0, 0].tolist(), out[7, 0].tolist()) == ([0] * 3, [255] * 3)
 
 
 @pytest.mark.parametrize("profile", [b"nonsense", shifted_profile()[:200], b"\x00" * 128])
