@@ -553,7 +553,8 @@ class ModelTensors(Mapping[str, Tensor]):
             planner.set_up_planner({self._section + name: tensor}, self._metadata, is_coordinator=True)
             self._reader.read_data(planner.create_local_plan(), planner).wait()
         except Exception as error:  # metadata and files of a foreign checkpoint make torch raise nearly every type
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # the latter is no file of ours
+            # a missing file is one that the metadata of a foreign checkpoint names: all files of ours were verified
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 raise unreadable(self.folder, error) from None
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise CheckpointError(f"{self.folder}: {name} could not be read: {text}", fix=FIX) from None
