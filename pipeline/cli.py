@@ -447,7 +447,6 @@ def train(
         "sana-pipe plan --gpus 4 --gpu 3090 --search --write fitted.yaml",
         "sana-pipe plan --snapshot round2 --gpu a40 --json",
         "sana-pipe plan --encode --data /data/pictures --gpus 8 --price 2.5",
-        "sana-pipe plan --calibrate   # on the machine that trains; --gpu NAME then reads the result",
     ]
 )
 @_configured
@@ -462,9 +461,6 @@ def train(
 @click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
-@click.option(
-    "--calibrate", is_flag=True, help="Run some real steps on this device; later plans of it use their times."
-)
 @click.option("--encode", "encoding", is_flag=True, help="Plan the encoding of --data: bytes by storage, hours, cost.")
 @click.option("--data", metavar="PATH|URL", help="With --encode: the source.")
 @click.option("--probe/--no-probe", default=True, help="Whether --encode times the encoders (about two minutes).")
@@ -485,7 +481,7 @@ def plan(
     if encoding != (data is not None):
         raise click.UsageError("--encode and --data go together: sana-pipe plan --encode --data DIR")
     if data is not None:
-        others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write", "calibrate")
+        others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write")
         if any(options[name] for name in others) or options["nodes"] > 1:
             raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
         config = _load(config_path, overrides, "--encode")
@@ -495,9 +491,6 @@ def plan(
         return stage.encode(config, data, probe=probe, **chosen)
     if options["write"] is not None and not options["search"]:
         raise click.UsageError("--write is for --search")
-    alone = ("search", "gpu_memory", "price")
-    if options["calibrate"] and (any(options[name] for name in alone) or options["gpus"] > 1 or options["nodes"] > 1):
-        raise click.UsageError("--calibrate measures this device alone: it goes with --gpu and --json only")
     if options["search"] and options["price"] is not None:
         raise click.UsageError("--price is for one configuration, such as the FILE of --search --write FILE")
     if not probe:

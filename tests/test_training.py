@@ -972,7 +972,7 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
         "step  10/100  loss 0.5000  grad overflow  lr 1.00e-04  8.0 images/s  data 75%  64x32  "
         "8.0 GiB on process 1, 9.0 reserved  15m00s left",
         "predicted and measured until step 10: memory 8 and 8 GiB (+0%), speed 10 and 8 images/s (-20%)",
-        "warning: the speed is 20% below the prediction; sana-pipe plan --calibrate measures this device",
+        "warning: the speed is 20% below the prediction",
         "step  11/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  "
         "3.0 GiB of main memory",
         "validation after step 11/100  loss 0.2500  EMA is not a finite number  old samples 0.2000  5 samples  1.0 s",
