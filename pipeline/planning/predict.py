@@ -17,12 +17,12 @@ from typing import Any
 
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError, UserError
+from pipeline.gpus import GIB, Card
 from pipeline.images import buckets
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import context_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
-from pipeline.planning.cards import GIB, Card
 from pipeline.planning.trace import Shape, Traced
 from pipeline.planning.tracker import BUFFERS, EMA, GRADIENTS, KINDS, LASTING, OPTIMIZER, PARAMETERS
 from pipeline.training.optimizers import in_backward
@@ -298,6 +298,14 @@ def closed_form(shape: SanaConfig, train: TrainConfig, layout: Layout) -> dict[s
     if train.parallel.offload == "all":
         sizes |= dict.fromkeys((PARAMETERS, GRADIENTS, OPTIMIZER, EMA), 0.0)
     return sizes
+
+
+def checkpoint_bytes(shape: SanaConfig, train: TrainConfig) -> float:
+    """Of a checkpoint on the disk: parameters, optimizer states and moving average, of all processes together."""
+    counts, pure = parameter_counts(shape), train.precision == "bf16_pure"
+    state = _STATE_BYTES[train.optim.name] / (2 if pure and train.optim.name != "adamw8bit" else 1)
+    each = (2.0 if pure else 4.0) + state + (0.0 if train.ema is None else 4.0)
+    return each * (counts.blocks * counts.block + counts.ends)
 
 
 @dataclass(frozen=True)
