@@ -512,5 +512,6 @@ def test_every_table_of_the_page_is_printed(
     commands, shown = tables()[number]
     printed: list[str] = []
     for command in commands:
-        printed += plan(command.removeprefix("$ sana-pipe plan ").split(), capsys)[1].splitlines()
+        _, out, error = plan(command.removeprefix("$ sana-pipe plan ").split(), capsys)
+        printed += [*out.splitlines(), *error.splitlines()]
     assert [line for line in shown if line and line not in printed] == []
