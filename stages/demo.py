@@ -21,9 +21,9 @@ import numpy as np
 
 from pipeline.cache.local_files import replacing
 from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
+from pipeline.demo import photographs, small_models
 from pipeline.errors import UserError
 from pipeline.images import decoding
-from pipeline.models import tiny
 from pipeline.processes import command, shown
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.caption_rules import instruction
@@ -166,15 +166,17 @@ def _configuration(out: Path) -> Config:
 
 
 def _photographs(out: Path, data: Path | None) -> None:
-    for name, photos in tiny.ROUNDS.items() if data is None else ():
+    for name, photos in photographs.ROUNDS.items() if data is None else ():
         if not (out / name).is_dir():
             work = out / f".{name}.partial"
             shutil.rmtree(work, ignore_errors=True)
-            tiny.demo_photos(work, photos)
+            photographs.demo_photos(work, photos)
             os.rename(work, out / name)
             print(f"{len(photos)} photographs with captions in {out / name}", flush=True)
     if data is None and not (out / PROMPTS).exists():
-        captions = [photo.caption for photos in tiny.ROUNDS.values() for photo in photos if photo.name in PROMPTED]
+        captions = [
+            photo.caption for photos in photographs.ROUNDS.values() for photo in photos if photo.name in PROMPTED
+        ]
         (out / PROMPTS).write_text("".join(f"{caption}\n" for caption in dict.fromkeys(captions)), encoding="utf-8")
 
 
@@ -190,7 +192,7 @@ def _models(out: Path, config: Config, folders: Sequence[Path], quick: bool) -> 
     print(f"making small models: fitting a VAE to {len(pictures)} pictures, {steps} steps", flush=True)
     work = out / f".{MODELS}.partial"
     shutil.rmtree(work, ignore_errors=True)
-    summary = tiny.make_all(
+    summary = small_models.make_all(
         work,
         pictures,
         captions,

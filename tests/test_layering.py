@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.images": "config errors",
         "pipeline.models": "config errors kernels",
         "pipeline.kernels": "",
+        "pipeline.demo": "errors models",
         "pipeline.snapshots": "config errors cache sources images loader",
         "pipeline.loader": "errors amounts cache sources",
         "pipeline.work": "config errors amounts terminal processes retrying launch cache",
@@ -41,13 +42,13 @@ ALLOWED: dict[str, set[str]] = {
         " training",
         "pipeline.cli": "config errors launch processes stages",
         "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"
-        " work parallel encoding training planning reporting",
+        " work parallel encoding training planning reporting demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it
-    "diffusers": {"pipeline.models"},
-    "transformers": {"pipeline.models"},
-    "tokenizers": {"pipeline.models"},
+    "diffusers": {"pipeline.models", "pipeline.demo"},
+    "transformers": {"pipeline.models", "pipeline.demo"},
+    "tokenizers": {"pipeline.demo"},
     "triton": {"pipeline.kernels.gated_convolution_triton", "pipeline.kernels.linear_attention_triton"},
 }
 CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "aiobotocore", "botocore", "xxhash", "zstandard"}
@@ -212,7 +213,7 @@ def test_every_row_and_permission_is_used() -> None:
     [
         ("ALLOWED", {"pipeline.gone": set()}, "pipeline.gone: no module"),
         ("ALLOWED", {"pipeline.kernels": {"pipeline.config"}}, "pipeline.kernels: pipeline.config"),
-        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"pipeline.models", "pipeline.cli"}}, "pipeline.cli: tokenizers"),
+        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"pipeline.demo", "pipeline.cli"}}, "pipeline.cli: tokenizers"),
         ("CACHE_LIBRARIES", {"torch"}, "pipeline.cache: torch"),
     ],
 )
@@ -267,7 +268,7 @@ def _loaded(statement: str) -> set[str]:
 
 def _heavy(modules: set[str]) -> list[str]:
     names = ("autoencoder_dc", "modeling_gemma2", "pipeline_sana")
-    whole = ("diffusers", "transformers", "pipeline.models.encoders", "pipeline.models.tiny")
+    whole = ("diffusers", "transformers", "pipeline.models.encoders", "pipeline.demo.small_models")
     return sorted(m for m in modules if m in whole or m.rpartition(".")[2] in names)
 
 
