@@ -557,8 +557,8 @@ class EmaConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """How the model is parallelized. dp_replicate, dp_shard, tp_size, cp_size and pp_size multiply to the processes of
-    the launch."""
+    """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
+    launch."""
 
     sizes: Literal["given", "auto"] = "given"
     """given: those below. auto (`parallel: auto` for short): a run chooses dp_replicate, dp_shard, tp_size, pp_size and
@@ -570,9 +570,6 @@ class ParallelConfig(_Section):
     """Processes that share the parameters of a replica (FSDP2). -1: what the other sizes leave."""
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
-    cp_size: Positive = 1
-    """Processes that share each picture, a band of its rows each (context parallelism). They share the parameters, too,
-    as those of dp_shard do. Not with tp_size or pp_size."""
     pp_size: Positive = 1
     """Groups of processes with consecutive blocks each (pipeline parallelism)."""
     pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
@@ -597,7 +594,7 @@ class ParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
-        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "cp_size": 1, "pp_size": 1, "offload": "none"}
+        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1, "offload": "none"}
         if self.sizes == "auto" and (others := [name for name, usual in given.items() if getattr(self, name) != usual]):
             raise ValueError(f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given")
         for name in ("dp_replicate", "dp_shard"):
@@ -698,8 +695,8 @@ class TrainConfig(_Section):
     from the last round unless this option is given; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
-    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU, and with context parallelism
-    or float8, which are not predicted. A resumed run keeps its choice. `sample` takes 8 for auto."""
+    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU, and with float8, which
+    is not predicted. A resumed run keeps its choice. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""

@@ -340,10 +340,6 @@ def test_a_resume_on_other_processes_decides_anew() -> None:
     assert auto.as_it_began(config, None, 1) is None
     assert auto.as_it_began(config, rest, 2, processes=2) == rest["train"]
     assert auto.as_it_began(config, rest, 2, processes=4) is None
-    by_rows = tiny_run.config(microbatch="auto", parallel={"cp_size": 2, "dp_shard": -1})
-    of_rows = {"train": {**stored, "parallel": {**of_one, "dp_shard": -1, "cp_size": 2}}}
-    values = auto.as_it_began(by_rows, of_rows, 4)
-    assert values is not None and values["microbatch"] == 3, "with context parallelism, too"
 
 
 @pytest.mark.parametrize("change", [{"microbatch": "auto"}, {"activation_checkpointing": "auto"}, {"compile": "auto"}])
@@ -371,7 +367,6 @@ def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"parallel": {"cp_size": 2}}, "context parallelism"),
         ({"float8": "rowwise", "precision": "bf16"}, "float8"),
     ],
 )

@@ -247,7 +247,7 @@ class _Part:
 def largest_fitting(train: TrainConfig, architecture: SanaConfig, data: Data, machine: Machine) -> _Part:
     """The largest part of the configuration that fits and takes `STEP_S` at most by the constants of the table."""
     bucket, share = data.worst(1, train.microbatch)
-    sizes = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "cp_size": 1, "pp_size": 1}
+    sizes = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1}
     parallel = train.parallel.model_copy(update=sizes)
     alone = train.model_copy(update={"parallel": parallel})
     part = _Part(alone, architecture, replace(data, buckets={bucket: share}), machine)

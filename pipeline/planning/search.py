@@ -88,7 +88,6 @@ class Candidate:
             "train.parallel.dp_replicate": parallel.dp_replicate,
             "train.parallel.dp_shard": parallel.dp_shard,
             "train.parallel.tp_size": parallel.tp_size,
-            "train.parallel.cp_size": parallel.cp_size,
             "train.parallel.pp_size": parallel.pp_size,
             "train.parallel.offload": parallel.offload,
             "train.activation_checkpointing": train.activation_checkpointing,
@@ -122,12 +121,6 @@ def search(
     Raises:
         NothingFitsError: it says what is missing in the best case.
     """
-    if train.parallel.cp_size > 1 and "parallel" not in axes:
-        raise ConfigError(
-            f"train.parallel.cp_size = {train.parallel.cp_size} is not covered by the search, nor by auto",
-            fix="values instead of auto, such as --set train.microbatch=4 --set train.activation_checkpointing=full "
-            "(sana-pipe plan predicts each), or --set train.parallel.cp_size=1",
-        )
     train = with_placeholders(predicting.as_new_run(train))
     pieces = _Pieces(train, shape, data, constants, machine)
     candidates, smallest = _candidates(pieces, axes, bears)
@@ -259,7 +252,6 @@ def variants_of(
                 "dp_replicate": layout.dp_replicate,
                 "dp_shard": layout.dp_shard,
                 "tp_size": layout.tp,
-                "cp_size": layout.cp,
                 "pp_size": layout.pp,
                 "offload": offload,
             }

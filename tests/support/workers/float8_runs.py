@@ -20,8 +20,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "FSDP2, recomputed": {"parallel": {"dp_shard": 2}, "activation_checkpointing": "full"},
         "PP": {"parallel": {"dp_shard": 1, "pp_size": 2}},
-        "CP": {"parallel": {"dp_shard": 1, "cp_size": 2}},
-        "CP, recomputed": {"parallel": {"dp_shard": 1, "cp_size": 2}, "activation_checkpointing": "full"},
     },
 }
 
