@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -695,16 +695,11 @@ class TrainConfig(_Section):
     from the last round unless this option is given; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
-    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU, and with float8, which
-    is not predicted. A resumed run keeps its choice. `sample` takes 8 for auto."""
+    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU. A resumed run keeps its
+    choice. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
-    float8: Literal["none", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Multiply in float8 in the blocks' Linear layers and 1x1 convolutions, by torchao's recipe of this name (on a GPU
-    of compute capability 8.9 or newer, with `precision` bf16 or bf16_pure; meant for `compile: block`; emulated on a
-    CPU). rowwise_with_gw_hp: but the gradients of the weights in bf16. Parameters and checkpoints stay as `precision`
-    has them."""
     tf32: bool = False
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
@@ -860,29 +855,22 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_compile(self) -> TrainConfig:
-        if self.compile == "block":
-            self._check_whole_blocks("compile", {"activation_offload": (self.activation_offload, (False,))})
-        return self
-
-    @model_validator(mode="after")
-    def _check_float8(self) -> TrainConfig:
-        if self.float8 != "none":
-            precision, tp_size = (self.precision, ("bf16", "bf16_pure")), (self.parallel.tp_size, (1,))
-            self._check_whole_blocks("float8", {"precision": precision, "parallel.tp_size": tp_size})
-        return self
-
-    def _check_whole_blocks(self, option: str, allowed: Mapping[str, tuple[object, tuple[object, ...]]]) -> None:
-        """Refuse what does not go with an option under which a block's (`compile`) or a product's (`float8`) backward
-        pass is one piece. allowed: name -> (value, values that work)."""
-        allowed = {"activation_compression": (self.activation_compression, ("none",)), **allowed}
+        """A compiled block's backward pass is one piece."""
+        if self.compile != "block":
+            return self
+        allowed: dict[str, tuple[object, tuple[object, ...]]] = {
+            "activation_compression": (self.activation_compression, ("none",)),
+            "activation_offload": (self.activation_offload, (False,)),
+        }
         if self.parallel.pp_size > 1:  # the other schedules split the backward pass
             allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
         for name, (value, working) in allowed.items():
             if value not in working:
                 raise ValueError(
-                    f"{option}: {getattr(self, option)} does not go with {name}: {value}; set {name} to "
-                    f"{' or '.join(map(str, working))}, or {option}: none"
+                    f"compile: block does not go with {name}: {value}; set {name} to "
+                    f"{' or '.join(map(str, working))}, or compile: none"
                 )
+        return self
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> TrainConfig:

@@ -33,7 +33,6 @@ from pipeline.training.expectation import Expected
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
-from tests.support.parameters import first_quick
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "home")
@@ -364,23 +363,6 @@ def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
     assert decided.train.parallel.sizes == "given" and len(lines) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"float8": "rowwise", "precision": "bf16"}, "float8"),
-    ],
-)
-def test_what_is_not_predicted_takes_the_fixed_choice(
-    change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auto, "search", lambda *args, **options: pytest.fail("searched"))
-    config = tiny_run.config(microbatch="auto", activation_checkpointing="auto", **change)
-    machine = Machine(cards.card("h100"), 1 << 36, 2)
-    decided, (line,) = auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
-    assert (decided.train.microbatch, decided.train.activation_checkpointing) == (8, "full")
-    assert why in line
-
-
 def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
     def shape() -> Any:
         raise ModelError("no such model", fix="--set model.weights=DIR")
@@ -394,12 +376,9 @@ def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
     assert "prediction" not in str(refused.value.fix)
 
 
-@pytest.mark.parametrize("change", first_quick({"compile": "block"}, {"float8": "rowwise"}))
-def test_what_the_compiler_fuses_is_compared_with_a_bound(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_compiler_fuses_is_compared_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "present", lambda device, launch: Machine(cards.card("h100"), 80 << 30, 1))
-    config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", **change)
+    config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", compile="block")
     notes: list[str] = []
     expected = expect.expect(config, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append)
     assert notes == [] and expected is not None and expected.is_bound and expected.flops_per_s is None

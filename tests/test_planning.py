@@ -80,13 +80,12 @@ def of_fp32() -> float:
         {"optim": {"name": "adamw8bit", "betas": None, "eps": None}},
         {"precision": "bf16_pure", "optim": {"name": "came", "betas": None, "eps": None}},
         {"activation_compression": "int8", "activation_checkpointing": "none"},
-        {"float8": "rowwise"},
     ),
-    ids=["adamw8bit", "came-bf16_pure", "int8", "float8"],
+    ids=["adamw8bit", "came-bf16_pure", "int8"],
 )
 def test_a_prediction_changes_nothing_in_the_run_after_it(train: dict[str, Any]) -> None:
     """In new processes: libraries make tables at first use and keep them, and fake tensors have no values."""
-    if "float8" in train or train.get("optim", {}).get("name") == "adamw8bit":
+    if train.get("optim", {}).get("name") == "adamw8bit":
         pytest.importorskip("torchao")
     runs = [Forked(json.dumps(train), predicted, worker="predicted_run") for predicted in "01"]
     succeed(runs, timeout=300)
@@ -206,8 +205,6 @@ def test_every_technique_is_covered(name: str) -> None:
 def test_a_technique_that_is_not_covered_is_named() -> None:
     with pytest.raises(ConfigError, match=r"train\.compile"):
         traced({"compile": "block", "compile_backend": "eager"})
-    with pytest.raises(ConfigError, match=r"train\.float8"):
-        traced({"precision": "bf16", "float8": "rowwise"})
 
 
 @pytest.mark.slow

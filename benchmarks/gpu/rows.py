@@ -129,8 +129,6 @@ ROWS: tuple[Row, ...] = (
     _step("technique/full-16", 16, _FULL),
     _step("technique/compile-selective-16", 16, {**_SELECTIVE, **_BLOCK}, seconds=240),
     _step("technique/compile-full-16", 16, {**_FULL, **_BLOCK}, seconds=240),
-    _step("technique/float8-16", 16, {**_NONE, **_BLOCK, "float8": "rowwise"}, seconds=240),
-    _step("technique/float8-gw-hp-16", 16, {**_NONE, **_BLOCK, "float8": "rowwise_with_gw_hp"}, seconds=240),
     _step("technique/packed-16", 16, {**_NONE, **_PACKED}),
     _step("technique/compile-packed-16", 16, {**_NONE, **_PACKED, **_BLOCK}, seconds=240),
     _step("technique/came-16", 16, {**_NONE, **CAME}),

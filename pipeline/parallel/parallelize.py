@@ -3,11 +3,10 @@
 What: `parallelize` applies the strategies of the configuration to a model and returns a `ParallelModel`, which runs the
 forward and backward passes of a step's microbatches and computes the norm of the gradient.
 Why: the training step then has no branch for any strategy, and a strategy knows no objective and no optimizer.
-The order is fixed here. Tensor parallelism comes first, because it replaces parameters; float8 replaces the classes of
-layers. Activation checkpointing follows, because
-it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it, so that the
-checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each stage as if it
-were a whole model.
+The order is fixed here. Tensor parallelism comes first, because it replaces parameters. Activation checkpointing
+follows, because it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it,
+so that the checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each
+stage as if it were a whole model.
 Price: the norm takes one reduction for each mesh dimension that parameters are sharded over.
 """
 
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import TrainConfig
-from pipeline.parallel import data_parallel, float8, pipeline_parallel, tensor_parallel
+from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
@@ -200,8 +199,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Paral
     model.to(data_parallel.STORED.get(train.precision, torch.float32))
     blocks = blocks_of(model)
     tensor_parallel.apply(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
-    if train.float8 != "none":
-        float8.apply(blocks, train.float8, mesh.device_type)
     apply_activation_checkpointing(blocks, train)
     if train.compile == "block":
         compile_blocks(blocks, train.compile_backend, train.compile_max_graphs)

@@ -122,11 +122,6 @@ def refuse(train: TrainConfig) -> None:
     Raises:
         ConfigError: names it.
     """
-    if train.float8 != "none":
-        raise ConfigError(
-            f"train.float8: {train.float8} is not covered by the prediction: its casts are fused by the compiler only",
-            fix="plan with --set train.float8=none; float8 saves time, and no memory worth planning with",
-        )
     if train.compile == "block":
         raise ConfigError(
             f"train.compile: {train.compile} is not covered by the prediction: the compiler decides what is saved",
