@@ -572,10 +572,10 @@ class ParallelConfig(_Section):
     """Processes that share each matrix (tensor parallelism)."""
     pp_size: Positive = 1
     """Groups of processes with consecutive blocks each (pipeline parallelism)."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
     """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
     pp_stages_per_rank: Positive | None = None
-    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for the other schedules, which need several."""
+    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for interleaved_1f1b, which needs several."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
@@ -616,10 +616,6 @@ class ParallelConfig(_Section):
             )
         if not one_stage and stages == 1:
             raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
-        if self.pp_schedule == "zbv" and stages != 2:
-            raise ValueError(
-                f"pp_schedule zbv has pp_stages_per_rank 2, not {stages}; interleaved_1f1b takes any number"
-            )
         return self
 
     def reshards(self, shards: int) -> bool:
@@ -862,8 +858,6 @@ class TrainConfig(_Section):
             "activation_compression": (self.activation_compression, ("none",)),
             "activation_offload": (self.activation_offload, (False,)),
         }
-        if self.parallel.pp_size > 1:  # the other schedules split the backward pass
-            allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
         for name, (value, working) in allowed.items():
             if value not in working:
                 raise ValueError(
@@ -878,12 +872,6 @@ class TrainConfig(_Section):
             raise ValueError(
                 "packed_attention: the stages of a pipeline exchange padded captions; "
                 f"set packed_attention: false or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
-            )
-        schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
-        if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
-            raise ValueError(
-                f"parallel.pp_schedule {schedule} splits the backward pass, which excludes activation checkpointing: "
-                "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
             )
         return self
 

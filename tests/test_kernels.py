@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -204,60 +203,27 @@ def test_an_operation_is_registered_as_torch_expects(name: str) -> None:
     torch.library.opcheck(gradients, [gradient, *plain], test_utils=("test_schema", "test_faketensor"))
 
 
-class Products(TorchDispatchMode):
-    """Sizes of the gradients that `joined_linear`'s backward operation computes."""
+@pytest.mark.parametrize("name", ["gated convolution", "joined product"])
+def test_frozen_parameters_have_no_gradient_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation, gradients, inputs = OPERATIONS[name]
+    sizes: list[bool] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[list[int]] = []
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = called(*args, **(kwargs or {}))
+            if called is gradients:
+                sizes.extend(bool(part.numel()) for part in result)
+            return result
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        if operation is torch.ops.sana_pipe.joined_linear_backward.default:
-            self.sizes.append([part.numel() for part in result])
-        return result
-
-
-def test_a_backward_pass_in_two_parts_multiplies_once_for_each_gradient() -> None:
-    given = product_inputs(torch.float64)
-    first = torch.nn.Linear(6, 6, dtype=torch.float64)
-    parameters = [*first.parameters(), *given[1:]]
-    out = joined_linear.joined_linear(first(given[0]), *given[1:])
-    whole = torch.autograd.grad(out.square().sum(), [given[0], *parameters], retain_graph=True)
-    with Products() as products:
-        of_input, groups = stage_backward_input([out.square().sum()], None, [given[0]], iter(parameters))
-        stage_backward_weight(iter(parameters), groups)
-    assert products.sizes == [[60, 0], [0, 72]]
-    for ours, exact in zip([*of_input, *(p.grad for p in parameters)], whole, strict=True):
-        torch.testing.assert_close(ours, exact)
-
-
-def test_a_backward_pass_in_two_parts_computes_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As zero-bubble schedules have it: first the gradient of the input, then those of the parameters."""
-    passes: list[list[bool]] = []
-    plain = gated_convolution.backward
-
-    def spied(*given: Any) -> tuple[Tensor, ...]:
-        results = plain(*given)
-        passes.append([bool(result.numel()) for result in results])
-        return results
-
-    monkeypatch.setattr(gated_convolution, "backward", spied)
-    given = convolution_inputs(torch.float64)
-    first = torch.nn.Linear(6, 6, dtype=torch.float64)
-    out = gated_convolution.gated_convolution(first(given[0]), *given[1:])
-    parameters = [*first.parameters(), *given[1:]]
-    whole = torch.autograd.grad(out.square().sum(), [given[0], *parameters], retain_graph=True)
-    assert passes.pop() == [True, True, True]
-    of_input, groups = stage_backward_input([out.square().sum()], None, [given[0]], iter(parameters))
-    assert passes == [[True, False, False]]
-    stage_backward_weight(iter(parameters), groups)
-    assert passes == [[True, False, False], [False, True, True]]
-    for ours, exact in zip([*of_input, *(p.grad for p in parameters)], whole, strict=True):
-        torch.testing.assert_close(ours, exact)
-    given[1].requires_grad_(False)
-    gated_convolution.gated_convolution(given[0], given[1], given[2].detach()).sum().backward()
-    assert passes[-1] == [True, False, False], "frozen parameters"
+    given = inputs(torch.float64)
+    first, *others = given
+    with Spy():
+        operation(first, *(x.detach() for x in others)).sum().backward()
+    assert sizes == [True] + [False] * (len(sizes) - 1)
+    assert first.grad is not None
+    with Spy():
+        operation(first.detach(), *others).sum().backward()
+    assert sizes[len(sizes) // 2] is False and all(sizes[len(sizes) // 2 + 1 :])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

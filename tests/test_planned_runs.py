@@ -399,7 +399,6 @@ def test_defaults_are_auto() -> None:
         ({}, (7, 5), None, "none"),
         ({"activation_offload": True}, (9, 0), None, "none"),
         ({"activation_compression": "int8"}, (9, 0), "block", "none"),
-        ({"parallel": {"pp_size": 2, "pp_schedule": "zbv"}}, (9, 0), None, "none"),
         ({}, (9, 0), "none", "none"),
         ({}, (9, 0), "block", "block"),
         ({}, (9, 0), "unknown", "none"),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.kernels.backend import executed, kernels, without_autocast
+from pipeline.kernels.backend import kernels, without_autocast
 
 
 def gated_convolution(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -74,9 +74,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """A schedule that splits the backward pass (zero bubble) comes twice, for the input and for the parameters."""
-    needed = executed(ctx)
-    of_input, of_weights = needed[0], any(needed[1:3])
+    of_input, *needed = ctx.needs_input_grad
+    of_weights = any(needed)
     of_u, of_weight, of_bias = _gradients(gradient, *ctx.saved_tensors, of_input, of_weights)
     return of_u if of_input else None, *((of_weight, of_bias) if of_weights else (None, None))
 

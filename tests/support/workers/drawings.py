@@ -38,7 +38,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "FSDP2, no reshard": {"parallel": {**strategies.FSDP2, "reshard_after_forward": False}, "without": True},
         "FSDP2, offload": {"parallel": {**strategies.FSDP2, "offload": "all"}},
         "TP, packed": {"parallel": strategies.TP, "text": "packed", "packed_attention": True},
-        "zbv": {"parallel": pp("zbv"), "without": True},
+        "interleaved_1f1b": {"parallel": pp("interleaved_1f1b"), "without": True},
         "1f1b, bf16": {"parallel": pp(), **BF16},
     },
     4: {

@@ -26,7 +26,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "DDP": {"parallel": strategies.DDP},
         "FSDP2, no reshard": {"parallel": {**strategies.FSDP2, "reshard_after_forward": False}, "without": True},
         "TP": {"parallel": strategies.TP},
-        "zbv": {"parallel": pp("zbv"), "without": True},
+        "interleaved_1f1b": {"parallel": pp("interleaved_1f1b"), "without": True},
     },
     4: {
         "HSDP": {"parallel": strategies.HSDP},
