@@ -716,8 +716,6 @@ class TrainConfig(_Section):
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
-    activation_offload: bool = False
-    """Keep saved tensors in host memory; of a block that recomputes, its inputs."""
     caption_drop: Share = 0.1
     """Share of samples that are trained with the empty caption."""
     null_mask: Literal["caption", "bos"] = "caption"
@@ -851,19 +849,11 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_compile(self) -> TrainConfig:
-        """A compiled block's backward pass is one piece."""
-        if self.compile != "block":
-            return self
-        allowed: dict[str, tuple[object, tuple[object, ...]]] = {
-            "activation_compression": (self.activation_compression, ("none",)),
-            "activation_offload": (self.activation_offload, (False,)),
-        }
-        for name, (value, working) in allowed.items():
-            if value not in working:
-                raise ValueError(
-                    f"compile: block does not go with {name}: {value}; set {name} to "
-                    f"{' or '.join(map(str, working))}, or compile: none"
-                )
+        if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
+            raise ValueError(
+                f"compile: block does not go with activation_compression: {self.activation_compression}; set "
+                "activation_compression to none, or compile: none"
+            )
         return self
 
     @model_validator(mode="after")

@@ -348,7 +348,6 @@ def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int])
         strategy = {"4" if name == "HYBRID_SHARD" else "3", name.lower()}
         sharding = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({name})"
     reshards = parallel.reshards(max(2, shards))  # a launch of one process is no other answer
-    offload = str(train.activation_offload).lower()
     known = {
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
         "FSDP_SHARDING_STRATEGY": (strategy, sharding),
@@ -366,7 +365,7 @@ def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int])
             {str(train.activation_checkpointing != "none").lower()},
             f"train.activation_checkpointing is {train.activation_checkpointing}",
         ),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({offload}, f"train.activation_offload is {offload}"),
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({"false"}, "saved tensors stay on the device"),
         "FSDP_IGNORED_MODULES": ({"", "none"}, "all modules are sharded"),
     }
     for name, (allowed, here) in known.items():

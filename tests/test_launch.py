@@ -204,7 +204,6 @@ def test_settings_of_accelerate_that_contradict_are_named(name: str, value: str)
     ("train", "name", "value"),
     [
         ({"parallel": {"offload": "all"}}, "FSDP_OFFLOAD_PARAMS", "true"),
-        ({"activation_offload": True}, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true"),
         ({"activation_checkpointing": "selective"}, "FSDP_ACTIVATION_CHECKPOINTING", "true"),
         ({"activation_checkpointing": "none"}, "FSDP_ACTIVATION_CHECKPOINTING", "false"),
     ],

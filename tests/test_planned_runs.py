@@ -397,7 +397,6 @@ def test_defaults_are_auto() -> None:
     [
         ({}, (8, 0), None, "block"),
         ({}, (7, 5), None, "none"),
-        ({"activation_offload": True}, (9, 0), None, "none"),
         ({"activation_compression": "int8"}, (9, 0), "block", "none"),
         ({}, (9, 0), "none", "none"),
         ({}, (9, 0), "block", "block"),

@@ -176,7 +176,6 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], Layout, int]] = {
     "offload": ({"parallel": {"offload": "all"}}, Layout(1, 1, 2, 1), 1),
     "in_backward": ({"optim": {"clip": None, "in_backward": True}}, Layout(1, 1, 2, 1), 1),
     "ema on the host": ({"ema": {"device": "cpu"}}, Layout(1, 1, 2, 1), 1),
-    "activations on the host": ({"activation_offload": True, "activation_checkpointing": "none"}, ALONE, 1),
     "accumulation": ({}, Layout(1, 1, 2, 1), 2),
 }
 

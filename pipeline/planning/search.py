@@ -36,7 +36,6 @@ _ACTIVATIONS: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": "selective"},
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "none", "activation_compression": "int8"},
-    {"activation_checkpointing": "full", "activation_offload": True},
 )
 _OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {},
@@ -92,7 +91,6 @@ class Candidate:
             "train.parallel.offload": parallel.offload,
             "train.activation_checkpointing": train.activation_checkpointing,
             "train.activation_compression": train.activation_compression,
-            "train.activation_offload": train.activation_offload,
             "train.optim.name": train.optim.name,
             "train.optim.in_backward": train.optim.in_backward,
             "train.precision": train.precision,
@@ -231,7 +229,7 @@ def variants_of(
     whole, given = train.model_dump(), train.parallel.model_dump()
     activations: Sequence[dict[str, Any]] = [{}]
     if "activation_checkpointing" in axes:
-        plain = {"activation_compression": "none", "activation_offload": False}
+        plain = {"activation_compression": "none"}
         activations = [{**plain, **change} for change in _ACTIVATIONS] if "compression" in axes else _CHECKPOINTING
     optimizers: Sequence[dict[str, Any]] = _OPTIMIZERS if "optimizer" in axes else _OPTIMIZERS[:1]
     precisions: list[str] = [train.precision]
@@ -265,7 +263,7 @@ class _Pieces:
 
     def __init__(self, train: TrainConfig, shape: SanaConfig, data: Data, constants: ConstantsOf, machine: Machine):
         self.train, self.shape, self.data, self.constants, self.machine = train, shape, data, constants, machine
-        self._traced: dict[tuple[str, str, bool, str], tuple[Traced, Traced]] = {}
+        self._traced: dict[tuple[str, str, str], tuple[Traced, Traced]] = {}
 
     def microbatches(self, layout: Layout) -> list[int]:
         """Sizes of nearly equal microbatches, the largest first; in a pipeline divisors of every bucket's share."""
@@ -309,7 +307,7 @@ class _Pieces:
 
     def _traces(self, train: TrainConfig) -> tuple[Traced, Traced]:
         precision = "bf16" if train.precision == "bf16_pure" else train.precision  # activations are the same
-        key = train.activation_checkpointing, train.activation_compression, train.activation_offload, precision
+        key = train.activation_checkpointing, train.activation_compression, precision
         if key not in self._traced:
             bucket, _ = self.data.worst(1, 1)
             height, width = (side // self.data.compression for side in bucket)
