@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -557,8 +557,8 @@ class EmaConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """How the model is parallelized. dp_replicate, dp_shard, tp_size, cp_size and pp_size multiply to the processes of
-    the launch."""
+    """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
+    launch."""
 
     sizes: Literal["given", "auto"] = "given"
     """given: those below. auto (`parallel: auto` for short): a run chooses dp_replicate, dp_shard, tp_size, pp_size and
@@ -570,15 +570,12 @@ class ParallelConfig(_Section):
     """Processes that share the parameters of a replica (FSDP2). -1: what the other sizes leave."""
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
-    cp_size: Positive = 1
-    """Processes that share each picture, a band of its rows each (context parallelism). They share the parameters, too,
-    as those of dp_shard do. Not with tp_size or pp_size."""
     pp_size: Positive = 1
     """Groups of processes with consecutive blocks each (pipeline parallelism)."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
     """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
     pp_stages_per_rank: Positive | None = None
-    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for the other schedules, which need several."""
+    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for interleaved_1f1b, which needs several."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
@@ -597,7 +594,7 @@ class ParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
-        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "cp_size": 1, "pp_size": 1, "offload": "none"}
+        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1, "offload": "none"}
         if self.sizes == "auto" and (others := [name for name, usual in given.items() if getattr(self, name) != usual]):
             raise ValueError(f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given")
         for name in ("dp_replicate", "dp_shard"):
@@ -619,10 +616,6 @@ class ParallelConfig(_Section):
             )
         if not one_stage and stages == 1:
             raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
-        if self.pp_schedule == "zbv" and stages != 2:
-            raise ValueError(
-                f"pp_schedule zbv has pp_stages_per_rank 2, not {stages}; interleaved_1f1b takes any number"
-            )
         return self
 
     def reshards(self, shards: int) -> bool:
@@ -698,16 +691,11 @@ class TrainConfig(_Section):
     from the last round unless this option is given; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
-    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU, and with context parallelism
-    or float8, which are not predicted. A resumed run keeps its choice. `sample` takes 8 for auto."""
+    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU. A resumed run keeps its
+    choice. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
-    float8: Literal["none", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Multiply in float8 in the blocks' Linear layers and 1x1 convolutions, by torchao's recipe of this name (on a GPU
-    of compute capability 8.9 or newer, with `precision` bf16 or bf16_pure; meant for `compile: block`; emulated on a
-    CPU). rowwise_with_gw_hp: but the gradients of the weights in bf16. Parameters and checkpoints stay as `precision`
-    has them."""
     tf32: bool = False
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
@@ -728,8 +716,6 @@ class TrainConfig(_Section):
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
-    activation_offload: bool = False
-    """Keep saved tensors in host memory; of a block that recomputes, its inputs."""
     caption_drop: Share = 0.1
     """Share of samples that are trained with the empty caption."""
     null_mask: Literal["caption", "bos"] = "caption"
@@ -863,29 +849,12 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_compile(self) -> TrainConfig:
-        if self.compile == "block":
-            self._check_whole_blocks("compile", {"activation_offload": (self.activation_offload, (False,))})
+        if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
+            raise ValueError(
+                f"compile: block does not go with activation_compression: {self.activation_compression}; set "
+                "activation_compression to none, or compile: none"
+            )
         return self
-
-    @model_validator(mode="after")
-    def _check_float8(self) -> TrainConfig:
-        if self.float8 != "none":
-            precision, tp_size = (self.precision, ("bf16", "bf16_pure")), (self.parallel.tp_size, (1,))
-            self._check_whole_blocks("float8", {"precision": precision, "parallel.tp_size": tp_size})
-        return self
-
-    def _check_whole_blocks(self, option: str, allowed: Mapping[str, tuple[object, tuple[object, ...]]]) -> None:
-        """Refuse what does not go with an option under which a block's (`compile`) or a product's (`float8`) backward
-        pass is one piece. allowed: name -> (value, values that work)."""
-        allowed = {"activation_compression": (self.activation_compression, ("none",)), **allowed}
-        if self.parallel.pp_size > 1:  # the other schedules split the backward pass
-            allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
-        for name, (value, working) in allowed.items():
-            if value not in working:
-                raise ValueError(
-                    f"{option}: {getattr(self, option)} does not go with {name}: {value}; set {name} to "
-                    f"{' or '.join(map(str, working))}, or {option}: none"
-                )
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> TrainConfig:
@@ -893,12 +862,6 @@ class TrainConfig(_Section):
             raise ValueError(
                 "packed_attention: the stages of a pipeline exchange padded captions; "
                 f"set packed_attention: false or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
-            )
-        schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
-        if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
-            raise ValueError(
-                f"parallel.pp_schedule {schedule} splits the backward pass, which excludes activation checkpointing: "
-                "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
             )
         return self
 

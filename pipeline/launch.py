@@ -290,14 +290,14 @@ def check_accelerate(
     `Accelerator.prepare`. Here only the configuration decides; a different answer would be ignored silently.
 
     Args:
-        sizes: `dp_replicate`, `dp_shard`, `tp` and `cp` as they follow from `train.parallel`; default: dp_shard is the
+        sizes: `dp_replicate`, `dp_shard` and `tp` as they follow from `train.parallel`; default: dp_shard is the
             world.
 
     Raises:
         UserError: one line per contradiction, with the setting of the configuration.
     """
     answers = _Answers(os.environ if environ is None else environ)
-    layout = {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1, "cp": 1, **(sizes or {})}
+    layout = {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1, **(sizes or {})}
     _check_computation(answers, train)
     _check_parallelism_config(answers, layout)
     _check_fsdp(answers, train, layout)
@@ -342,13 +342,12 @@ def _kind_of_device(name: str) -> str:
 def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int]) -> None:
     parallel = train.parallel
     strategy, sharding = {"1", "full_shard"}, "every process holds a shard (FULL_SHARD)"
-    shards = sizes["dp_shard"] * sizes["cp"]
+    shards = sizes["dp_shard"]
     if sizes["dp_replicate"] > 1 and not answers.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         name = "HYBRID_SHARD" if shards > 1 else "NO_SHARD"
         strategy = {"4" if name == "HYBRID_SHARD" else "3", name.lower()}
         sharding = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({name})"
     reshards = parallel.reshards(max(2, shards))  # a launch of one process is no other answer
-    offload = str(train.activation_offload).lower()
     known = {
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
         "FSDP_SHARDING_STRATEGY": (strategy, sharding),
@@ -366,7 +365,7 @@ def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int])
             {str(train.activation_checkpointing != "none").lower()},
             f"train.activation_checkpointing is {train.activation_checkpointing}",
         ),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({offload}, f"train.activation_offload is {offload}"),
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({"false"}, "saved tensors stay on the device"),
         "FSDP_IGNORED_MODULES": ({"", "none"}, "all modules are sharded"),
     }
     for name, (allowed, here) in known.items():

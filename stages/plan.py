@@ -239,7 +239,6 @@ def _described(candidate: searching.Candidate) -> str:
         train.precision,
         train.optim.name,
         *([f"compression {train.activation_compression}"] if train.activation_compression != "none" else []),
-        *(["activations offloaded"] if train.activation_offload else []),
         *(["parameters offloaded"] if train.parallel.offload == "all" else []),
         *(["update in backward"] if train.optim.in_backward else []),
     ]

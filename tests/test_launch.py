@@ -204,7 +204,6 @@ def test_settings_of_accelerate_that_contradict_are_named(name: str, value: str)
     ("train", "name", "value"),
     [
         ({"parallel": {"offload": "all"}}, "FSDP_OFFLOAD_PARAMS", "true"),
-        ({"activation_offload": True}, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true"),
         ({"activation_checkpointing": "selective"}, "FSDP_ACTIVATION_CHECKPOINTING", "true"),
         ({"activation_checkpointing": "none"}, "FSDP_ACTIVATION_CHECKPOINTING", "false"),
     ],
@@ -253,10 +252,6 @@ def test_accelerate_and_copies_of_the_model() -> None:
     check_accelerate(train, launch, {**full, **named}, sizes={"dp_replicate": 2, "dp_shard": 1, "tp": 2})
     with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE=2"):
         check_accelerate(train, launch, {**full, **named}, sizes={"dp_replicate": 2, "dp_shard": 1, "tp": 1})
-    by_rows = {**full, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
-    check_accelerate(train, launch, by_rows, sizes={"dp_replicate": 1, "dp_shard": 2, "tp": 1, "cp": 2})
-    with pytest.raises(UserError, match=r"PARALLELISM_CONFIG_CP_SIZE=2, .* 1"):
-        check_accelerate(train, launch, by_rows, sizes={"dp_replicate": 1, "dp_shard": 4, "tp": 1})
 
 
 def test_a_training_asks_both_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,7 +272,6 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
     assert [line.partition(" ")[2].partition("   ")[0] for line in memory.memory_advice(refusing)] == [
         "train.parallel.reshard_after_forward=true",
         "train.activation_compression=int8 --set train.compile=none",
-        "train.activation_offload=true --set train.compile=none",
         "train.parallel.offload=all",
     ]
     alone = memory.memory_advice(configured(precision="fp32"))

@@ -28,10 +28,7 @@ from pipeline.launch import Launch
 from pipeline.parallel.collectives import all_gather_objects
 
 PP, REPLICATE, SHARD, TP = DIMS = "pp", "dp_replicate", "dp_shard", "tp"
-"""The mesh's dimensions, outermost first: neighbours in tp are neighbours in rank, so they share a node.
-
-The processes of a context-parallel group share parameters, too: they are neighbours within dp_shard.
-"""
+"""The mesh's dimensions, outermost first: neighbours in tp are neighbours in rank, so they share a node."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +39,10 @@ class Layout:
     dp_replicate: int
     dp_shard: int
     tp: int
-    cp: int = 1
 
     @property
     def world(self) -> int:
         return math.prod(self.sizes)
-
-    @property
-    def shards(self) -> int:
-        """Number of processes that share the parameters of a replica."""
-        return self.dp_shard * self.cp
 
     @property
     def data_world(self) -> int:
@@ -60,22 +51,21 @@ class Layout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Number of processes that share one model and so read the same part of a batch (pp x cp x tp)."""
-        return self.pp * self.cp * self.tp
+        """Number of processes that share one model and so read the same part of a batch (pp x tp)."""
+        return self.pp * self.tp
 
     def data_rank(self, rank: int) -> int:
         """Data-parallel rank of a process: which part of a global batch it reads."""
-        return rank // (self.tp * self.cp) % self.data_world
+        return rank // self.tp % self.data_world
 
     def __str__(self) -> str:
-        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp}
-        named = [f"{size} {name}" for name, size in {**sizes, "tp": self.tp}.items() if size > 1]
+        named = [f"{size} {name}" for name, size in zip(DIMS, self.sizes, strict=True) if size > 1]
         return " x ".join(named) or "one process"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Of the mesh, in the order of `DIMS`."""
-        return self.pp, self.dp_replicate, self.shards, self.tp
+        return self.pp, self.dp_replicate, self.dp_shard, self.tp
 
 
 def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
@@ -85,11 +75,11 @@ def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
         ConfigError: the sizes do not multiply to the number of processes.
     """
     data = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
-    model = {"tp_size": parallel.tp_size, "cp_size": parallel.cp_size, "pp_size": parallel.pp_size}
+    model = {"tp_size": parallel.tp_size, "pp_size": parallel.pp_size}
     free = next((name for name, size in data.items() if size == -1), None)
     known = math.prod([*model.values(), *(size for name, size in data.items() if name != free)])
     sizes = {**data, **({free: world // known} if free else {})}
-    layout = Layout(model["pp_size"], sizes["dp_replicate"], sizes["dp_shard"], model["tp_size"], model["cp_size"])
+    layout = Layout(model["pp_size"], sizes["dp_replicate"], sizes["dp_shard"], model["tp_size"])
     if layout.world != world:
         named = ", ".join(f"{name} = {size}" for name, size in {**data, **model}.items() if size != 1)
         raise ConfigError(

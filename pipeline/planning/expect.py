@@ -49,8 +49,8 @@ def expect(
 
 def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device, launch: Launch) -> Expected | None:
     machine, given = auto.present(device, launch), config.train
-    is_bound = given.compile != "none" or given.float8 != "none"
-    train = as_new_run(given).model_copy(update={"compile": "none", "float8": "none"})
+    is_bound = given.compile != "none"
+    train = as_new_run(given).model_copy(update={"compile": "none"})
     layout = check_sizes(train.parallel, launch.world)
     on_gpu = machine.card.is_gpu
     if not on_gpu and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:

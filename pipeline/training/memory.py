@@ -123,7 +123,6 @@ OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
         lambda train: {"activation_compression": "int8", **_uncompiled(train)},
         "saved tensors in half the bytes or less; rounds the gradients",
     ),
-    (lambda train: {"activation_offload": True, **_uncompiled(train)}, "saved tensors in host memory; slower"),
     (lambda train: {"parallel.offload": "all"}, "parameters and optimizer in host memory; much slower"),
 )
 _SMALL_STATE = ("adamw8bit", "came")
