@@ -216,6 +216,10 @@ class DataConfig(_Section):
     """The folder that a table's file names are relative to; null: the table's folder."""
     link_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds that fetching one picture from a web server may take, where a table names pictures by URL."""
+    allow_links: Literal["none", "private", "stores", "all"] = "none"
+    """What the URLs of a table may reach besides public web servers: a table that others made can name what only you
+    reach. private: servers of this machine and of private networks. stores: objects of s3://, gs://, hf:// and az://,
+    read with your credentials. all: both."""
     retry_links: bool = False
     """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
@@ -1132,7 +1136,7 @@ _CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = _options(
     "data",
     "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
-    "image_field image_root link_timeout_s max_pixels max_picture_mib",
+    "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
 )
 _ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
 _JOIN = (
