@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import sys
 import time
 import warnings
@@ -22,7 +23,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError, local_path, print_error, was_printed
+from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, print_error, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELO
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+_PATHS = re.compile(r"\b(DIR|FILE|PATH|RUN|CHECKPOINT)\b")
+"""Words in the metavar of a path or URL. In its value `~` and `$NAME` are replaced, which no shell does in `--out=~/x`
+or in quotes."""
+
+
 class _Command(click.Command):
     """A command whose help ends with its exit codes and examples (command lines, `#` starts a remark)."""
 
@@ -45,11 +51,14 @@ class _Command(click.Command):
         self.examples = tuple(examples)
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the default. The text of
-        a prompt may be empty."""
+        """Expand paths, and refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the
+        default. The text of a prompt may be empty."""
         rest = super().parse_args(context, args)
         for parameter in self.params:
-            value = context.params.get(str(parameter.name))
+            value = context.params.get(name := str(parameter.name))
+            if value and _PATHS.search(parameter.metavar or ""):
+                value = tuple(map(expanded, value)) if isinstance(value, tuple) else expanded(value)
+                context.params[name] = value
             if "--prompt" not in parameter.opts and "" in (value if isinstance(value, tuple) else (value,)):
                 raise click.BadParameter("is empty", context, parameter)
         return rest

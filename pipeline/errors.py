@@ -7,6 +7,8 @@ its traceback.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,24 +98,33 @@ class AwayError(CacheError):
     exit_code = 75  # EX_TEMPFAIL
 
 
-def expanded(path: str) -> Path:
-    """A path with `~` and `~USER` replaced.
+_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})", re.ASCII)
+
+
+def expanded(path: str) -> str:
+    """A path or URL with `~`, `~USER`, `$NAME` and `${NAME}` replaced, as by a shell.
 
     Raises:
-        UserError: the home folder is not known.
+        UserError: the home folder is not known, or a variable is not set and there is no file of this very name.
     """
+    text = os.path.expandvars(path)
+    unset = _VARIABLE.search(strip_credentials(text))
+    if unset is not None and not os.path.lexists(path):
+        fix = f"export {unset[0].strip('${}')}=..., or write the whole path"
+        raise UserError(f"{path}: the variable {unset[0]} is not set", fix=fix)
     try:
-        return Path(path).expanduser()
+        return str(Path(text).expanduser()) if text.startswith("~") else text
     except RuntimeError:
         raise UserError(f"{path}: the home folder is not known", fix="write the whole path, or set HOME") from None
 
 
 def local_path(path: str) -> Path:
-    """A path on a disk.
+    """A path on a disk, expanded.
 
     Raises:
         UserError: a URL. As a path it would name a new folder here.
     """
+    path = expanded(path)
     if "://" in path:
         raise UserError(f"{path}: is a URL, not a path on a disk", fix="name a folder, such as a mount of the store")
     return Path(path)

@@ -27,7 +27,7 @@ import torch
 
 from pipeline.cache.local_files import sync_path
 from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
-from pipeline.errors import ConfigError, UserError, expanded
+from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
 from pipeline.models.sana_config import SanaConfig, with_sample_size
 from pipeline.models.sana_files import save_nvlabs, save_weights
@@ -297,7 +297,7 @@ def _shown(config: Config) -> dict[str, Any]:
 
 def _name(weights: Weights) -> str:
     """A hub id; a local folder stays unnamed."""
-    return "a local folder" if expanded(weights.id).exists() else weights.id
+    return "a local folder" if Path(weights.id).exists() else weights.id
 
 
 def _sha256(path: Path) -> str:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
 from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
-from pipeline.config import Config, written
+from pipeline.config import Config, as_yaml, written
 from pipeline.encoding import survey as surveying
 from pipeline.errors import UserError
 from pipeline.models.sana_config import SanaConfig
@@ -225,7 +224,7 @@ def _write(config: Config, best: searching.Candidate, path: str) -> None:
     Config.model_validate(fitted)
     try:
         with open(path, "x", encoding="utf-8") as file:
-            yaml.safe_dump(fitted, file, sort_keys=False)
+            file.write(as_yaml(fitted, sort_keys=False))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", fix="--write another name") from None
 

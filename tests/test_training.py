@@ -661,10 +661,12 @@ def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_resume_auto_without_checkpoints_begins(tmp_path: Path) -> None:
+def test_resume_auto_without_checkpoints_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says where it looked in full: from another folder a relative path looks right."""
     printed: list[str] = []
-    assert fit_tiny(tiny_run.config(tmp_path / "run", steps=1), resume="auto", log=printed.append).step == 1
-    assert any("from the beginning" in line for line in printed)
+    monkeypatch.chdir(tmp_path)
+    assert fit_tiny(tiny_run.config(Path("run"), steps=1), resume="auto", log=printed.append).step == 1
+    assert any("from the beginning" in line and f"{tmp_path}/run/checkpoints" in line for line in printed)
 
 
 def test_resuming_from_an_older_checkpoint_needs_another_run_directory(run: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Weights
-from pipeline.errors import UserError, expanded
+from pipeline.errors import UserError
 
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems under which diffusers and transformers save weights."""
@@ -63,12 +63,12 @@ class WeightSet:
 
 def is_local(weights: Weights) -> bool:
     """Whether `weights.id` is a folder or file on this machine (it takes precedence over a hub id)."""
-    return expanded(weights.id).exists()
+    return Path(weights.id).exists()
 
 
 def is_file(weights: Weights) -> bool:
     """Whether `weights.id` names a file, here or on the hub, and not a folder or repository."""
-    return expanded(weights.id).is_file() or _HUB_FILE.match(weights.id) is not None
+    return Path(weights.id).is_file() or _HUB_FILE.match(weights.id) is not None
 
 
 def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: bool = False) -> Path:
@@ -170,7 +170,7 @@ def _place(weights: Weights) -> tuple[Path | None, Weights]:
     Raises:
         ModelError: neither, or no such subfolder.
     """
-    root = expanded(weights.id)
+    root = Path(weights.id)
     if root.is_file():
         return root, weights
     if root.is_dir():

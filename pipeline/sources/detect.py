@@ -138,7 +138,7 @@ def _of_format(
     if format in ("webdataset", "wids"):
         return TarSource(filesystem, files, rule, name, format)
     field, root = config.image_field, config.image_root
-    links = Links(config.max_bytes, config.link_timeout_s, patience_s)
+    links = Links(config.max_bytes, config.link_timeout_s, patience_s, config.allow_links)
     if format == "parquet":
         tables = ParquetSource(filesystem, files, rule, name, image_field=field, image_root=root, links=links)
         tables.retries_links = config.retry_links

@@ -32,7 +32,7 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, shown, unsafe_reason
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
-from pipeline.sources.link_tables import LINK_COLUMNS, LINK_RULE, LinkTables, digest_of, is_link
+from pipeline.sources.link_tables import LINK_COLUMNS, LinkTables, digest_of, is_link
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import NAME_COLUMNS, MetadataReader
 from pipeline.sources.source import Item, Part, PartRange, Reject, Seen
@@ -367,7 +367,7 @@ class ParquetSource(LinkTables):
         column, holds_bytes = self._picture(file, table.schema_arrow)
         decisive = (self.rule.identity(), str(self.image_field), *map(str, version))
         if self._names_links(file):
-            return digest(RULE, LINK_RULE, *decisive).hex()
+            return digest(RULE, self.link_rule, *decisive).hex()
         return None if not holds_bytes or _nulls(table, column) else digest(RULE, *decisive).hex()
 
     # ------------------------------------------------------------ reading

@@ -630,7 +630,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
         )
     resumed = start_checkpoint(run, resume, begin)
     if resumed is None:
-        notes += [f"no checkpoint in {root} yet: starting from the beginning"] if resume is not None else []
+        notes += [f"no checkpoint in {root.resolve()} yet: starting from the beginning"] if resume is not None else []
         return None, notes
     if not resumed.begins and begin is not None:
         notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {resumed.folder.name}")
