@@ -306,15 +306,15 @@ def _sha256(path: Path) -> str:
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy a JSON object without the local paths that libraries write into it."""
+    """Copy a JSON object without the local paths that libraries write into it, and without names of code."""
     values = hub.read_json(source)
-    places = [
+    dropped = [
         name
-        for name in ("_name_or_path", "name_or_path", "tokenizer_file")
-        if Path(str(values.get(name, ""))).is_absolute()
+        for name in ("_name_or_path", "name_or_path", "tokenizer_file", "auto_map")
+        if (name == "auto_map" and name in values) or Path(str(values.get(name, ""))).is_absolute()
     ]
-    if places:
-        _json(target, {name: value for name, value in values.items() if name not in places})
+    if dropped:
+        _json(target, {name: value for name, value in values.items() if name not in dropped})
     else:
         shutil.copyfile(source, target)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -532,6 +533,28 @@ def test_a_folder_that_is_not_the_model_is_refused(folder: Path, tmp_path: Path)
     (broken / "vae" / "diffusion_pytorch_model.safetensors").rename(broken / "vae" / "diffusion_pytorch_model.bin")
     with pytest.raises(UserError, match=r"diffusion_pytorch_model\.bin"):
         encoders.describe_vae(VaeConfig(id=str(broken)))
+
+
+@pytest.mark.parametrize("file", ["tokenizer/tokenizer_config", "tokenizer/config", "text_encoder/config"])
+def test_code_of_a_model_folder_is_neither_run_nor_asked_for(
+    folder: Path, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    place, code = copy / f"{file}.json", {"AutoTokenizer": [None, "own.Own"], "AutoConfig": "own.Own"}
+    values = json.loads(place.read_text()) if place.exists() else {"model_type": "own"}
+    if place.name == "tokenizer_config.json":
+        values["tokenizer_class"] = "Own"
+    place.write_text(json.dumps({**values, "auto_map": code}))
+    (place.parent / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
+    with suppress(hub.ModelError):
+        encoders.TextEncoder.load(TextConfig(id=str(copy)), "", "cpu")
+    assert not asked and not (tmp_path / "was run").exists()
+    if place.name == "tokenizer_config.json":
+        with pytest.raises(hub.ModelError, match=naming("copy/tokenizer")) as caught:
+            encoders.count_rows(TextConfig(id=str(copy)), "", ["a"])
+        assert caught.value.fix and "trust_remote_code" not in str(caught.value)
 
 
 def test_missing_shards_are_named(folder: Path, tmp_path: Path) -> None:

@@ -272,6 +272,26 @@ def _heavy(modules: set[str]) -> list[str]:
     return sorted(m for m in modules if m in whole or m.rpartition(".")[2] in names)
 
 
+LOADERS = {"from_pretrained", "from_single_file", "load_config", "pipeline", "hub_load"}
+
+
+def loader_calls(code: str) -> list[tuple[str, set[str]]]:
+    """Calls that can run the code of a model folder: function, keywords with the value of constants."""
+    return [
+        (ast.unparse(node.func), {f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords})
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOADERS
+    ]
+
+
+def test_models_are_loaded_in_one_place_that_runs_none_of_their_code() -> None:
+    paths = [p for folder in ("pipeline", "stages") for p in ROOT.glob(f"{folder}/**/*.py")]
+    found = [(path.name, *call) for path in paths for call in loader_calls(path.read_text())]
+    ((file, _, options),) = found
+    assert file == "hub.py" and {"local_files_only=True", "trust_remote_code=False"} <= options
+    assert loader_calls("a.B.from_pretrained(x, y=1)") == [("a.B.from_pretrained", {"y=1"})]
+
+
 def test_memory_is_never_measured_by_tracemalloc() -> None:
     """Its hooks crash the process when threads of pyarrow take memory; children are watched from outside instead."""
     paths = [p for folder in ("pipeline", "stages", "benchmarks") for p in ROOT.glob(f"{folder}/**/*.py")]

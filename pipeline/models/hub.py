@@ -305,6 +305,31 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def load(kind: Any, folder: Path, what: str, **options: Any) -> Any:
+    """`kind.from_pretrained(folder)`, the only call of it: from the files of this folder, of which no code is run.
+
+    Args:
+        kind: a class of transformers or diffusers.
+        what: the kind of model, for the message.
+
+    Raises:
+        ModelError: the folder cannot be loaded, or only by running its code.
+    """
+    try:
+        with no_progress_bars():
+            return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    except (RuntimeError, OSError, ValueError, KeyError, ImportError) as error:
+        found = " ".join(str(error).split())[:600]
+        if "trust_remote_code" in found:
+            raise ModelError(
+                f"the {what} in {folder} names code of its own, which is not run",
+                expected="a class of transformers, and no `auto_map` in its JSON files",
+                fix="take the files of google/gemma-2-2b-it or of a Sana repository",
+            ) from None
+        what = f"the {what} in {folder} cannot be loaded"
+        raise ModelError(what, found=found, fix="fetch the folder again") from None
+
+
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Disable transformers' progress bars, which would break our progress line."""
