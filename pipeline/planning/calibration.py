@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.cache.local_files import replacing
 from pipeline.config import TrainConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, writing
 from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
@@ -305,15 +305,13 @@ def save(calibration: Calibration, train: TrainConfig, device: torch.device) -> 
         "steps": [asdict(steps) for steps in calibration.steps],
         "constants": asdict(calibration.constants),
     }
-    try:
+    with writing(path, "check the rights of this folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)  # other calibrations add their precision
             entries = {**_entries(path), _key(train): entry}
             with replacing(path) as work:
                 work.write_text(json.dumps({"card": calibration.card.name, "precisions": entries}, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}", fix="check the rights of this folder") from None
     return path
 
 
