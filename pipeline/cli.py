@@ -1,8 +1,9 @@
 """The command line: options, the configuration, then one stage.
 
 Stages are imported inside their command, so that `sana-pipe train` loads neither an encoder nor diffusers and `--help`
-is fast. All errors are handled here: a `UserError`, and an unusable path that the file system refuses, is printed
-without a traceback and ends with its exit code; any other exception is a defect and keeps its traceback.
+is fast. All errors are handled here: a `UserError`, an error of the machine (`pipeline.errors.shown`) and a path that
+the file system refuses are printed without a traceback and end with their exit code; any other exception is a defect
+and keeps its traceback.
 
 Options of the configuration have no flags; `--set a.b=c` reaches each that the command reads.
 """
@@ -23,7 +24,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, print_error, was_printed
+from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, print_error, shown, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -839,15 +840,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except UserError as error:
-        _print_error(error)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.errno not in REFUSED or error.filename is None:
+    except Exception as error:
+        known = shown(error)
+        if isinstance(error, OSError) and error.errno in REFUSED and error.filename is not None:
+            fix = "check the path, and who may read, enter and write its folders"
+            known = UserError(f"{error.filename}: {error.strerror}", fix=fix)
+        if not isinstance(known, UserError):
             raise
-        fix = "check the path, and who may read, enter and write its folders"
-        _print_error(UserError(f"{error.filename}: {error.strerror}", fix=fix))
-        sys.exit(UserError.exit_code)
+        _print_error(known)
+        sys.exit(known.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 

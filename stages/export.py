@@ -27,7 +27,7 @@ import torch
 
 from pipeline.cache.local_files import sync_path
 from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
 from pipeline.models.sana_config import SanaConfig, with_sample_size
 from pipeline.models.sana_files import save_nvlabs, save_weights
@@ -131,16 +131,13 @@ def _published(out: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `out` once it is complete."""
     work = out.with_name(f".{out.name}.partial")
     try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        yield work
-        for path in [*work.rglob("*"), work]:
-            sync_path(path)
-        _put_in_place(work, out)
-    except OSError as error:
-        raise UserError(
-            f"{out}: cannot be written: {error}", fix="check space and rights, or give another --out"
-        ) from None
+        with writing(out, "check the rights, or give another --out"):
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            yield work
+            for path in [*work.rglob("*"), work]:
+                sync_path(path)
+            _put_in_place(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

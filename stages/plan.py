@@ -19,7 +19,7 @@ from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
 from pipeline.config import Config, as_yaml, written
 from pipeline.encoding import survey as surveying
-from pipeline.errors import UserError
+from pipeline.errors import UserError, writing
 from pipeline.models.sana_config import SanaConfig
 from pipeline.planning import auto
 from pipeline.planning import predict as predicting
@@ -222,11 +222,8 @@ def _write(config: Config, best: searching.Candidate, path: str) -> None:
     if best.train.optim.name != config.train.optim.name:
         fitted["train"]["optim"] |= {"betas": None, "eps": None}
     Config.model_validate(fitted)
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(as_yaml(fitted, sort_keys=False))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}", fix="--write another name") from None
+    with writing(path, "--write another name"), open(path, "x", encoding="utf-8") as file:
+        file.write(as_yaml(fitted, sort_keys=False))
 
 
 def _described(candidate: searching.Candidate) -> str:

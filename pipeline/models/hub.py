@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Weights
-from pipeline.errors import UserError
+from pipeline.errors import UserError, machine_error
 
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems under which diffusers and transformers save weights."""
@@ -285,8 +285,8 @@ def _explained(weights: Weights) -> Iterator[None]:
         ) from None
     except errors.HFValidationError as error:
         raise ModelError(f"{weights.id!r} is not a hub id", found=_first_line(error), fix="correct `id`") from None
-    except OSError as error:  # the hub's other HTTP errors, and a full disk
-        raise ModelError(
+    except OSError as error:  # the hub's other HTTP errors
+        raise machine_error(error, f"the hub repository {where} could not be fetched") or ModelError(
             f"the hub repository {where} could not be fetched",
             found=f"{type(error).__name__}: {_first_line(error)}",
             fix=f"try again: what was fetched is kept; {copy}",
