@@ -69,6 +69,7 @@ def open_source(
     format: str | None = None,
     patience_s: float = PATIENCE_S,
     raw: bool = False,
+    settle: Callable[[str], tuple[DataConfig, str | None]] | None = None,
 ) -> Source:
     """Open what `--data` names.
 
@@ -78,6 +79,7 @@ def open_source(
         format: one of `FORMATS`; default: detected.
         patience_s: how long to wait for a store that does not answer.
         raw: take captions as NVlabs' trainer does, see `CaptionRule`.
+        settle: name -> the configuration and the format to use, where they depend on the source's name.
 
     Raises:
         UserError: there is no data, data of several kinds, or of another format.
@@ -85,6 +87,9 @@ def open_source(
     if format is not None and format not in FORMATS:
         raise UserError(f"unknown --format {format!r}", expected=", ".join(FORMATS))
     filesystem, files, default_name = _resolve(data, patience_s)
+    name = name or default_name
+    if settle is not None:
+        config, format = settle(name)
     rule = CaptionRule.of(config, raw)
     if files is None and format is None and not _is_folder(filesystem, data):
         raise _missing(data, data.removeprefix("file://"))
@@ -92,7 +97,6 @@ def open_source(
         format = format or _kind_of_folder(filesystem, data)
     elif format is None:
         format = _kind_of_files(filesystem, files, data)
-    name = name or default_name
     if format == "folder":
         if files is not None:
             raise UserError(f"{data}: is a file, not a folder of pictures", fix="leave --format out, or give a folder")
