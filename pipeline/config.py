@@ -19,13 +19,14 @@ import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, expanded
@@ -254,6 +255,21 @@ class DataConfig(_Section):
             if isinstance(data.get("background"), list):
                 data["background"] = tuple(data["background"])
         return data
+
+
+@dataclass(frozen=True)
+class DataGiven:
+    """What gives the values of the section `data`.
+
+    Attributes:
+        file: the section as the configuration file has it, with defaults; None: unknown.
+        named: its options that a file of the user's choice gives.
+        overridden: its options that `--set` gives.
+    """
+
+    file: DataConfig | None = dataclass_field(default=None, compare=False)
+    named: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
+    overridden: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
 
 
 class StorageConfig(_Section):
@@ -1002,6 +1018,7 @@ class Config(_Section):
     """The stage `train`."""
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
+    _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
     phases: list[PhaseConfig] = []
     """Phases that `train` runs one after the other; empty: one run in `train.output`. `export` and `sample` take the
     newest checkpoint of the last phase that has one."""
@@ -1251,6 +1268,7 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     """As `load`, and where the values come from."""
     source = find(path)
     tree = _read_file(source)
+    data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
     assignments = [_parse_override(text) for text in overrides]
     names = {".".join(keys) for keys, _, _ in assignments}
     overridden = []
@@ -1265,9 +1283,23 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
         overridden.append(option)
     tree = _current(tree)
     try:
-        return Config.model_validate(tree), Given(source, tree, tuple(overridden))
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise _explain(error, tree, source, overridden) from None
+    config._data_given = replace(
+        data_given,
+        overridden=frozenset(
+            name for name in DataConfig.model_fields if any(_within(o, f"data.{name}") for o in overridden)
+        ),
+    )
+    return config, Given(source, tree, tuple(overridden))
+
+
+def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
+    section = tree.get("data") or {}
+    with suppress(ValidationError):  # `--set` may mend it
+        return DataGiven(DataConfig.model_validate(section), frozenset(section if is_chosen else ()))
+    return DataGiven()
 
 
 def _read_file(source: Path) -> dict[str, Any]:

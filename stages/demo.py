@@ -25,9 +25,8 @@ from pipeline.demo import photographs, small_models
 from pipeline.errors import UserError
 from pipeline.images import decoding
 from pipeline.processes import command, shown
-from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.caption_rules import instruction
-from pipeline.sources.folder import FolderSource
+from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item, Unreadable
 
 TINY = "tiny.yaml"
@@ -49,7 +48,7 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
 
     Args:
         out: its folder; created if it does not exist.
-        data: a folder of pictures with captions; None: a dozen photographs of the scikit-image wheel.
+        data: pictures with captions, as for `encode`; None: a dozen photographs of the scikit-image wheel.
         quick: a few steps only, to show that every stage runs.
 
     Returns:
@@ -217,7 +216,7 @@ def _read(config: Config, folders: Sequence[Path]) -> tuple[list[np.ndarray], li
     pictures: list[np.ndarray] = []
     captions: list[str] = []
     for folder in folders:
-        source = FolderSource(folder, CaptionRule.of(config.data))
+        source = open_source(str(folder), config.data)
         items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
         captions += [text for item in items for text, _ in item.captions]
         for item in items:
