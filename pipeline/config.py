@@ -14,15 +14,19 @@ every training option.
 from __future__ import annotations
 
 import difflib
+import math
 import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, expanded
@@ -40,12 +44,8 @@ RENAMED = {
 sections."""
 
 
-def _with_home(path: str) -> str:
-    return str(expanded(path)) if path.startswith("~") else path
-
-
-Place = Annotated[str, AfterValidator(_with_home)]
-"""A folder or a URL. `~` is replaced here: a shell does not replace it in `--set cache=~/cache`, nor in a file."""
+Place = Annotated[str, AfterValidator(expanded)]
+"""A path or a URL. `~` and `$NAME` are replaced here: no shell does it in a file, or behind `--set cache=`."""
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -69,7 +69,7 @@ def _check_local(path: str) -> str:
     return path
 
 
-LocalPath = Annotated[str, AfterValidator(_check_local), AfterValidator(_with_home), "text"]
+LocalPath = Annotated[str, AfterValidator(expanded), AfterValidator(_check_local), "text"]
 
 
 def _check_microbatch(size: Any) -> Any:
@@ -101,7 +101,7 @@ class _Section(BaseModel):
 class Weights(_Section):
     """Pretrained weights."""
 
-    id: str
+    id: Place
     """A model on the hub, or a folder that `save_pretrained` wrote."""
     subfolder: str | None = None
     """The model's folder inside the repository or folder; null: the top."""
@@ -114,7 +114,7 @@ class Weights(_Section):
 class StartWeights(Weights):
     """The weights that training starts from."""
 
-    id: str
+    id: Place
     """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
     with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
@@ -213,10 +213,14 @@ class DataConfig(_Section):
     """Text put after every caption, as written (with its spaces)."""
     image_field: str | None = None
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
-    image_root: str | None = None
+    image_root: Place | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
     link_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds that fetching one picture from a web server may take, where a table names pictures by URL."""
+    allow_links: Literal["none", "private", "stores", "all"] = "none"
+    """What the URLs of a table may reach besides public web servers: a table that others made can name what only you
+    reach. private: servers of this machine and of private networks. stores: objects of s3://, gs://, hf:// and az://,
+    read with your credentials. all: both."""
     retry_links: bool = False
     """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
@@ -251,6 +255,21 @@ class DataConfig(_Section):
             if isinstance(data.get("background"), list):
                 data["background"] = tuple(data["background"])
         return data
+
+
+@dataclass(frozen=True)
+class DataGiven:
+    """What gives the values of the section `data`.
+
+    Attributes:
+        file: the section as the configuration file has it, with defaults; None: unknown.
+        named: its options that a file of the user's choice gives.
+        overridden: its options that `--set` gives.
+    """
+
+    file: DataConfig | None = dataclass_field(default=None, compare=False)
+    named: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
+    overridden: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
 
 
 class StorageConfig(_Section):
@@ -441,7 +460,7 @@ class ArchConfig(_Section):
 
 
 def _model_at(place: str) -> dict[str, Any]:
-    direct = (expanded(place) / "config.json").is_file()
+    direct = Path(expanded(place), "config.json").is_file()
     return {"id": place, "subfolder": None if direct else "transformer"}
 
 
@@ -992,6 +1011,7 @@ class Config(_Section):
     """The stage `train`."""
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
+    _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
     phases: list[PhaseConfig] = []
     """Phases that `train` runs one after the other; empty: one run in `train.output`. `export` and `sample` take the
     newest checkpoint of the last phase that has one."""
@@ -1089,7 +1109,7 @@ _CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = _options(
     "data",
     "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
-    "image_field image_root link_timeout_s max_pixels max_picture_mib",
+    "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
 )
 _ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
 _JOIN = (
@@ -1241,6 +1261,7 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     """As `load`, and where the values come from."""
     source = find(path)
     tree = _read_file(source)
+    data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
     assignments = [_parse_override(text) for text in overrides]
     names = {".".join(keys) for keys, _, _ in assignments}
     overridden = []
@@ -1255,9 +1276,23 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
         overridden.append(option)
     tree = _current(tree)
     try:
-        return Config.model_validate(tree), Given(source, tree, tuple(overridden))
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise _explain(error, tree, source, overridden) from None
+    config._data_given = replace(
+        data_given,
+        overridden=frozenset(
+            name for name in DataConfig.model_fields if any(_within(o, f"data.{name}") for o in overridden)
+        ),
+    )
+    return config, Given(source, tree, tuple(overridden))
+
+
+def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
+    section = tree.get("data") or {}
+    with suppress(ValidationError):  # `--set` may mend it
+        return DataGiven(DataConfig.model_validate(section), frozenset(section if is_chosen else ()))
+    return DataGiven()
 
 
 def _read_file(source: Path) -> dict[str, Any]:
@@ -1296,15 +1331,27 @@ def written(config: Config) -> dict[str, Any]:
 
 def dump(config: Config) -> str:
     """`written` as YAML, for the run directory."""
-    return yaml.safe_dump(written(config), sort_keys=False)
+    return as_yaml(written(config), sort_keys=False)
 
 
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
+MAX_VALUES = 100_000
+"""Limit on the values of a file, aliases and merge keys written out: a few lines can mean billions."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice and reads 1e-4 as a number (YAML 1.1 reads it as a string)."""
+    """Safe YAML that refuses a key given twice. Scalars are those of YAML 1.2: 0100 is a hundred, 1e-4 a number; 1:30,
+    2026-01-01 and `no` are text."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _size(node, {}) > MAX_VALUES:
+            what = f"its aliases and merge keys stand for more than {MAX_VALUES:,} values"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[Any] = set()
@@ -1320,14 +1367,44 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: list(rules) for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 reads as something else."""
+
+
+def _size(node: yaml.Node, known: dict[int, float]) -> float:
+    """The values in a node, aliases and merge keys written out."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf  # for an alias inside of itself
+        below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_size(child, known) for child in below)
+    return known[id(node)]
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
+_Loader.yaml_implicit_resolvers = {}
+_Dumper.yaml_implicit_resolvers = {first: [*rules] for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+for _tag, _pattern, _first in (
+    ("merge", "<<", "<"),
+    ("null", "~|null|Null|NULL|", ("", *"~nN")),
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.?[0-9]*)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+def as_yaml(value: Any, **style: Any) -> str:
+    """A value as YAML that `load` reads as this value."""
+    return yaml.dump(value, Dumper=_Dumper, **style)
 
 
 def _parse_override(text: str) -> tuple[list[str], Any, str]:
@@ -1388,6 +1465,23 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     return list(model.model_fields)
 
 
+def _option_at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """The deepest option on the way to `location`, and its field."""
+    model: type[_Section] | None = Config
+    option: tuple[int | str, ...] = ()
+    field, is_element = None, False  # of a mapping or a list of sections
+    for depth, part in enumerate(location, 1):
+        if is_element:
+            is_element = False
+            continue
+        below = None if model is None else model.model_fields.get(str(part))
+        if below is None:
+            break
+        option, field = location[:depth], below
+        model, is_element = section_of(below), holds_several(below)
+    return ".".join(map(str, option)), field
+
+
 def option_fields(model: type[_Section] | None = None, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every option and section with its field, in the order of the file; a section comes before its options. Below a
     mapping or a list NAME stands for any element (`bucket.sources.NAME.weight`)."""
@@ -1400,6 +1494,44 @@ def option_fields(model: type[_Section] | None = None, prefix: str = "") -> Iter
 
 def _all_paths() -> list[str]:
     return [name for name, _ in option_fields()]
+
+
+_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "any value"}
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def values_of(field: FieldInfo) -> str:
+    """The values that an option takes, such as `integer at least 0 | null`."""
+    return _values(field.annotation, tuple(field.metadata))
+
+
+def _values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    named = [text for text in constraints if isinstance(text, str)]
+    if named:
+        return named[0]
+    if origin is Annotated:
+        return _values(parts[0], parts[1:])
+    if origin is Literal:
+        return " | ".join(map(str, parts))
+    if origin is dict:
+        return f"{{NAME: {_values(parts[1])}, ...}}"
+    if origin is list:
+        return f"[{_values(parts[0])}, ...]"
+    if origin is tuple:
+        return f"[{', '.join('...' if part is ... else _values(part) for part in parts)}]"
+    if parts:  # a union; its constraints are those of the value
+        return " | ".join(_values(part, constraints) for part in parts)
+    if hasattr(annotation, "model_fields"):
+        return "{OPTION: VALUE, ...}"
+    limits = [
+        f"{word} {getattr(limit, key):g}"
+        for constraint in constraints
+        for limit in (constraint, *getattr(constraint, "metadata", ()))
+        for key, word in _BOUNDS.items()
+        if getattr(limit, key, None) is not None and annotation is not type(None)
+    ]
+    return " ".join([_KINDS[annotation], " and ".join(limits)]).strip()
 
 
 def _hint(location: tuple[int | str, ...]) -> str:
@@ -1440,10 +1572,21 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
             where = "--set"
         if unknown:
             problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
-        elif item["type"] == "missing":
+        elif item["type"] == "missing" and isinstance(location[-1], str):
             problems.append(f"{where}: {name!r} is required and not given")
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            shown = "" if isinstance(item["input"], dict) else f" (found {item['input']!r})"
-            problems.append(f"{where}: {name!r}: {message}{shown}")
-    return ConfigError("\n".join(problems))
+            problems.append(f"{where}: {name!r}: {_problem(item, location)}")
+    return ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _problem(item: Any, location: tuple[int | str, ...]) -> str:
+    """What an option takes, and what was found. Our validators (`value_error`) say it themselves."""
+    found, message = item["input"], item["msg"].removeprefix("Value error, ")
+    option, field = _option_at(location)
+    if item["type"] != "value_error" and field is not None:
+        is_option = option == ".".join(map(str, location))
+        message = f"must be {values_of(field)}" if is_option else f"{message}; {option} is {values_of(field)}"
+    message = re.sub(r"Input should be a valid dictionary or instance of \w+", "must be {OPTION: VALUE, ...}", message)
+    if isinstance(found, int | float) and re.search("text|string", message):
+        return f"{message} (found {found!r}, which is no text: put it in quotes)"
+    return message + ("" if isinstance(found, dict) else f" (found {textwrap.shorten(repr(found), 200)})")

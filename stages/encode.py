@@ -38,6 +38,7 @@ from pipeline.encoding import prompts as prompting
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
 from pipeline.encoding.fragments import Fragments, ScanSuperseded
+from pipeline.encoding.reading import Reading
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
@@ -99,8 +100,8 @@ def run(
                     assert asked is not None
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
-                    source = surveying.opened(config, data, source_name, format)
-                    done = _run(config, source, rehash, share, engine, stop, reassign, asked)
+                    source, reading = surveying.opened(config, data, source_name, format)
+                    done = _run(reading, source, rehash, share, engine, stop, reassign, asked)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
             done = {"stopped": stop.name}
@@ -171,6 +172,7 @@ class EncodeRun(_TextRun):
     """What every step of a run with a source needs. table: the target resolutions (height, width) of the buckets."""
 
     source: Source
+    reading: Reading
     latent: layout.LatentRecipe
     table: list[buckets.Shape]
 
@@ -317,7 +319,7 @@ def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) ->
 
 
 def _run(
-    config: Config,
+    reading: Reading,
     source: Source,
     rehash: bool,
     share: tuple[int, int],
@@ -326,6 +328,7 @@ def _run(
     reassign: str | None,
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
+    config = reading.config
     latent, text = surveying.recipes(config)
     table = buckets.table(config.data, latent.compression)
     targets = planning.read_targets(reassign, latent.compression, config.patience_s) if reassign else []
@@ -336,7 +339,7 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
-    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
+    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, latent, table)
     return encode_source(run, rehash, targets, asked)
 
 
@@ -465,6 +468,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
             "text": run.text.name,
             "buckets": [list(shape) for shape in run.table],
             **({"source_format": source.format} if source.format != "folder" else {}),
+            **run.reading.document(),
         },
     )
     images, texts = work.all("latent"), work.all("text")

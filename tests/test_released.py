@@ -738,7 +738,7 @@ def test_the_tokenizer_of_an_export_is_the_fast_one(tmp_path: Path) -> None:
 
 def test_paths_of_the_machine_that_wrote_a_model_are_not_passed_on(tmp_path: Path) -> None:
     source, target = tmp_path / "config.json", tmp_path / "copy.json"
-    source.write_text(json.dumps({"_name_or_path": "/home/me/model", "hidden_size": 3}))
+    source.write_text(json.dumps({"_name_or_path": "/home/me/model", "hidden_size": 3, "auto_map": {}}))
     export.copy_settings(source, target)
     assert json.loads(target.read_text()) == {"hidden_size": 3}
     source.write_text('{"_name_or_path": "google/gemma-2-2b-it"}')

@@ -25,8 +25,8 @@ from PIL import Image
 
 from pipeline.cache.root import Cache
 from pipeline.config import Config, load
+from pipeline.demo import small_models
 from pipeline.errors import CacheError, UserError
-from pipeline.models import tiny
 from pipeline.reporting import data_figures, run_figures, sample_view
 from pipeline.reporting.figures import collect
 from pipeline.reporting.photos import Photos
@@ -63,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     for i, caption in enumerate(CAPTIONS):
         add(f"{i}", caption, *((64, 64), (48, 80), (72, 64))[i % 3])
-    tiny.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
+    small_models.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
     config = load(
         "tiny",
         [

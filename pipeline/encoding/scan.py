@@ -47,6 +47,7 @@ from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding.fragments import Fragments, Rows, ScanSuperseded
+from pipeline.encoding.reading import as_read
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
 from pipeline.sources import detect
@@ -546,7 +547,7 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
         return source
     if scan is None:
         raise UserError(f"no source {name!r} was encoded into this cache", found=", ".join(cache.sources()))
-    table = cache.table(scan["table"])
+    table, config = cache.table(scan["table"]), as_read(config, scan)
     parts = sorted({part for batch in _inside(table) for part in pc.unique(batch.column("part")).to_pylist()})
     source = detect.reopen(
         location or scan["root"], scan.get("source_format", "folder"), parts, config, name, cache.files.patience_s

@@ -18,10 +18,11 @@ import pyarrow as pa
 
 from pipeline.cache import layout
 from pipeline.cache.root import Cache, check_source_name
-from pipeline.config import Config, Storage
+from pipeline.config import Config, DataConfig, Storage
 from pipeline.encoding import estimate, unit_encoder
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
+from pipeline.encoding.reading import Reading, settled
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
@@ -102,7 +103,8 @@ def survey(
     Raises:
         UserError: a source, a model or a cache that cannot be read.
     """
-    source = opened(config, data, name, format)
+    source, reading = opened(config, data, name, format)
+    config = reading.config
     latent, text = recipes(config)
     table = buckets.table(config.data, latent.compression)
     cache = Cache.if_there(config)
@@ -117,11 +119,21 @@ def survey(
     return Survey(config, source, cache, latent, text, table, scan, work, count)
 
 
-def opened(config: Config, data: str, name: str | None, format: str | None) -> Source:
-    """The source of `--data`."""
-    source = open_source(data, config.data, name, format, config.patience_s, raw=config.text.recipe == "nvlabs")
-    check_source_name(source.name)  # before hours of reading
-    return source
+def opened(config: Config, data: str, name: str | None, format: str | None) -> tuple[Source, Reading]:
+    """The source of `--data`, and how it is read; prints what differs from its last scan."""
+    readings: list[Reading] = []
+
+    def settle(name: str) -> tuple[DataConfig, str | None]:
+        check_source_name(name)  # before hours of reading
+        cache = Cache.if_there(config)
+        readings.append(settled(config, format, name, None if cache is None else cache.last_scan(name)))
+        return readings[0].config.data, readings[0].format
+
+    raw = config.text.recipe == "nvlabs"
+    source = open_source(data, config.data, name, format, config.patience_s, raw, settle)
+    for note in readings[0].notes:
+        click.echo(note)
+    return source, readings[0]
 
 
 @contextmanager

@@ -228,9 +228,9 @@ def _half_autoencoder(weights: Weights, keep: str, dtype: str, layout: torch.mem
 def _half_on_meta(folder: Path, keep: str) -> Any:
     import diffusers
 
-    kind = getattr(diffusers, _decoder_settings(folder)["_class_name"])
+    settings = _decoder_settings(folder)
     with torch.device("meta"):
-        model = kind.from_config(kind.load_config(folder))
+        model = getattr(diffusers, settings["_class_name"]).from_config(settings)
     delattr(model, "decoder" if keep == "encoder" else "encoder")
     return model
 

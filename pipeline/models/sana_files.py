@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, writing
 from pipeline.models import hub, nvlabs
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
@@ -204,7 +204,7 @@ def save_weights(
 
     written: list[str] = []
     place: dict[str, str] = {}
-    try:
+    with writing(folder, "check the rights, or write to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for number, names in enumerate(shards, 1):
             suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -220,8 +220,6 @@ def save_weights(
         for path in folder.glob(f"{WEIGHTS_STEM}*.safetensors*"):
             if path.name not in written:
                 path.unlink()
-    except OSError as error:
-        raise UserError(f"the transformer cannot be written to {folder}: {error}") from error
 
 
 def save_nvlabs(
@@ -236,16 +234,15 @@ def save_nvlabs(
     shapes = expected_shapes(config)
     _check_names(shapes, state_dict, "the model to be saved")
     path = folder / f"{stem}.safetensors"
-    try:
+    with writing(folder, "check the rights, or write to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         write_file(path, nvlabs.parts(shapes), shapes, state_dict, dtype)
         with safe_open(path, framework="pt") as file:  # mapped: the other file needs no memory for the whole model
             temporary = folder / f"{stem}.pth.tmp"
-            torch.save({"state_dict": {name: file.get_tensor(name) for name in file.keys()}}, temporary)
+            with temporary.open("wb") as out:  # torch's own file says nothing of a full disk
+                torch.save({"state_dict": {name: file.get_tensor(name) for name in file.keys()}}, out)
         os.replace(temporary, folder / f"{stem}.pth")
         _write_json(folder / "config.json", config.to_dict())
-    except OSError as error:
-        raise UserError(f"the transformer cannot be written to {folder}: {error}") from error
 
 
 def write_file(
@@ -278,7 +275,7 @@ def write_file(
                     found=f"{float(whole.abs().max()):g}",
                     fix="another --dtype",
                 )
-            stored.flatten().view(torch.uint8).numpy().tofile(out)
+            out.write(stored.flatten().view(torch.uint8).numpy())
     os.replace(temporary, path)
 
 

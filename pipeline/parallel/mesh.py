@@ -173,7 +173,7 @@ def _check_alike(layout: Layout) -> None:
                 "the processes have different sizes of train.parallel",
                 found=f"process {rank}: {other}; process 0: {layouts[0]}",
                 fix="give every node the same configuration; numbers instead of train.parallel=auto where nodes have "
-                "different GPUs or calibrations (~/.config/sana-pipe/calibration)",
+                "different GPUs",
             )
             error.everywhere = True
             raise error

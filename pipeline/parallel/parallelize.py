@@ -145,17 +145,9 @@ class ParallelModel:
         return squares
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradient by an fp32 scalar; one pass."""
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in map(local, self.gradients()):
-            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), gradients in by_kind.items():
-            moved = factor.to(device)
-            if dtype == factor.dtype:
-                torch._foreach_mul_(gradients, moved)
-            else:  # the product for many tensors would round the factor to their dtype
-                for gradient in gradients:
-                    gradient.mul_(moved)
+        """Multiply an fp32 gradient by an fp32 scalar; one pass."""
+        gradients = [local(gradient) for gradient in self.gradients()]
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 class PipelineParallelModel(ParallelModel):

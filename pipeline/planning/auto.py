@@ -27,7 +27,6 @@ from pipeline.launch import Launch
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import cards
-from pipeline.planning.calibration import constants_or_default
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.search import NothingFitsError, search
 
@@ -89,9 +88,9 @@ def _fastest(
     """The values of the fastest configuration that leaves `MARGIN` of the memory free, and why they were chosen."""
     roomy = replace(machine, memory=round(machine.memory * (1 - MARGIN)))
     # What the compiler saves is not predicted; it is about as much.
-    plain, constants = train.model_copy(update={"compile": "none"}), constants_or_default(machine)
+    plain = train.model_copy(update={"compile": "none"})
     try:
-        best = search(plain, architecture, data, roomy, axes=undecided, constants=constants, verified=1)[0]
+        best = search(plain, architecture, data, roomy, axes=undecided, verified=1)[0]
     except NothingFitsError as error:
         names = " and ".join(f"train.{name}" for name in undecided)
         fix = f"{error.fix}; or give {names} values, which are tried without a prediction"

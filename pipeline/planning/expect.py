@@ -1,8 +1,8 @@
 """The prediction that a run is compared with when it starts.
 
 What: `expect` predicts the run of this launch on this device, for `pipeline.training.expectation`.
-When: on a GPU always. On a CPU only where there is something to compare: a calibrated speed, or 2 GiB and more of
-predicted parameters and states (`closed_form`, which takes milliseconds). So small runs on a CPU pay nothing.
+When: on a GPU always. On a CPU memory only, from 2 GiB of predicted parameters and states (`closed_form`, which takes
+milliseconds). So small runs on a CPU pay nothing.
 Price: two to four seconds for Sana 1.6B, on the first process; the others wait for it where they meet. Whatever fails
 is a note: a prediction never ends a training.
 """
@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import check_sizes
-from pipeline.planning import auto, calibration
+from pipeline.planning import auto
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, as_new_run, closed_form, predict
 from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
@@ -53,14 +53,11 @@ def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device,
     train = as_new_run(given).model_copy(update={"compile": "none"})
     layout = check_sizes(train.parallel, launch.world)
     on_gpu = machine.card.is_gpu
-    # Of this very card; processes that share a CPU have parts of what was calibrated.
-    fits = not machine.assumed and (on_gpu or launch.local_world == 1)
-    constants = calibration.find(machine.card, train) if fits else None
-    if not on_gpu and constants is None and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:
+    if not on_gpu and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:
         return None
     prediction = predict(train, shape, data, machine, layout=layout)
-    time = Time.of(prediction, data, constants)
-    known = not is_bound and (constants is not None or (on_gpu and not machine.assumed))
+    time = Time.of(prediction, data)
+    known = on_gpu and not is_bound and not machine.assumed
     peak = prediction.traced.peak
     lasting = sum(peak[kind] for kind in (*LASTING, GRADIENTS, BUFFERS))
     return Expected(
@@ -68,7 +65,6 @@ def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device,
         prediction.traced.total - lasting,
         prediction.shape.microbatch * prediction.shape.tokens(shape),
         time.flops / time.step if known else None,
-        constants is not None,
         None if on_gpu else _resident(),
         {"prediction": prediction.as_dict(), **({"time": time.as_dict()} if known else {})},
         is_bound,

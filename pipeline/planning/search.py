@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
-from pipeline.planning.cost import REPLICAS, Constants, Time
+from pipeline.planning.cost import REPLICAS, Time
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.trace import Shape, Traced
 from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING, UPDATE
@@ -52,7 +52,6 @@ WEIGHT_OF_A_CHANGE = 0.95
 _TRACED_AT = 4  # samples, beside one
 _AUTO = ("parallel", "activation_checkpointing", "microbatch")
 _SHOWN = 12
-ConstantsOf = Callable[[TrainConfig], Constants]
 
 
 class NothingFitsError(UserError):
@@ -106,7 +105,6 @@ def search(
     *,
     axes: Collection[str] = AXES,
     bears: Callable[[str], bool] = lambda precision: True,
-    constants: ConstantsOf = lambda train: Constants(),
     verified: int = 2,
 ) -> list[Candidate]:
     """What fits, the fastest first (see `WEIGHT_OF_A_CHANGE`).
@@ -120,7 +118,7 @@ def search(
         NothingFitsError: it says what is missing in the best case.
     """
     train = with_placeholders(predicting.as_new_run(train))
-    pieces = _Pieces(train, shape, data, constants, machine)
+    pieces = _Pieces(train, shape, data, machine)
     candidates, smallest = _candidates(pieces, axes, bears)
     best, rest, needed = trace_best(pieces, candidates, axes, verified)
     if not best and smallest == float("inf"):
@@ -171,7 +169,7 @@ def trace_best(
         tried += 1
         prediction = predicting.predict(candidate.train, pieces.shape, data, machine, layout=candidate.layout)
         if prediction.fits:
-            step = Time.of(prediction, data, pieces.constants(candidate.train)).step
+            step = Time.of(prediction, data).step
             best.append(replace(candidate, prediction=prediction, total=prediction.total, step=step))
             continue
         needed.append(prediction.total)
@@ -261,8 +259,8 @@ def variants_of(
 class _Pieces:
     """Traces of one process without parallelism, from which candidates are added up."""
 
-    def __init__(self, train: TrainConfig, shape: SanaConfig, data: Data, constants: ConstantsOf, machine: Machine):
-        self.train, self.shape, self.data, self.constants, self.machine = train, shape, data, constants, machine
+    def __init__(self, train: TrainConfig, shape: SanaConfig, data: Data, machine: Machine):
+        self.train, self.shape, self.data, self.machine = train, shape, data, machine
         self._traced: dict[tuple[str, str, str], tuple[Traced, Traced]] = {}
 
     def microbatches(self, layout: Layout) -> list[int]:
@@ -367,7 +365,7 @@ class _Pieces:
         prediction = Prediction(
             train, layout, self.shape, self.machine, {}, "", 0.0, bucket, shape, microbatch * count, 0, traced
         )
-        return Time.of(prediction, self.data, self.constants(train)).step
+        return Time.of(prediction, self.data).step
 
 
 def _brief(traced: Traced) -> float:

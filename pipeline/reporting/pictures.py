@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cache import layout
 from pipeline.cache.local_files import replacing
 from pipeline.config import VaeConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, UserError, writing
 from pipeline.processes import catching, shown
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Watcher:
         if self._decoder is None:
             self._decoder = LatentDecoder.load(self.vae, self.device)
         names: dict[str, str | None] = {}
-        try:
+        with writing(drawing.folder, "check the rights"):
             drawing.folder.mkdir(exist_ok=True)
             for name, latent in sorted(latents.items()):
                 try:
@@ -245,8 +245,6 @@ class Watcher:
                     picture.save(work, "PNG")
             with replacing(drawing.folder / DECODED) as work:
                 work.write_text(json.dumps({"latents": drawing.digest, "files": names}) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{drawing.folder}: cannot be written: {error}", fix="check space and rights") from None
         count = sum(name is not None for name in names.values())
         self.log(f"step {drawing.facts['step']}: {count} pictures in {drawing.folder}")
 

@@ -43,6 +43,7 @@ from pipeline.sources.sidecars import parse_json
 from pipeline.sources.source import Source
 from pipeline.sources.tables import ListingSource, ParquetSource
 from pipeline.sources.tars import TarSource
+from pipeline.sources.unread import explain
 
 FORMATS = ("folder", "webdataset", "wids", "parquet", "jsonl", "csv")
 WIDS = "wids-meta.json"
@@ -68,6 +69,7 @@ def open_source(
     format: str | None = None,
     patience_s: float = PATIENCE_S,
     raw: bool = False,
+    settle: Callable[[str], tuple[DataConfig, str | None]] | None = None,
 ) -> Source:
     """Open what `--data` names.
 
@@ -77,6 +79,7 @@ def open_source(
         format: one of `FORMATS`; default: detected.
         patience_s: how long to wait for a store that does not answer.
         raw: take captions as NVlabs' trainer does, see `CaptionRule`.
+        settle: name -> the configuration and the format to use, where they depend on the source's name.
 
     Raises:
         UserError: there is no data, data of several kinds, or of another format.
@@ -84,14 +87,16 @@ def open_source(
     if format is not None and format not in FORMATS:
         raise UserError(f"unknown --format {format!r}", expected=", ".join(FORMATS))
     filesystem, files, default_name = _resolve(data, patience_s)
+    name = name or default_name
+    if settle is not None:
+        config, format = settle(name)
     rule = CaptionRule.of(config, raw)
     if files is None and format is None and not _is_folder(filesystem, data):
         raise _missing(data, data.removeprefix("file://"))
     if files is None:
         format = format or _kind_of_folder(filesystem, data)
     elif format is None:
-        format = _kind_of_files(files, data)
-    name = name or default_name
+        format = _kind_of_files(filesystem, files, data)
     if format == "folder":
         if files is not None:
             raise UserError(f"{data}: is a file, not a folder of pictures", fix="leave --format out, or give a folder")
@@ -138,7 +143,7 @@ def _of_format(
     if format in ("webdataset", "wids"):
         return TarSource(filesystem, files, rule, name, format)
     field, root = config.image_field, config.image_root
-    links = Links(config.max_bytes, config.link_timeout_s, patience_s)
+    links = Links(config.max_bytes, config.link_timeout_s, patience_s, config.allow_links)
     if format == "parquet":
         tables = ParquetSource(filesystem, files, rule, name, image_field=field, image_root=root, links=links)
         tables.retries_links = config.retry_links
@@ -164,9 +169,10 @@ def reopen(
     Raises:
         UserError: it no longer exists.
     """
-    rule = CaptionRule.of(config)
+    rule, parts = CaptionRule.of(config), list(parts)
+    named = parts if len(parts) == 1 else ()
     filesystem: Filesystem = (
-        RemoteFilesystem(location, patience_s) if is_url(location) else _disk(location, location, patience_s)
+        RemoteFilesystem(location, patience_s) if is_url(location) else _disk(location, location, patience_s, named)
     )
     if format == "folder":
         return FolderSource(filesystem, rule, name)
@@ -199,7 +205,7 @@ def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None
         return RemoteFilesystem(path, patience_s), None, last_part(path)
     if stat.S_ISREG(mode):
         file = Path(path)
-        return LocalFilesystem(file.parent, patience_s), [file.name], file.name.partition(".")[0]
+        return LocalFilesystem(file.parent, patience_s, [file.name]), [file.name], file.name.partition(".")[0]
     return LocalFilesystem(path, patience_s), None, _folder_name(path)
 
 
@@ -207,10 +213,10 @@ def _folder_name(path: str) -> str:
     return os.path.basename(os.path.realpath(path))
 
 
-def _disk(folder: str, data: str, patience_s: float) -> LocalFilesystem:
+def _disk(folder: str, data: str, patience_s: float, named: Iterable[str] = ()) -> LocalFilesystem:
     if not stat.S_ISDIR(mode_of(folder, patience_s)):
         raise _missing(data, folder)
-    return LocalFilesystem(folder, patience_s)
+    return LocalFilesystem(folder, patience_s, named)
 
 
 def _missing(data: str, path: str) -> UserError:
@@ -311,7 +317,7 @@ def _kind_of_folder(filesystem: Filesystem, data: str) -> str:
             fix="--format " + "|".join(sorted(kinds)),
         )
     if not kinds and listings:
-        return _kind_of_files(listings, data)
+        return _kind_of_files(filesystem, listings, data)
     return next(iter(kinds), "folder")
 
 
@@ -349,7 +355,7 @@ def _sample(filesystem: Filesystem) -> Iterable[str]:
         waiting = sorted(below)
 
 
-def _kind_of_files(files: list[str], data: str) -> str:
+def _kind_of_files(filesystem: Filesystem, files: list[str], data: str) -> str:
     compressed = [file for file in files if file.lower().endswith(_COMPRESSED)]
     if compressed:
         raise UserError(
@@ -358,11 +364,12 @@ def _kind_of_files(files: list[str], data: str) -> str:
     kinds = {"wids" if extension(file) == "json" else _KINDS.get(extension(file)) for file in files}
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
+        what, way = explain(filesystem, files) or (None, None)
         raise UserError(
             f"{data}: the files are of an unknown kind, or of several kinds",
             expected="one of .tar, .parquet, .jsonl, .csv, or wids-meta.json",
-            found=", ".join(sorted({"." + extension(file) for file in files})),
-            fix="--format " + "|".join(FORMATS),
+            found=what or ", ".join(sorted({"." + extension(file) for file in files})),
+            fix=way or "--format " + "|".join(FORMATS),
         )
     return kind
 

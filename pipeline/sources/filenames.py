@@ -33,6 +33,22 @@ def stem(key: str) -> str:
     return posixpath.splitext(key)[0]
 
 
+def base(key: str) -> str:
+    """The name that a picture shares with its caption files, composed (NFC): `X` of `X.jpg`, `X.txt`, `X.jpg.txt`."""
+    name = stem(key)
+    return composed(stem(name) if extension(name) in EXTENSIONS else name)
+
+
+def composed(name: str) -> str:
+    """The name in Unicode's composed form (NFC)."""
+    return unicodedata.normalize("NFC", name)
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """The name as it is written, composed, and decomposed (NFD, as a Mac writes it)."""
+    return (name,) if name.isascii() else (name, composed(name), unicodedata.normalize("NFD", name))
+
+
 def is_url(name: str) -> bool:
     return _SCHEME.match(name) is not None
 

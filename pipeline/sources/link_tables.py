@@ -68,6 +68,11 @@ class LinkTables(FilesSource):
         return self.rule
 
     @property
+    def link_rule(self) -> str:
+        """What decides which rows have pictures: links that were refused are tried when they are allowed."""
+        return f"{LINK_RULE} {self.links.allowed}"
+
+    @property
     def requests(self) -> int:  # type: ignore[override]
         return REQUESTS if self._fetches else super().requests
 
@@ -180,7 +185,8 @@ class LinkListing(LinkTables):
         self._headers = {}
 
     def _stamp(self, file: str) -> str | None:
-        return digest(LINK_RULE, self.rule.identity(), str(self.image_field), *map(str, self._versions[file])).hex()
+        versions = map(str, self._versions[file])
+        return digest(self.link_rule, self.rule.identity(), str(self.image_field), *versions).hex()
 
     def _names_links(self, name: str) -> bool:
         return True

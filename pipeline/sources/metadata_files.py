@@ -21,7 +21,7 @@ from pipeline.cache.item_rows import ItemGroups
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, short_repr, shown, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
 
@@ -133,17 +133,17 @@ class MetadataReader:
         """Raises a UserError if no caption column exists. alternative: appended to the fix."""
         check_caption_columns(self.path(file), self.rule, columns, file_column, alternative)
 
-    def file_name(self, where: str, row: dict[str, Any], column: str) -> str | None:
-        """The file that a row names; None, and a reject, if the name must not be used."""
+    def key(self, where: str, row: dict[str, Any], column: str, folder: str) -> str | None:
+        """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used."""
         name = row.get(column)
         if not isinstance(name, str) or not name:
             self.reject(where, f"names no file ({column} is {short_repr(name)})")
             return None
-        problem = unsafe_reason(name)
-        if problem is not None:
-            self.reject(where, f"names {shown(name)!r}: {problem}")
+        try:
+            return self.filesystem.key(name, folder)
+        except ValueError as error:
+            self.reject(where, f"names {shown(name)!r}: {error}")
             return None
-        return name
 
     def add(self, where: str, row: dict[str, Any], column: str, key: str) -> None:
         """Add a row to the picture `key`. column: names the file."""

@@ -29,10 +29,10 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, shown, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
-from pipeline.sources.link_tables import LINK_COLUMNS, LINK_RULE, LinkTables, digest_of, is_link
+from pipeline.sources.link_tables import LINK_COLUMNS, LinkTables, digest_of, is_link
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import NAME_COLUMNS, MetadataReader
 from pipeline.sources.source import Item, Part, PartRange, Reject, Seen
@@ -105,14 +105,9 @@ class ListingSource(FolderSource):
         metadata.check_columns(file, columns, column)
         for line, row in rows:
             where = f"{file}:{line}"
-            name = metadata.file_name(where, row, column)
-            if name is None:
-                continue
-            if is_url(name):
-                reason = f"names {shown(name)!r}: is a URL, not a name within the data"
-                metadata.reject(where, reason)
-                continue
-            metadata.add(where, row, column, _relative(file, name, self.image_root))
+            key = metadata.key(where, row, column, _folder(file, self.image_root))
+            if key is not None:
+                metadata.add(where, row, column, key)
 
 
 class ParquetSource(LinkTables):
@@ -306,11 +301,11 @@ class ParquetSource(LinkTables):
                 return
             where = f"{place.group}:{place.row}@{digest_of(file)}"
         else:
-            problem = "is a URL, not a name within the data" if is_url(file) else unsafe_reason(file)
-            if problem is not None:
-                yield Reject(key, f"names {shown(file)!r}: {problem}")
+            try:
+                where = "=" + self.filesystem.key(file, _folder(place.part, self.image_root))
+            except ValueError as error:
+                yield Reject(key, f"names {shown(file)!r}: {error}")
                 return
-            where = "=" + _relative(place.part, file, self.image_root)
         row = rule.read(values)
         captions = self._weighted(row.candidates, key)
         if any(has_surrogates(text) for text, _ in captions):
@@ -367,7 +362,7 @@ class ParquetSource(LinkTables):
         column, holds_bytes = self._picture(file, table.schema_arrow)
         decisive = (self.rule.identity(), str(self.image_field), *map(str, version))
         if self._names_links(file):
-            return digest(RULE, LINK_RULE, *decisive).hex()
+            return digest(RULE, self.link_rule, *decisive).hex()
         return None if not holds_bytes or _nulls(table, column) else digest(RULE, *decisive).hex()
 
     # ------------------------------------------------------------ reading
@@ -459,10 +454,9 @@ class ParquetSource(LinkTables):
             return pictures
 
 
-def _relative(table: str, name: str, image_root: str | None) -> str:
-    """A file that a row of a table names, relative to the source's root."""
-    base = posixpath.dirname(table) if image_root is None else image_root
-    return posixpath.normpath(posixpath.join(base, name))
+def _folder(table: str, image_root: str | None) -> str:
+    """The folder that the names in a table are relative to."""
+    return posixpath.dirname(table) if image_root is None else image_root
 
 
 def _unlisted(identity: bytes, stats: Seen) -> bytes:

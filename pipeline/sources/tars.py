@@ -3,10 +3,10 @@
 `TarSource` lists tars (each is a part of the source) and reads pictures by byte range. The rules are those of
 webdataset: `dir/000.jpg` and `dir/000.txt` are one sample; the field is everything after the first dot of the base
 name, in lower case; folders and names of the form `__x__` are skipped. Every field of a sample that is a picture
-(`jpg`, `jpeg`, `png`, `webp`, ...; not `seg.png`) becomes an item; its captions are `txt` and the caption columns of
-`json`. NVlabs' layout adds captions and scores in files beside the tar, `<tar without .tar><anything>.json`: {sample:
-{column: text}} and {sample: {column: score}}; they are recognised by their content. A tar with another number of
-samples than `wids-meta.json` says (`nsamples`) is reported.
+(`jpg`, `jpeg`, `png`, `webp`, ...; not `seg.png`) becomes an item; its captions are `txt` (`caption`, `cap`) and the
+caption columns of `json`. NVlabs' layout adds captions and scores in files beside the tar, `<tar without
+.tar><anything>.json`: {sample: {column: text}} and {sample: {column: score}}; they are recognised by their content. A
+tar with another number of samples than `wids-meta.json` says (`nsamples`) is reported.
 
 Keys are `<tar>/<member>`, because names inside tars often start anew in each tar. Pictures that move to another tar get
 other sample ids, but are not encoded again, since records are keyed by content.
@@ -34,7 +34,7 @@ from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, unsafe_reason
 from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.range_prefetch import FileRange
-from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, parse_json, read_sidecar
+from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, parse_json, read_sidecar
 from pipeline.sources.source import FilesSource, Item, PrefetchedSource, Reject
 
 RULE = "tar-1"
@@ -220,7 +220,7 @@ class TarSource(FilesSource, PrefetchedSource):
         if key in sample.fields:
             sample.problems.append(f"has two members .{escaped(key)}")
         sample.fields[key] = (name, member.offset_data, member.size)
-        if key in ("txt", "json"):
+        if key in (*TEXT_ENDINGS, "json"):
             stream.seek(member.offset_data)
             sample.texts[key] = stream.read(min(member.size, MAX_CAPTION_BYTES + 1))
         return prefix
@@ -229,7 +229,7 @@ class TarSource(FilesSource, PrefetchedSource):
         """Add the items and rejects of a sample. columns: sample -> what the files beside the tar say."""
         pictures = [key for key in sample.fields if key in EXTENSIONS]
         tar.pictures += len(pictures)
-        for key in sample.fields.keys() - set(pictures) - {"txt", "json"}:
+        for key in sample.fields.keys() - set(pictures) - {*TEXT_ENDINGS, "json"}:
             self._ignore(f".{escaped(key)} member")
         if sample.problems:
             tar.reject(f"{tar.name}/{prefix}", "; ".join(sample.problems))
@@ -263,14 +263,16 @@ class TarSource(FilesSource, PrefetchedSource):
         candidates: list[CaptionCandidate] = []
         problems: list[str] = []
         row: dict[str, Any] = {}
-        if "txt" in sample.texts and self.rule.text_weight is not None:
-            text = read_sidecar("its .txt", sample.texts["txt"])
+        for ending in TEXT_ENDINGS if self.rule.text_weight is not None else ():
+            if ending not in sample.texts:
+                continue
+            text = read_sidecar(f"its .{ending}", sample.texts[ending])
             if isinstance(text, Reject):
                 problems.append(f"{text.key} {text.reason}")
             elif isinstance(text, str) and text:
                 candidates.append(self.rule.text_file(text))
             else:
-                problems.append("its .txt is empty")
+                problems.append(f"its .{ending} is empty")
         if "json" in sample.texts:
             value = read_sidecar("x.json", sample.texts["json"])
             if isinstance(value, dict):

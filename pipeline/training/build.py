@@ -95,7 +95,7 @@ def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed:
         in_backward.fuse(optimizer, model)
     log(
         f"training {parameters / 1e6:.1f} M parameters on {context.launch.world} x {device.type} ({context.layout}), "
-        f"{train.precision}, steps {run.done + 1} to {train.steps}, run directory {context.folder}"
+        f"{train.precision}, steps {run.done + 1} to {train.steps}, run directory {context.folder.resolve()}"
     )
     return run
 

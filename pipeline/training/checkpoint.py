@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from pipeline.cache.local_files import make_folder, replacing, sync_path
 from pipeline.config import Config, written
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError, writing
 from pipeline.loader.loader import LoaderState
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
@@ -70,7 +70,8 @@ LAYOUT = (
 )
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?\.(tmp|removing)")
-_FIX = "check the disk's space and rights, then --resume auto"
+_AGAIN = "--resume auto"
+_FIX = f"check the disk and the rights, then {_AGAIN}"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Sections = Mapping[str, Mapping[str, Tensor]]
 
@@ -200,10 +201,22 @@ class Saver:
                 self._thread.shutdown()
 
     def _write(self, tensors: dict[str, Any], state: LoaderState) -> Path:
-        group, final = self._group, folder_of(self._root, state.step)
+        final = folder_of(self._root, state.step)
         work = final.with_name(f"{final.name}.{self._lock.token}.tmp")
+        try:
+            self._write_into(work, final, tensors, state)
+        except UserError:  # the same on every process
+            if dist.get_rank() == 0:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+        broadcast_from_rank_0(self.remove_old, self._group)
+        self._log(f"saved {final}")
+        return final
+
+    def _write_into(self, work: Path, final: Path, tensors: dict[str, Any], state: LoaderState) -> None:
+        group = self._group
         broadcast_from_rank_0(lambda: self.prepare(final, work), group)
-        writer = _writer(work)
+        writer = _Writer(work)
         _dcp(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), f"{work}: could not be written")
         files = self._read_back(work)
         document = {
@@ -219,9 +232,6 @@ class Saver:
             **({"began_from": self._began_from} if self._began_from else {}),
         }
         broadcast_from_rank_0(lambda: publish(work, final, document, self._lock), group)
-        broadcast_from_rank_0(self.remove_old, group)
-        self._log(f"saved {final}")
-        return final
 
     def _read_back(self, work: Path) -> dict[str, list[Any]]:
         """Size and digest of every file, each read by one process."""
@@ -241,12 +251,10 @@ class Saver:
         self._lock.check()
         if final.exists():
             raise CheckpointError(f"{final} exists already", fix="resume from it, or set another train.output")
-        try:
+        with _writing(work):
             make_folder(self._root)
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
-        except OSError as error:
-            raise CheckpointError(f"{work}: cannot be made: {error}", fix="check the disk's space and rights") from None
 
     def remove_old(self) -> None:
         """Remove all checkpoints but the newest `keep_checkpoints` and those of every `keep_every`th step, and the
@@ -282,10 +290,24 @@ def _thread_of_this_device() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
-def _writer(folder: Path) -> dcp.FileSystemWriter:
+def _writing(place: Path) -> contextlib.AbstractContextManager[None]:
+    return writing(place, _FIX, CheckpointError, again=_AGAIN)
+
+
+class _Writer(dcp.FileSystemWriter):
     """DCP's writer without copies ahead: with them it takes a loader that synchronises the GPU about every 10 MB, also
-    where all tensors are in host memory."""
-    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    where all tensors are in host memory. It names a full disk, which torch's errors do not."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, per_thread_copy_ahead=0)
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with _writing(Path(self.path)):
+            return super().write_data(*args, **kwargs)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        with _writing(Path(self.path)):
+            super().finish(*args, **kwargs)
 
 
 def _dcp(call: Callable[[], Any], what: str) -> None:
@@ -293,7 +315,11 @@ def _dcp(call: Callable[[], Any], what: str) -> None:
     try:
         call()
     except CheckpointException as error:
-        reasons = {f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()}
+        errors = [failure[0] for failure in error.failures.values()]
+        for one in errors:
+            if isinstance(one, UserError):
+                raise one from None
+        reasons = {f"{type(one).__name__}: {one}" for one in errors}
         raise CheckpointError(what, found="; ".join(sorted(reasons)), fix=_FIX) from None
 
 
@@ -307,7 +333,7 @@ def publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> No
             fix="put train.output on a file system that all nodes share",
         )
     document = {**document, "digest": digest_of(document)}
-    try:
+    with _writing(final):
         with (work / DOCUMENT).open("w", encoding="utf-8") as file:
             json.dump(document, file, indent=1)
             file.flush()
@@ -316,8 +342,6 @@ def publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> No
         lock.check()
         os.rename(work, final)
         sync_path(final.parent)
-    except OSError as error:
-        raise CheckpointError(f"{final}: could not be published: {error}", fix=_FIX) from None
 
 
 # ------------------------------------------------------------------------------------------------------- finding
@@ -630,7 +654,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
         )
     resumed = start_checkpoint(run, resume, begin)
     if resumed is None:
-        notes += [f"no checkpoint in {root} yet: starting from the beginning"] if resume is not None else []
+        notes += [f"no checkpoint in {root.resolve()} yet: starting from the beginning"] if resume is not None else []
         return None, notes
     if not resumed.begins and begin is not None:
         notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {resumed.folder.name}")

@@ -102,8 +102,7 @@ def check_alike(train: TrainConfig) -> None:
             "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing "
             "or train.compile",
             found=f"process {different[0]}: {chosen[different[0]]}, process 0: {chosen[0]}",
-            fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs "
-            "or calibrations (~/.config/sana-pipe/calibration)",
+            fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs",
         )
 
 

@@ -11,7 +11,6 @@ GiB are 2^30 bytes.
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from pipeline.config import TrainConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, is_out_of_memory
 from pipeline.parallel.mesh import check_sizes
 
 NEARLY_FULL = 0.92
@@ -198,16 +197,10 @@ def memory_errors(train: TrainConfig) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemory(
             "there is not enough memory for this configuration",
             found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             fix="one or more of these, cheapest first:\n    " + "\n    ".join(memory_advice(train)),
         ) from None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return re.search("out of memory|can't allocate memory", str(error)) is not None

@@ -145,8 +145,10 @@ class TrainStep:
     def _update(self, factor: Tensor | None) -> None:
         """Step the optimizer on the gradient times `factor`, an fp32 scalar on the device (None: 1).
 
-        A fused optimizer multiplies in its kernel, which saves a pass over all gradients.
+        Our optimizers and torch's fused ones multiply in their fp32 arithmetic, which saves a pass over all gradients.
         """
+        if hasattr(self.optimizer, "gradient_factor"):
+            self.optimizer.gradient_factor, factor = factor, None
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # torch would copy it to offloaded gradients without waiting for the copy
             where = self.optimizer.param_groups[0]["params"][0].device

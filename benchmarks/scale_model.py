@@ -1,7 +1,7 @@
 """Large runs before they start: storage, requests, hours, checkpoints and traffic for any number of pairs and GPUs.
 
 What: `cache_of` gives the bytes and objects of a cache and what encoding costs, `training` the speed, traffic and
-checkpoints of a launch, `reading` what its nodes ask of the object store, by `pipeline.planning.simulate`.
+checkpoints of a launch, `reading` what its nodes ask of the object store, by `benchmarks.reading_simulator`.
 Bytes, times and shards are computed elsewhere: bytes and encoding hours by `pipeline.encoding.estimate` on a few
 thousand typical items, training hours by `pipeline.planning.cost`.
 Price: every figure inherits the assumptions of those, and the constants below.
@@ -13,16 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.cache import codec, layout
-from pipeline.cache.snapshot import CHUNK_ROWS
-from pipeline.config import Config, load
-from pipeline.encoding import estimate
-from pipeline.loader.loader import LoaderSettings
-from pipeline.parallel.mesh import Layout
-from pipeline.planning.cards import card
-from pipeline.planning.cost import Constants, Time
-from pipeline.planning.predict import Data, Machine, Prediction, architecture, closed_form, predict
-from pipeline.planning.simulate import (
+from benchmarks.reading_simulator import (
     CAPTION_BYTES,
     REQUESTS,
     Imagined,
@@ -34,6 +25,15 @@ from pipeline.planning.simulate import (
     nodes,
     simulate,
 )
+from pipeline.cache import codec, layout
+from pipeline.cache.snapshot import CHUNK_ROWS
+from pipeline.config import Config, load
+from pipeline.encoding import estimate
+from pipeline.loader.loader import LoaderSettings
+from pipeline.parallel.mesh import Layout
+from pipeline.planning.cards import card
+from pipeline.planning.cost import Constants, Time
+from pipeline.planning.predict import Data, Machine, Prediction, architecture, closed_form, predict
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"
