@@ -309,7 +309,7 @@ def reading(
         microbatch=train.microbatch,
         caption_drop=train.caption_drop,
         null_mask=train.null_mask,
-        text=train.text,
+        text=train.text or "padded",
         prefetch=train.prefetch,
         threads=train.loader_threads,
         prefetch_mib=train.prefetch_mib,

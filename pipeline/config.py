@@ -752,9 +752,10 @@ class TrainConfig(_Section):
     """Pictures of a prompt set; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is parallelized."""
-    text: Literal["padded", "packed"] = "padded"
-    """How captions travel to the GPU. padded: to the batch's longest. packed: one after the other, padded on the GPU:
-    the same values, fewer bytes."""
+    text: Literal["padded", "packed"] | None = None
+    """How captions travel to the GPU and are attended to. padded: to the batch's longest. packed: one after the other,
+    without padding (on a GPU: of compute capability 8.0 or newer, in 16 bits; not with a pipeline). null: packed on
+    such a GPU, else padded; a resumed run keeps its choice."""
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
@@ -781,8 +782,6 @@ class TrainConfig(_Section):
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
-    packed_attention: bool = False
-    """Cross attention without padding (on a GPU of compute capability 8.0 or newer, in bf16). Needs `text: packed`."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
@@ -877,10 +876,10 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> TrainConfig:
-        if self.packed_attention and self.parallel.pp_size > 1:
+        if self.text == "packed" and self.parallel.pp_size > 1:
             raise ValueError(
-                "packed_attention: the stages of a pipeline exchange padded captions; "
-                f"set packed_attention: false or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
+                "text: packed: the stages of a pipeline exchange padded captions; "
+                f"set text: padded or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
             )
         return self
 
@@ -891,12 +890,6 @@ class TrainConfig(_Section):
                 f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as "
                 f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_packed_attention(self) -> TrainConfig:
-        if self.packed_attention and self.text != "packed":
-            raise ValueError(f"packed_attention: true needs text: packed (found {self.text!r})")
         return self
 
 

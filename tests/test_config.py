@@ -159,8 +159,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("packed_attention: true", "packed_attention: true needs text: packed"),
-        ("{packed_attention: true, text: packed, parallel: {pp_size: 2}}", "pp_size"),
+        ("{text: packed, parallel: {pp_size: 2}}", "pp_size"),
         ("{compile: block, activation_compression: int8}", "activation_compression to none"),
         ("{compile: whole}", "train.compile"),
         ("{trackers: [tensorboards]}", "train.trackers"),
