@@ -165,7 +165,7 @@ def machine_errno(error: BaseException | None) -> int | None:
 
 def _machine_cause(error: BaseException | None) -> BaseException | None:
     while error is not None and _errno(error) not in {*NO_SPACE, *_RESOURCES}:
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or error.__context__
     return error
 
 
@@ -234,11 +234,11 @@ def writing(
 
 
 def shown(error: BaseException) -> BaseException:
-    """The error as it is printed: a UserError if the machine or another process caused it, else itself."""
-    if isinstance(error, UserError):
+    """The error as it is printed: another UserError if the machine or another process caused it, else itself."""
+    if isinstance(error, NoSpaceError | ResourceError | AwayError):
         return error
-    known = machine_error(error)
-    if known is None and isinstance(error, Exception) and _tells_of_a_peer(error):
+    known: UserError | None = machine_error(error, error.what if isinstance(error, UserError) else None)
+    if known is None and not isinstance(error, UserError) and _tells_of_a_peer(error):
         known = PeerError(
             "another process of this launch ended, or cannot be reached",
             found=str(error).partition("\n")[0],
@@ -246,6 +246,7 @@ def shown(error: BaseException) -> BaseException:
         )
     if known is None:
         return error
+    known.everywhere = getattr(error, "everywhere", False)
     known.printed = was_printed(error)  # type: ignore[attr-defined]
     return known
 
@@ -286,7 +287,7 @@ def printed_first(rank: int, world: int) -> Iterator[None]:
         raise
 
 
-def _tells_of_a_peer(error: Exception) -> bool:
+def _tells_of_a_peer(error: BaseException) -> bool:
     """Whether a collective failed. NCCL's errors have a class, gloo's are RuntimeErrors with the place in its code."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return "DistError" in names or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
