@@ -151,7 +151,8 @@ _RESOURCES = {
 }
 _NO_MEMORY = re.compile(
     "memoryerror|can't allocate memory|cannot allocate memory|out of memory|bad_alloc|failed to map segment"
-    "|can't start new thread|^resource temporarily unavailable$",  # a thread needs memory, too
+    "|can't start new thread|^resource temporarily unavailable$"  # a thread needs memory, too
+    "|^could not create a primitive$",  # oneDNN
     re.IGNORECASE,
 )
 
@@ -241,7 +242,7 @@ def shown(error: BaseException) -> BaseException:
     if known is None and not isinstance(error, UserError) and _tells_of_a_peer(error):
         known = PeerError(
             "another process of this launch ended, or cannot be reached",
-            found=str(error).partition("\n")[0],
+            found=re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0],  # gloo's place in its code
             fix="see the first message of the launch, then start all processes again (a training with --resume auto)",
         )
     if known is None:

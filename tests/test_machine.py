@@ -222,6 +222,7 @@ def _allocate() -> Any:
         pa.lib.ArrowMemoryError("malloc of size 64 failed"),
         RuntimeError("std::bad_alloc"),
         RuntimeError("can't start new thread"),
+        RuntimeError("could not create a primitive"),
         ImportError("libfoo.so: failed to map segment from shared object"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],

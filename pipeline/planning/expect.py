@@ -61,8 +61,8 @@ def _short_of_space(train: TrainConfig, shape: SanaConfig) -> str | None:
     if wanted * size <= free:
         return None
     return (
-        f"note: {wanted} more checkpoints of {amount(size)} do not fit on the disk of {root}, where {amount(free)} are "
-        f"free (train.keep_checkpoints = {train.keep_checkpoints}, and the one that is being written)"
+        f"note: {amount(free)} are free on the disk of {root}; the checkpoints still to come (train.keep_checkpoints = "
+        f"{train.keep_checkpoints}, and the one that is being written) take {wanted} x {amount(size)}"
     )
 
 
