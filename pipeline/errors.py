@@ -240,9 +240,10 @@ def shown(error: BaseException) -> BaseException:
         return error
     known: UserError | None = machine_error(error, error.what if isinstance(error, UserError) else None)
     if known is None and not isinstance(error, UserError) and _tells_of_a_peer(error):
+        reason = re.sub(r"^\[\S+\] ", "", str(error))  # without the place in gloo's code
         known = PeerError(
             "another process of this launch ended, or cannot be reached",
-            found=re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0],  # gloo's place in its code
+            found=re.split(r"\n|\. ", reason)[0],
             fix="see the first message of the launch, then start all processes again (a training with --resume auto)",
         )
     if known is None:
