@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.parallel": "config errors launch kernels",
         "pipeline.encoding": "config errors amounts launch cache sources images models work",
         "pipeline.training": "config errors amounts terminal processes retrying launch cache models loader parallel",
-        "pipeline.planning": "config errors launch images models loader parallel training",
+        "pipeline.planning": "config errors amounts launch images models loader parallel training",
         "pipeline.reporting": "config errors amounts processes cache sources images models snapshots loader encoding"
         " training",
         "pipeline.cli": "config errors launch processes stages",
