@@ -1297,7 +1297,7 @@ def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
 
 def _read_file(source: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(source.read_text(encoding="utf-8"), Loader=_Loader)
+        tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read: {error}") from None
     except _NO_YAML as error:
@@ -1402,8 +1402,13 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
+def from_yaml(text: str) -> Any:
+    """The value that a configuration file or `--set` means. Raises one of `_NO_YAML`."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def as_yaml(value: Any, **style: Any) -> str:
-    """A value as YAML that `load` reads as this value."""
+    """A value as YAML that `from_yaml` reads as this value."""
     return yaml.dump(value, Dumper=_Dumper, **style)
 
 
@@ -1414,7 +1419,7 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
     if not equals or not all(keys):
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
-        return keys, yaml.load(value, Loader=_Loader), text
+        return keys, from_yaml(value), text
     except _NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
 
