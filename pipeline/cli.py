@@ -22,7 +22,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError, local_path, print_error, was_printed
+from pipeline.errors import EXIT_CODES, UserError, local_path, not_permitted, print_error, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -844,7 +844,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.errno not in REFUSED or error.filename is None:
             raise
         fix = "check the path, and who may read, enter and write its folders"
-        _print_error(UserError(f"{error.filename}: {error.strerror}", fix=fix))
+        path = Path(str(error.filename))
+        _print_error(not_permitted(path) or UserError(f"{path}: {error.strerror}", fix=fix))
         sys.exit(UserError.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
