@@ -29,7 +29,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError, expanded
+from pipeline.errors import ConfigError, expanded, not_permitted
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -1299,7 +1299,7 @@ def _read_file(source: Path) -> dict[str, Any]:
     try:
         tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from None
+        raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
     except _NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ class NoSpaceError(CacheError):
 
 
 class ResourceError(CacheError):
-    """This machine has no file descriptors or no memory left. It says nothing about the file that was read."""
+    """No file descriptors or memory are left, or this user may not read the file. It says nothing about its bytes."""
 
     exit_code = 2
 
@@ -105,6 +106,19 @@ class AwayError(CacheError):
     """Storage did not answer within `patience_s`. The same command may succeed later."""
 
     exit_code = 75  # EX_TEMPFAIL
+
+
+def not_permitted(path: Path, kind: type[UserError] = UserError) -> UserError | None:
+    """The error for a file or folder that this user may not read; None: that is permitted.
+
+    For the handling of an error of reading: libraries call such a file missing or damaged.
+    """
+    closed = next((folder for folder in reversed(path.absolute().parents) if not os.access(folder, os.X_OK)), None)
+    if (not os.path.isdir(closed)) if closed else (not os.path.lexists(path) or os.access(path, os.R_OK)):
+        return None
+    what = f"{path}: this user may not read it" + (f": {closed} may not be entered" if closed else "")
+    mode = "a+rx" if closed or path.is_dir() else "a+r"
+    return kind(what, fix=f"chmod {mode} {shlex.quote(str(closed or path))}, as its owner or root")
 
 
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})", re.ASCII)

@@ -227,8 +227,9 @@ def architecture_of(config: Config, task: TrainingTask) -> SanaConfig:
 
 def architecture_of_weights(config: Config) -> SanaConfig:
     """The shape of `model.weights`, from its `config.json`."""
-    assert config.model.weights is not None
-    return architecture_at(hub.resolve(config.model.weights, ("config.json",)))
+    weights = config.model.weights
+    assert weights is not None
+    return architecture_at(hub.resolve(weights, ("config.json",)), weights.variant)
 
 
 def changed_options(earlier: dict[str, Any], config: Config) -> list[str]:
