@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from pipeline.errors import escaped as escaped
 from pipeline.urls import strip_credentials
 
 # Formats that `images` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
@@ -71,14 +72,6 @@ def unsafe_reason(name: str) -> str | None:
     if ".." in name.split("/"):
         return "the name climbs with '..'"
     return None
-
-
-def escaped(text: str) -> str:
-    """The text for tables and terminals: control characters, surrogates and invisible marks escaped."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
 
 
 def host(url: str) -> str:
