@@ -23,6 +23,8 @@ _EXTENSIONS = (
     "rw2"
 )
 EXTENSIONS = frozenset(_EXTENSIONS.split())
+REPEATS = re.compile(r"^[1-9][0-9]{0,2}_(?=[^_])")
+"""How folders of kohya's sd-scripts begin: `10_sks dog` are pictures of a `sks dog`, each ten times an epoch."""
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 
 
