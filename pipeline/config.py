@@ -192,7 +192,8 @@ class DataConfig(_Section):
     buckets: Literal["sana"] | list[tuple[Positive, Positive]] = "sana"
     """Target sizes as [height, width]; sana: Sana's table of 40 aspect ratios at `resolution`."""
     caption_field: str = "text"
-    """The column that holds the caption."""
+    """The column that holds the caption. `tag_string_character+tag_string_general`: several columns, joined with
+    commas."""
     caption_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Several caption columns with their weights, such as `{short: 1, long: 3}`; replaces `caption_field`. `txt` is the
     text file beside a picture."""
@@ -205,8 +206,8 @@ class DataConfig(_Section):
     """Sana's rule: captions are drawn in proportion to score to this power."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
-    folder: the name of its folder (underscores become spaces in both). null: the picture is rejected. Any other text,
-    such as `a photo of sks dog`, is the caption itself."""
+    folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
+    the picture is rejected. Any other text, such as `a photo of sks dog`, is the caption itself."""
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces)."""
     caption_suffix: str = ""

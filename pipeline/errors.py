@@ -12,12 +12,31 @@ import os
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.urls import strip_credentials
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """Foreign text for terminals, tables and messages: control characters, surrogates and invisible marks escaped.
+
+    keep: characters that stay. Spaces of other scripts and joiners, which words are written with, always stay.
+    """
+    if text.isprintable():
+        return text
+    keep += "\u200c\u200d"
+    return "".join(
+        char if char.isprintable() or char in keep or unicodedata.category(char) == "Zs" else _escape(char)
+        for char in text
+    )
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class UserError(Exception):
@@ -44,7 +63,7 @@ class UserError(Exception):
             lines.append(f"  found:    {found}")
         if fix:
             lines.append(f"  fix:      {fix}")
-        super().__init__(strip_credentials("\n".join(lines)))
+        super().__init__(escaped(strip_credentials("\n".join(lines)), "\n"))
 
     def fields(self) -> dict[str, Any]:
         """The error as JSON values, for `of`."""

@@ -142,7 +142,7 @@ def dry_run(
         reserve = int(config.encode.min_free_gib * 2**30)
         free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(survey.source.name, survey.work, sizes, free, reserve, times)
-        for line in estimate.lines(report, config.cache):
+        for line in [*estimate.lines(report, config.cache), *survey.fit_notes()]:
             click.echo(line)
     if as_json:
         click.echo(json.dumps(report))
@@ -188,6 +188,7 @@ class _Planned:
         ignored: as `Source.ignored`.
         new, reused: records by noun.
         plans: number of plans by recipe.
+        fit: as `surveying.fit_notes`.
     """
 
     table: str
@@ -199,6 +200,7 @@ class _Planned:
     new: dict[str, int]
     reused: dict[str, int]
     plans: dict[str, int]
+    fit: list[str]
 
 
 class _Work:
@@ -488,6 +490,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         new={noun: missing for noun, (missing, _) in counts.items()},
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
+        fit=surveying.fit_notes(table, run.table, config.data),
     )
 
 
@@ -533,7 +536,7 @@ def _encode(
     if idle:
         click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
     else:
-        click.echo("\n".join(_summary(run, planned)))
+        click.echo("\n".join([*_summary(run, planned), *planned.fit]))
         if run.source.ignored:
             click.echo(f"{run.source.ignored} files, members or captions of the source are not used")
 

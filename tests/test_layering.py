@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.errors": "urls",
         "pipeline.config": "errors urls",
         "pipeline.launch": "config errors",
+        "pipeline.processes": "errors",
         "pipeline.retrying": "errors",
         "pipeline.cache": "config errors urls retrying",
         "pipeline.sources": "config errors urls retrying cache",

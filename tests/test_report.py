@@ -819,6 +819,22 @@ def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.Capture
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 3 and HOSTILE in page.shown
 
 
+def test_a_caption_commands_no_terminal_and_prints_no_line_of_its_own(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    describe = sample_view.describe
+
+    def hostile(*arguments: Any) -> Any:
+        values, latent = describe(*arguments)
+        return {**values, "captions": [{**values["captions"][0], "text": "x\nfix: rm\x1b[2J\r\x9b1m"}]}, latent
+
+    monkeypatch.setattr(sample_view, "describe", hostile)
+    assert view.run(made.config, "1.png") == 0
+    printed = capsys.readouterr().out
+    assert not any(line.startswith("fix:") for line in printed.splitlines())
+    assert not set("\x1b\r\x9b") & set(printed)
+
+
 def test_a_sample_whose_source_is_gone(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(made.root / "cache", tmp_path / "cache")
     for path in (tmp_path / "cache" / "tables").rglob("*.parquet"):

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from pipeline.errors import escaped as escaped
 from pipeline.urls import strip_credentials
 
 # Formats that `images` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
@@ -22,6 +23,8 @@ _EXTENSIONS = (
     "rw2"
 )
 EXTENSIONS = frozenset(_EXTENSIONS.split())
+REPEATS = re.compile(r"^[1-9][0-9]{0,2}_(?=[^_])")
+"""How folders of kohya's sd-scripts begin: `10_sks dog` are pictures of a `sks dog`, each ten times an epoch."""
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -71,14 +74,6 @@ def unsafe_reason(name: str) -> str | None:
     if ".." in name.split("/"):
         return "the name climbs with '..'"
     return None
-
-
-def escaped(text: str) -> str:
-    """The text for tables and terminals: control characters, surrogates and invisible marks escaped."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
 
 
 def host(url: str) -> str:
