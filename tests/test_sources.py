@@ -171,7 +171,7 @@ def test_pictures_json_and_text_of_one_sample(tmp_path: Path) -> None:
         "a.tar/1.webp": ["file", "object"],
     }
     assert items["a.tar/1.JPG"].meta == {"id": 7}
-    assert source.ignored == 4
+    assert source.ignored.total == 4
 
 
 def test_equal_names_in_two_tars_are_two_items(tmp_path: Path) -> None:
@@ -346,9 +346,12 @@ def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:
 
 def test_a_caption_file_that_cannot_be_used_is_reported_beside_one_that_can(tmp_path: Path) -> None:
     members: Rows = [("1.jpg", b"x"), ("1.txt", b"\xff"), ("1.json", {"text": "one"})]
-    items, rejects = listed(opened(make_tar(tmp_path / "x.tar", members)))
+    source = opened(make_tar(tmp_path / "x.tar", members))
+    items, rejects = listed(source)
     assert items["x.tar/1.jpg"].captions == (("one", 1.0),)
-    assert "its .txt is not UTF-8" in rejects["x.tar/1"]
+    assert not rejects
+    [(kind, examples)] = source.ignored.examples.items()
+    assert "its .txt is not UTF-8" in kind and examples == ["x.tar/1"]
 
 
 def test_a_listed_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -460,7 +463,7 @@ def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
     assert zero["intern 0"] / zero["vila 0"] == pytest.approx((27 / 30) ** 10)
     assert texts(items["0000.tar/1.png"]) == ["vila 1"]
     assert set(items["0000.tar/2.png"].captions) == {("prompt 2", 1.0), ("vila 2", 1.0)}
-    assert source.ignored >= 2
+    assert source.ignored.total >= 2
     before = [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()]
     (tmp_path / "0000_clip.json").write_text("{}")
     assert [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()] != before
@@ -469,10 +472,12 @@ def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
 def test_a_score_of_400_digits_costs_its_caption_alone(tmp_path: Path) -> None:
     scores = {"0": {"prompt": 10**400, "VILA": 30.0}, "1": {"prompt": 26.0, "VILA": 27.0}}
     (nvlabs(tmp_path) / "0000_clip.json").write_text(json.dumps(scores))
-    items, rejects = listed(opened(tmp_path, caption_weights={"prompt": 1.0, "VILA": 1.0}))
+    source = opened(tmp_path, caption_weights={"prompt": 1.0, "VILA": 1.0})
+    items, rejects = listed(source)
     assert texts(items["0000.tar/0.png"]) == ["vila 0"]
     assert set(texts(items["0000.tar/1.png"])) == {"prompt 1", "vila 1"}
-    assert set(rejects) == {"0000.tar/0"} and "not a number" in rejects["0000.tar/0"]
+    assert not rejects
+    assert [names for kind, names in source.ignored.examples.items() if "not a number" in kind] == [["0000.tar/0"]]
 
 
 @pytest.mark.parametrize("count", [4, 2, "three"])
@@ -492,13 +497,19 @@ def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> Non
     assert (len(items), rejects) == (3, {})
 
 
-def test_so_many_files_of_no_kind_decide_that_it_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_files_decide_what_a_folder_is_and_the_rest_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(detect, "MAX_EXAMINED", 3)
+    for n in range(4):
+        (tmp_path / f"{n}.md").write_text("")
     make_tar(tmp_path / "below" / "0000.tar", [("1.jpg", b"x"), ("1.txt", "one")])
-    for number, format in ((2, "webdataset"), (3, "folder")):
-        for n in range(number):
-            (tmp_path / f"{n}.md").write_text("")
-        assert opened(tmp_path).format == format
+    assert opened(tmp_path).format == "webdataset", "no kind is known before the last file"
+    (tmp_path / "0.jpg").write_bytes(b"x")
+    (tmp_path / "0.txt").write_text("one")
+    source = opened(tmp_path)
+    assert (source.format, set(listed(source)[0])) == ("folder", {"0.jpg"})
+    assert source.ignored.examples[".tar file"] == ["below/0000.tar"]
 
 
 def test_hidden_files_are_no_data(tmp_path: Path) -> None:
@@ -713,13 +724,13 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     items, rejects = listed(source)
     assert {key: texts(item) for key, item in items.items()} == {"p/a.png": ["one", "two"], "p/b c.png": ["three"]}
     assert source.read("p/b c.png") == b"b c.png"
-    assert len(rejects) == 5 and "secret" not in str(rejects)
+    assert len(rejects) == 4 and "secret" not in str(rejects)
     assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
         "the name is absolute",
         "the name climbs with '..'",
         "is a URL, not a name within the data",
-        "has an empty 'text'",
     }
+    assert list(source.ignored.counts.values()) == [1], "the empty caption"
 
 
 def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
@@ -752,7 +763,8 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
             items = {e.key: (tuple(text for text, _ in e.captions), e.meta) for e in entries if isinstance(e, Item)}
             assert items == expected
             assert [list(meta) for _, meta in items.values()] == [list(meta) for _, meta in expected.values()]
-            assert [e.key for e in entries if not isinstance(e, Item)] == [f"{rejecting}:1"]
+            assert len(items) == len(entries)
+            assert list(source.ignored.examples.values()) == [[f"{rejecting}:1"]]
         lower_limits(monkeypatch)
 
 
@@ -817,7 +829,7 @@ def test_json_beside_pictures(tmp_path: Path) -> None:
     assert set(rejects) == {"c.png", "d.png"}
     assert "not a JSON object" in rejects["c.png"]
     assert "has no 'text'" in rejects["d.png"]
-    assert source.ignored == 1
+    assert source.ignored.total == 1
 
 
 def test_json_with_a_longer_name_belongs_to_the_pictures_with_the_longest_beginning(tmp_path: Path) -> None:
@@ -827,7 +839,7 @@ def test_json_with_a_longer_name_belongs_to_the_pictures_with_the_longest_beginn
         source = opened(tmp_path, caption_weights={"more": 1.0})
         items, rejects = listed(source)
         assert {key: texts(item) for key, item in items.items()} == {key: [key[:-4]] for key in items}
-        assert (len(items), len(rejects), source.ignored) == (count, 0, 0)
+        assert (len(items), len(rejects), source.ignored.total) == (count, 0, 0)
 
 
 def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
