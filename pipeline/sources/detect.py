@@ -352,7 +352,7 @@ def _kind_of_folder(filesystem: Filesystem, data: str, rule: CaptionRule, config
         raise UserError(
             f"{data}: holds data of several kinds",
             expected="one kind, or the folder that holds it",
-            found="; ".join(f"{kind} ({files[0]})" for kind, files in sorted(kinds.items())),
+            found="; ".join(f"{kind} ({min(files)})" for kind, files in sorted(kinds.items())),
             fix="--format " + "|".join(sorted(kinds)),
         )
     return next(iter(kinds))

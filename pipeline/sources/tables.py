@@ -133,7 +133,10 @@ class ListingSource(FolderSource):
                 found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
                 fix="--set data.image_field=COLUMN",
             )
-        metadata.check_columns(file, columns, column)
+        other = (
+            ", or write a .jsonl with it, one object for each picture in a line" if extension(file) == "json" else ""
+        )
+        metadata.check_columns(file, columns, column, other)
         self.picture_columns |= {column}
         for line, row in rows:
             where = f"{file}:{line}"
@@ -422,15 +425,17 @@ class ParquetSource(LinkTables):
 
     def _candidates(self, part: str, table: ParquetFile, kinds: dict[str, pa.DataType]) -> list[str]:
         """The columns that may be the pictures: the one with the best known name, else all."""
-        known = [name for name in PICTURE_COLUMNS if name in kinds and _holds_bytes(kinds[name])]
+        bytes_columns = [name for name, kind in kinds.items() if _holds_bytes(kind)]
+        known = [name for column in PICTURE_COLUMNS for name in bytes_columns if name.lower() == column]
         if known:
             return known[:1]
-        others = [name for name, kind in kinds.items() if _holds_bytes(kind) and _has_pictures(table, name)]
+        others = [name for name in bytes_columns if _has_pictures(table, name)]
         names = [name for name in (*NAME_COLUMNS, *LINK_COLUMNS) if name in kinds and _text(kinds[name])][:1]
         if others and names:  # beside bytes, names of files that are not here are the names of the bytes
             with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
                 first = _first_name(table, names[0])
-                names = names if is_link(first) or self._exists(part, first) else []
+                called_so = names[0] in PICTURE_COLUMNS
+                names = names if called_so or is_link(first) or self._exists(part, first) else []
         return others + names
 
     def _stamp(self, file: str) -> str | None:
