@@ -1,8 +1,9 @@
 """The command line: options, the configuration, then one stage.
 
 Stages are imported inside their command, so that `sana-pipe train` loads neither an encoder nor diffusers and `--help`
-is fast. All errors are handled here: a `UserError`, and an unusable path that the file system refuses, is printed
-without a traceback and ends with its exit code; any other exception is a defect and keeps its traceback.
+is fast. All errors are handled here: a `UserError`, an error of the machine (`pipeline.errors.shown`) and a path that
+the file system refuses are printed without a traceback and end with their exit code; any other exception is a defect
+and keeps its traceback.
 
 Options of the configuration have no flags; `--set a.b=c` reaches each that the command reads.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import sys
 import time
 import warnings
@@ -22,7 +24,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError, local_path, print_error, was_printed
+from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELO
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+_PATHS = re.compile(r"\b(DIR|FILE|PATH|RUN|CHECKPOINT)\b")
+"""Words in the metavar of a path or URL. In its value `~` and `$NAME` are replaced, which no shell does in `--out=~/x`
+or in quotes."""
+
+
 class _Command(click.Command):
     """A command whose help ends with its exit codes and examples (command lines, `#` starts a remark)."""
 
@@ -45,11 +52,14 @@ class _Command(click.Command):
         self.examples = tuple(examples)
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the default. The text of
-        a prompt may be empty."""
+        """Expand paths, and refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the
+        default. The text of a prompt may be empty."""
         rest = super().parse_args(context, args)
         for parameter in self.params:
-            value = context.params.get(str(parameter.name))
+            value = context.params.get(name := str(parameter.name))
+            if value and _PATHS.search(parameter.metavar or ""):
+                value = tuple(map(expanded, value)) if isinstance(value, tuple) else expanded(value)
+                context.params[name] = value
             if "--prompt" not in parameter.opts and "" in (value if isinstance(value, tuple) else (value,)):
                 raise click.BadParameter("is empty", context, parameter)
         return rest
@@ -830,15 +840,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except UserError as error:
-        _print_error(error)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.errno not in REFUSED or error.filename is None:
+    except Exception as error:
+        known = shown(error)
+        if isinstance(error, OSError) and error.errno in REFUSED and error.filename is not None:
+            fix, path = "check the path, and who may read, enter and write its folders", Path(str(error.filename))
+            known = not_permitted(path) or UserError(f"{path}: {error.strerror}", fix=fix)
+        if not isinstance(known, UserError):
             raise
-        fix = "check the path, and who may read, enter and write its folders"
-        _print_error(UserError(f"{error.filename}: {error.strerror}", fix=fix))
-        sys.exit(UserError.exit_code)
+        _print_error(known)
+        sys.exit(known.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 

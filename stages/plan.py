@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
 from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
-from pipeline.config import Config, written
+from pipeline.config import Config, as_yaml, written
 from pipeline.encoding import survey as surveying
-from pipeline.errors import UserError, print_error
+from pipeline.errors import UserError, print_error, writing
 from pipeline.gpus import CARDS, CPU, UNNAMED, card, memory_of
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
@@ -223,11 +222,8 @@ def _write(config: Config, best: Candidate, path: str) -> None:
     """Write the configuration with the changes of a candidate to a new file."""
     train = changed(config.train, {"parallel.sizes": "given", **best.changes})
     fitted = written(config.model_copy(update={"train": train}))
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            yaml.safe_dump(fitted, file, sort_keys=False)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}", fix="--write another name") from None
+    with writing(Path(path), "--write another name"), open(path, "x", encoding="utf-8") as file:
+        file.write(as_yaml(fitted, sort_keys=False))
 
 
 def _described(candidate: Candidate) -> str:

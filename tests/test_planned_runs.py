@@ -33,7 +33,6 @@ from pipeline.training.expectation import Expected
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
-from tests.support.parameters import first_quick
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -251,10 +250,6 @@ def test_a_resume_on_other_processes_decides_anew() -> None:
     assert auto.as_it_began(config, None, 1) is None
     assert auto.as_it_began(config, rest, 2, processes=2) == rest["train"]
     assert auto.as_it_began(config, rest, 2, processes=4) is None
-    by_rows = tiny_run.config(microbatch="auto", parallel={"cp_size": 2, "dp_shard": -1})
-    of_rows = {"train": {**stored, "parallel": {**of_one, "dp_shard": -1, "cp_size": 2}}}
-    values = auto.as_it_began(by_rows, of_rows, 4)
-    assert values is not None and values["microbatch"] == 3, "with context parallelism, too"
 
 
 @pytest.mark.parametrize("change", [{"microbatch": "auto"}, {"activation_checkpointing": "auto"}, {"compile": "auto"}])
@@ -279,24 +274,6 @@ def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
     assert decided.train.parallel.sizes == "given" and len(lines) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"parallel": {"cp_size": 2}}, "context parallelism"),
-        ({"float8": "rowwise", "precision": "bf16"}, "float8"),
-    ],
-)
-def test_what_is_not_predicted_takes_the_fixed_choice(
-    change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(search.Search, "choose", lambda *args: pytest.fail("searched"))
-    config = tiny_run.config(microbatch="auto", activation_checkpointing="auto", **change)
-    machine = Machine(gpus.card("h100"), 1 << 36, 2)
-    decided, (line,) = auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
-    assert (decided.train.microbatch, decided.train.activation_checkpointing) == (8, "full")
-    assert why in line
-
-
 def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
     def shape() -> Any:
         raise ModelError("no such model", fix="--set model.weights=DIR")
@@ -310,12 +287,9 @@ def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
     assert "prediction" not in str(refused.value.fix)
 
 
-@pytest.mark.parametrize("change", first_quick({"compile": "block"}, {"float8": "rowwise"}))
-def test_what_the_compiler_fuses_is_compared_with_a_bound(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_compiler_fuses_is_compared_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "present", lambda device, launch: Machine(gpus.card("h100"), 80 << 30, 1))
-    config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", **change)
+    config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", compile="block")
     notes: list[str] = []
     expected = expect.expect(config, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append)
     assert notes == [] and expected is not None and expected.is_bound and expected.flops_per_s is None
@@ -334,9 +308,7 @@ def test_defaults_are_auto() -> None:
     [
         ({}, (8, 0), None, "block"),
         ({}, (7, 5), None, "none"),
-        ({"activation_offload": True}, (9, 0), None, "none"),
         ({"activation_compression": "int8"}, (9, 0), "block", "none"),
-        ({"parallel": {"pp_size": 2, "pp_schedule": "zbv"}}, (9, 0), None, "none"),
         ({}, (9, 0), "none", "none"),
         ({}, (9, 0), "block", "block"),
         ({}, (9, 0), "unknown", "none"),

@@ -4,8 +4,7 @@ What: `decide` searches the options that are `auto` (`Search.choose`) and return
 lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values; code that reads these
 options must call both first (`TrainConfig.undecided`). A resumed run on as many processes keeps the values of its
 checkpoint.
-Without a search, microbatch and checkpointing are `FIXED`: on a CPU, whose memory is no limit, and with context
-parallelism or float8, which are not predicted.
+Without a search, microbatch and checkpointing are `FIXED`: on a CPU, whose memory is no limit.
 The memory that may be used: on a GPU all but `MARGIN` if something fits into it, else all; for `parallel` on a CPU half
 of the main memory (or of the control group's limit), divided by the node's processes.
 In a launch the first process decides, for the smallest memory of all (`stages.train`).
@@ -61,15 +60,12 @@ def decide(
     if not undecided:
         return config, []
     values = as_it_began(config, earlier, machine.gpus, processes)
-    unpredicted = "parallel" not in undecided and (
-        "with context parallelism" if train.parallel.cp_size > 1 else train.float8 != "none" and "with float8"
-    )
-    if values is None and (unpredicted or not machine.card.is_gpu):
+    if values is None and not machine.card.is_gpu:
         fixed = {name: value for name, value in FIXED.items() if name in undecided}
         if fixed:
             config, searched = decide(config.with_train(**fixed), shape, data, machine, log=log, search=search)
             values_text = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
-            return config, [f"auto: {values_text} ({unpredicted or 'on a CPU'})", *searched]
+            return config, [f"auto: {values_text} (on a CPU)", *searched]
     reason = "as in the checkpoint"
     if values is None:
         log(f"auto: predicting memory and speed, to choose {', '.join(f'train.{name}' for name in undecided)}")
@@ -129,9 +125,8 @@ def as_it_began(
     except KeyError:  # of a version without one of these options
         return None
     sizes = [values["parallel"][name] for name in _SIZES]
-    cp_size = earlier["train"]["parallel"].get("cp_size", 1)
     try:
-        before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True)), cp_size=cp_size), world)
+        before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True))), world)
         if "parallel" not in config.train.undecided and check_sizes(config.train.parallel, world) != before:
             return None
     except ConfigError:

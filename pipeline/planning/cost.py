@@ -111,7 +111,7 @@ class Time:
         kernels = _kernels(prediction, constants)
         traffic = _traffic(prediction, repeats, constants)
         busy = sum(kernels.values())
-        divided = prediction.layout.tp * prediction.layout.cp > 1  # blocks wait for sums of activations
+        divided = prediction.layout.tp > 1  # blocks wait for sums of activations
         beside = ("gather", "scatter") if divided else ("gather", "reduce")
         hidden = sum(s for name, s in traffic.items() if any(word in name for word in beside))
         exposed = max(0.0, hidden - constants.overlap * busy) + sum(traffic.values()) - hidden
@@ -152,10 +152,10 @@ def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> di
     """Seconds of each collective: bytes over the slowest link that its group uses. Groups that share a node share its
     network. One group over whole nodes uses the full link: its ring crosses each node boundary once."""
     machine, layout = prediction.machine, prediction.layout
-    gathers_once = not prediction.train.parallel.reshards(layout.shards)
+    gathers_once = not prediction.train.parallel.reshards(layout.dp_shard)
     seconds: dict[str, float] = {}
     for (name, size), (payload, _) in prediction.traced.sent.items():
-        group = size or layout.shards
+        group = size or layout.dp_shard
         if group < 2 and name not in ("send", "recv"):
             continue
         span = _span(name, group, layout)
@@ -172,16 +172,16 @@ def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> di
 
 
 def _span(name: str, group: int, layout: Layout) -> int:
-    """Consecutive processes from a group's first to its last; the order is pp, dp_replicate, dp_shard, cp, tp."""
+    """Consecutive processes from a group's first to its last; the order is pp, dp_replicate, dp_shard, tp."""
     if _over_replicas(name, group, layout):
-        return group if layout.dp_replicate == 1 else group * layout.shards * layout.tp
+        return group if layout.dp_replicate == 1 else group * layout.dp_shard * layout.tp
     return group if "all" in name and "reduce" in name else group * layout.tp
 
 
 def _over_replicas(name: str, group: int, layout: Layout) -> bool:
-    """Whether a collective sums gradients over replicas, and not activations over tensor or context parallelism."""
-    sums, divided = "all" in name and "reduce" in name, [size for size in (layout.tp, layout.cp) if size > 1]
-    return sums and (REPLICAS in name or group not in divided)
+    """Whether a collective sums gradients over replicas, and not activations over tensor parallelism."""
+    sums = "all" in name and "reduce" in name
+    return sums and (REPLICAS in name or layout.tp == 1 or group != layout.tp)
 
 
 def by_share(times: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -15,14 +15,17 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import Config
+from pipeline.amounts import amount
+from pipeline.cache.local_files import free_at
+from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import auto, extent
 from pipeline.planning.cost import Time
-from pipeline.planning.predict import Data, as_new_run, closed_form, predict
+from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, closed_form, predict
 from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
+from pipeline.training.checkpoint import complete
 from pipeline.training.expectation import MEANINGFUL, Expected
 
 
@@ -43,6 +46,8 @@ def expect(
     expected, step_s = None, None
     try:
         architecture = shape()
+        if (note := _short_of_space(config.train, architecture)) is not None:
+            log(note)
         expected, step_s = _expect(config, architecture, data, device, launch)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -53,13 +58,26 @@ def expect(
     return expected
 
 
+def _short_of_space(train: TrainConfig, shape: SanaConfig) -> str | None:
+    """A note if the disk holds fewer checkpoints than the run keeps and the one that it writes."""
+    root, size = Path(train.output) / "checkpoints", checkpoint_bytes(shape, train)
+    there, free = len(complete(root)), free_at(root)
+    wanted = min(train.keep_checkpoints + 1, there + -(-train.steps // train.save_every)) - there
+    if wanted * size <= free:
+        return None
+    return (
+        f"note: {amount(free)} are free on the disk of {root}; the checkpoints still to come (train.keep_checkpoints = "
+        f"{train.keep_checkpoints}, and the one that is being written) take {wanted} x {amount(size)}"
+    )
+
+
 def _expect(
     config: Config, shape: SanaConfig, data: Data, device: torch.device, launch: Launch
 ) -> tuple[Expected | None, float | None]:
     """And the seconds of a step, without what the compiler saves, where the card is known."""
     machine, given = auto.present(device, launch), config.train
-    is_bound = given.compile != "none" or given.float8 != "none"
-    train = as_new_run(given).model_copy(update={"compile": "none", "float8": "none"})
+    is_bound = given.compile != "none"
+    train = as_new_run(given).model_copy(update={"compile": "none"})
     layout = check_sizes(train.parallel, launch.world)
     on_gpu = machine.card.is_gpu
     if not on_gpu and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:

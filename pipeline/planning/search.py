@@ -65,9 +65,8 @@ class Candidate:
     @property
     def changes(self) -> dict[str, Any]:
         """The options that the search decides, as names below `train`."""
-        names = ("dp_replicate", "dp_shard", "tp_size", "cp_size", "pp_size")
-        layout = self.prediction.layout
-        sizes = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp)
+        names = ("pp_size", "dp_replicate", "dp_shard", "tp_size")
+        sizes = self.prediction.layout.sizes
         return {
             **{f"parallel.{name}": size for name, size in zip(names, sizes, strict=True)},
             "parallel.offload": self.train.parallel.offload,
@@ -171,12 +170,12 @@ class Search:
         given, gpus = train.parallel, self.machine.gpus
         if "parallel" not in axes:
             return [check_sizes(given, gpus)]
-        others = given.tp_size * given.cp_size * given.pp_size
+        others = given.tp_size * given.pp_size
         data = gpus // others
-        per_node = max(1, self.machine.per_node // (given.tp_size * given.cp_size))
+        per_node = max(1, self.machine.per_node // given.tp_size)
         sizes = sorted({data, min(data, per_node), 1}, reverse=True)
         layouts = [
-            Layout(given.pp_size, data // shards, shards, given.tp_size, given.cp_size)
+            Layout(given.pp_size, data // shards, shards, given.tp_size)
             for shards in sizes
             if data % shards == 0 and data * others == gpus
         ]
@@ -203,7 +202,7 @@ class Search:
                 return [at_once]
         found = []
         for each, sizes in variants:
-            largest = _largest(partial(at, each), sizes, limit, layout.shards > 1)
+            largest = _largest(partial(at, each), sizes, limit, layout.dp_shard > 1)
             if largest is None:
                 break  # less recomputation needs more
             found.append(largest)

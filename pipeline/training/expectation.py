@@ -27,7 +27,7 @@ class Expected:
         lasting, brief: bytes of the fullest process, whatever the bucket, and in proportion to the image tokens of a
             forward pass. tokens: of the worst bucket's.
         flops_per_s: model FLOPs of all processes together; None: the device's speed is not known.
-        is_bound: predicted without compiled blocks and float8, which need about as much memory or less.
+        is_bound: predicted without compiled blocks, which need about as much memory or less.
         before: on the CPU, resident bytes of this process before the model was built; None on a GPU.
         document: of the run directory.
     """
