@@ -105,7 +105,7 @@ def _predict(config: Config, search: Search, options: Options) -> int:
     largest = None if "microbatch" in undecided else predicting.largest_microbatch(prediction, data)
     time = Time.of(prediction, data) if machine.card.is_gpu else None
     if options.as_json:
-        report = {"prediction": prediction.as_dict(), "largest_microbatch": largest}
+        report: dict[str, Any] = {"prediction": prediction.as_dict(), "largest_microbatch": largest}
         report["time"] = None if time is None else time.as_dict(options.price)
         values = candidate.train.model_dump(mode="json")
         report |= {"decided": {name: values[name] for name in undecided}} if undecided else {}
