@@ -355,6 +355,10 @@ class SourceConfig(_Section):
     source is left out."""
     filter: str | None = None
     """As `bucket.filter`, for this source alone."""
+    repeats: bool | None = None
+    """Whether the number that a folder begins with multiplies the visits of its pictures, as for kohya's sd-scripts
+    (`10_sks dog`: ten times an epoch; not in the held-out part). null: if all pictures of the source lie in such
+    folders; `bucket` says so."""
 
     @model_validator(mode="after")
     def _check_decimals(self) -> SourceConfig:
