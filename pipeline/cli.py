@@ -24,7 +24,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, print_error, shown, was_printed
+from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -843,8 +843,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         known = shown(error)
         if isinstance(error, OSError) and error.errno in REFUSED and error.filename is not None:
-            fix = "check the path, and who may read, enter and write its folders"
-            known = UserError(f"{error.filename}: {error.strerror}", fix=fix)
+            fix, path = "check the path, and who may read, enter and write its folders", Path(str(error.filename))
+            known = not_permitted(path) or UserError(f"{path}: {error.strerror}", fix=fix)
         if not isinstance(known, UserError):
             raise
         _print_error(known)

@@ -29,7 +29,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError, expanded
+from pipeline.errors import ConfigError, expanded, not_permitted
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -757,9 +757,10 @@ class TrainConfig(_Section):
     """Pictures of a prompt set; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is parallelized."""
-    text: Literal["padded", "packed"] = "padded"
-    """How captions travel to the GPU. padded: to the batch's longest. packed: one after the other, padded on the GPU:
-    the same values, fewer bytes."""
+    text: Literal["padded", "packed"] | None = None
+    """How captions travel to the GPU and are attended to. padded: to the batch's longest. packed: one after the other,
+    without padding (on a GPU: of compute capability 8.0 or newer, in 16 bits; not with a pipeline). null: packed on
+    such a GPU, else padded; a resumed run keeps its choice."""
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
@@ -786,8 +787,6 @@ class TrainConfig(_Section):
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
-    packed_attention: bool = False
-    """Cross attention without padding (on a GPU of compute capability 8.0 or newer, in bf16). Needs `text: packed`."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
@@ -882,10 +881,10 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> TrainConfig:
-        if self.packed_attention and self.parallel.pp_size > 1:
+        if self.text == "packed" and self.parallel.pp_size > 1:
             raise ValueError(
-                "packed_attention: the stages of a pipeline exchange padded captions; "
-                f"set packed_attention: false or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
+                "text: packed: the stages of a pipeline exchange padded captions; "
+                f"set text: padded or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
             )
         return self
 
@@ -896,12 +895,6 @@ class TrainConfig(_Section):
                 f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as "
                 f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_packed_attention(self) -> TrainConfig:
-        if self.packed_attention and self.text != "packed":
-            raise ValueError(f"packed_attention: true needs text: packed (found {self.text!r})")
         return self
 
 
@@ -1309,9 +1302,9 @@ def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
 
 def _read_file(source: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(source.read_text(encoding="utf-8"), Loader=_Loader)
+        tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from None
+        raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
     except _NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:
@@ -1414,8 +1407,13 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
+def from_yaml(text: str) -> Any:
+    """The value that a configuration file or `--set` means. Raises one of `_NO_YAML`."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def as_yaml(value: Any, **style: Any) -> str:
-    """A value as YAML that `load` reads as this value."""
+    """A value as YAML that `from_yaml` reads as this value."""
     return yaml.dump(value, Dumper=_Dumper, **style)
 
 
@@ -1426,7 +1424,7 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
     if not equals or not all(keys):
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
-        return keys, yaml.load(value, Loader=_Loader), text
+        return keys, from_yaml(value), text
     except _NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
 

@@ -141,7 +141,7 @@ def dry_run(
         times = estimate.times(survey.work, sizes, survey.probe(), config, tasks) if probe else None
         reserve = int(config.encode.min_free_gib * 2**30)
         free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
-        report = estimate.report(survey.source.name, survey.work, sizes, free, reserve, times)
+        report = estimate.report(survey.source, survey.work, sizes, free, reserve, times)
         for line in [*estimate.lines(report, config.cache), *survey.fit_notes()]:
             click.echo(line)
     if as_json:
@@ -185,7 +185,7 @@ class _Planned:
         table: digest of the scan's table.
         items: in the scan; rejects: those of them that the scan rejected; faults: rejects that no setting asked for.
         gone: usable pictures of the last scan that are missing now.
-        ignored: as `Source.ignored`.
+        ignored: as `Source.ignored`, its fields by name.
         new, reused: records by noun.
         plans: number of plans by recipe.
         fit: as `surveying.fit_notes`.
@@ -196,7 +196,7 @@ class _Planned:
     rejects: int
     faults: int
     gone: int
-    ignored: int
+    ignored: dict[str, Any]
     new: dict[str, int]
     reused: dict[str, int]
     plans: dict[str, int]
@@ -441,7 +441,7 @@ def _decisive(run: EncodeRun, targets: Sequence[planning.Target]) -> bytes:
 
 def _opened(run: EncodeRun, targets: Sequence[planning.Target], planned: _Planned) -> _Work:
     """What another process has planned, and the source ready to read its items."""
-    run.source.ignored = planned.ignored
+    run.source.ignored = Kinds(**planned.ignored)
     run.source.recall(scanning.places_of(run.cache, planned.table))
     work = _Work(run, targets, planned.table)
     for recipe, count in planned.plans.items():
@@ -486,7 +486,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         rejects=rejects,
         faults=faults,
         gone=gone,
-        ignored=source.ignored,
+        ignored=vars(source.ignored),
         new={noun: missing for noun, (missing, _) in counts.items()},
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
@@ -506,6 +506,7 @@ def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
     new, reused = planned.new, planned.reused
     return [
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
+        *estimate.column_lines(sorted(run.source.picture_columns)),
         f"pictures: {new['images']} new, {reused['images']} reused, {planned.gone} gone",
         f"captions: {new['captions']} new, {reused['captions']} reused",
     ]
@@ -537,8 +538,8 @@ def _encode(
         click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
     else:
         click.echo("\n".join([*_summary(run, planned), *planned.fit]))
-        if run.source.ignored:
-            click.echo(f"{run.source.ignored} files, members or captions of the source are not used")
+    for line in estimate.ignored_lines(run.source.ignored):
+        click.echo(line)
 
     def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)

@@ -117,7 +117,8 @@ def run(
             _write(config, parts, work)
             text = readme(config, architecture, parts.compression, document, dtype)
         else:
-            save_nvlabs(weights, architecture, work, f"sana_step_{document.state.step}", DTYPES[dtype])
+            stem = f"sana_step_{document.state.step}"
+            save_nvlabs(weights, architecture, work, stem, DTYPES[dtype], config.text.max_length)
             text = nvlabs_readme(config, architecture, document, dtype)
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)

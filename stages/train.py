@@ -39,7 +39,7 @@ from pipeline.planning.predict import Data, Machine
 from pipeline.retrying import TIMEOUT_S
 from pipeline.snapshots import heldout
 from pipeline.training import checkpoint, phases
-from pipeline.training.build import architecture_of, with_residual
+from pipeline.training.build import architecture_of, with_residual, with_text
 from pipeline.training.checkpoint import Document
 from pipeline.training.expectation import Expected
 from pipeline.training.stop_request import StopRequest, catch_signals_of
@@ -241,6 +241,7 @@ def _train(
     config, inputs = _inputs(config, cache, opened, resumed, log)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
+    config = with_text(config, device, earlier)
     if config.train.undecided:
         config, launch = _decided(config, inputs, launch, device, data, continued, log)
 
@@ -470,7 +471,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
             start_step=start,
             stop_step=stop,
             prefetch_mib=train.prefetch_mib,
-            text=train.text,
+            text=train.text or "padded",
             length_window=train.length_window,
             pin=resolve_device(train.device, launch).type == "cuda",
             timeout_s=config.patience_s + 2 * TIMEOUT_S,  # readers of a store give up first

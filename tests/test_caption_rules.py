@@ -158,7 +158,7 @@ def test_nvlabs_folders_have_captions_and_scores_in_files_of_their_suffixes(tmp_
     assert not rejects
     source = open_source(str(tmp_path), DataConfig(caption_weights=weights))
     list(source.items())
-    assert source.ignored == 3  # the notes, the list of names, and the caption that its score rules out
+    assert source.ignored.total == 3  # the notes, the list of names, and the caption that its score rules out
     before = scan(tmp_path, weights)
     (tmp_path / "a_InternVL2-26B.json").write_text(json.dumps({"a": {"intern": "changed!"}}))
     assert scan(tmp_path, weights) != before

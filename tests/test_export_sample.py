@@ -22,7 +22,7 @@ from pipeline import cli, processes
 from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.demo import small_models
-from pipeline.errors import AwayError, ConfigError, UserError
+from pipeline.errors import AwayError, ConfigError, NoSpaceError, UserError
 from pipeline.models import encoders
 from pipeline.models import sampler as sampling
 from pipeline.models.sampler import noise_of
@@ -310,7 +310,7 @@ def test_export_is_whole_or_not_at_all(trained: Trained, tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(export, "copy_model", full)
-        with pytest.raises(UserError, match="No space left"):
+        with pytest.raises(NoSpaceError, match=naming(out)):
             export.run(trained.config, "auto", out, overwrite=True)
     assert {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]

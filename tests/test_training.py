@@ -161,7 +161,7 @@ def test_only_matrices_decay() -> None:
 @pytest.mark.parametrize("empty", [False, True])
 def test_captions_that_are_never_padded_train_alike(empty: bool) -> None:
     """Also where one of them has no rows: it attends to padding, which then has to be there."""
-    settings = tiny_run.config(text="packed", packed_attention=True)
+    settings = tiny_run.config(text="packed")
     batch = tiny_run.global_batch(0)
     if empty:
         mask = batch.mask & (torch.arange(8) != 3)[:, None]
@@ -1187,9 +1187,7 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     padded = losses("padded")
     packed = losses("packed", "train.text=packed", "train.prefetch_mib=1", "train.length_window=1")
-    assert [row["loss"] for row in packed] == [row["loss"] for row in padded]
-    never = losses("never padded", "train.text=packed", "train.packed_attention=true")
-    assert [row["loss"] for row in never] == pytest.approx([row["loss"] for row in padded], rel=1e-5)
+    assert [row["loss"] for row in packed] == pytest.approx([row["loss"] for row in padded], rel=1e-5)
     assert [row["quarantined"] for row in padded] == [0, 0, 0]
 
     snapshot = Cache(small_cache_copy).open_snapshot()

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.config import TrainConfig
 from pipeline.kernels import joined_linear  # noqa: F401  registers the operation
+from pipeline.layer_classes import LayerMixin, add_mixin
 from pipeline.parallel.saved_tensors import Compressor
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -55,9 +56,10 @@ class ActivationPolicy:
     random: bool = True
 
 
-class ManagedActivations:
+class ManagedActivations(LayerMixin):
     """Mixin before a block's class: the forward pass follows `activation_policy`."""
 
+    place = "activations"
     activation_policy: ActivationPolicy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,9 +78,10 @@ class ManagedActivations:
             return forward(*args, **kwargs)
 
 
-class CompressedActivations:
+class CompressedActivations(LayerMixin):
     """Mixin before the class of a Linear or a group of convolutions: its saved tensors are compressed."""
 
+    place = "compression"
     compressor: Compressor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,19 +89,6 @@ class CompressedActivations:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         with self.compressor.hooks(self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-_CLASSES: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
-
-
-def _add_mixin(module: nn.Module, mixin: type) -> None:
-    """Replace the module's class by a subclass that has `mixin` first. Idempotent."""
-    cls = type(module)
-    if isinstance(module, mixin):
-        return
-    if (mixin, cls) not in _CLASSES:
-        _CLASSES[mixin, cls] = type(mixin.__name__ + cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    module.__class__ = _CLASSES[mixin, cls]
 
 
 def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConfig) -> None:
@@ -114,11 +104,11 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
     for number, block in enumerate(blocks, start=1):
         checkpointing = mode if every is None else ("full" if number % every == 0 else "none")
         if checkpointing != "none":
-            _add_mixin(block, ManagedActivations)
+            add_mixin(block, ManagedActivations)
             block.activation_policy = ActivationPolicy(checkpointing, compressor, _is_random(block))  # type: ignore[assignment]
         elif compressor is not None:
             for module in compressible_modules(block):
-                _add_mixin(module, CompressedActivations)
+                add_mixin(module, CompressedActivations)
                 module.compressor = compressor  # type: ignore[assignment]
 
 

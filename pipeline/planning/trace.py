@@ -175,8 +175,7 @@ def trace(
         UserError: this process belongs to a process group already; torchao is missing.
     """
     optimizers.check(train.optim)  # imports it: what a module computes there must not be of fake tensors
-    # Packed captions without padding have the shapes of padded ones that fill all rows.
-    train = train.model_copy(update={"packed_attention": False})
+    # Packed captions have the shapes of padded ones that fill all rows.
     sizes = [shape.microbatch] * shape.count
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
         tracker = Tracker(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)

@@ -62,7 +62,7 @@ class CaptionRule:
     listed: whether the user listed `fields`; then text files are used only if `txt` is one of them.
     scores: (caption column, score column).
     threshold, power: of the scores.
-    fallback: columns to use for a row without any of `fields`.
+    fallback: for a row without any of `fields`, the first of these columns that is not empty is used.
     default: the caption of a picture without captions (a value of `data.caption`); None: such pictures are rejected.
     before, after: text around every caption.
     raw: use captions of columns unchanged, and null as the empty caption.
@@ -152,7 +152,8 @@ class CaptionRule:
 
     def lacks_captions(self, columns: Iterable[str]) -> bool:
         """Whether a table with these columns cannot have any caption."""
-        return self.default is None and bool(self.columns) and set(self.columns).isdisjoint(columns)
+        usable = {*self.columns, *self.fallback}
+        return self.default is None and bool(self.columns) and usable.isdisjoint(columns)
 
     def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> RowCaptions:
         """The candidates of a row.
@@ -166,7 +167,7 @@ class CaptionRule:
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
         present = [(field, weight) for field, weight in fields if field in row or any(p in row for p in _parts(field))]
         if not present:
-            present = [(column, 1.0) for column in self.fallback if column in row]
+            present = sorted(((c, 1.0) for c in self.fallback if c in row), key=lambda field: not row[field[0]])[:1]
         for column, weight in present:
             self._read_column(row, column, weight, scores or {}, captions)
         if not captions.candidates and not captions.problems and self.default is None:

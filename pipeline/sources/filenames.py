@@ -25,11 +25,27 @@ _EXTENSIONS = (
 EXTENSIONS = frozenset(_EXTENSIONS.split())
 REPEATS = re.compile(r"^[1-9][0-9]{0,2}_(?=[^_])")
 """How folders of kohya's sd-scripts begin: `10_sks dog` are pictures of a `sks dog`, each ten times an epoch."""
+_LOST = re.compile(rf"\.({_EXTENSIONS.replace(' ', '|')})(?:\.\d+|[^a-z0-9.~].*)$", re.IGNORECASE | re.DOTALL)
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def extension(name: str) -> str:
     return posixpath.splitext(name)[1][1:].lower()
+
+
+def kind_of_file(name: str) -> str:
+    """What a file that is not used is called, by its ending."""
+    kind = extension(name)
+    return f".{escaped(kind)} file" if kind else "file without an extension"
+
+
+def lost_picture(name: str) -> str | None:
+    """Why a file that was a picture's by its name is none now (`a.jpg_large`, `a.jpg?x=1`, `a.jpg `, `a.jpg.1`), or
+    None."""
+    match = _LOST.search(posixpath.basename(name))
+    if match is None or extension(name) in EXTENSIONS:
+        return None
+    return f"the name does not end with .{match[1].lower()} but has more behind it: rename it"
 
 
 def stem(key: str) -> str:

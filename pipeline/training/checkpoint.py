@@ -369,12 +369,33 @@ def newest(root: Path) -> Path | None:
     return published[-1] if published else None
 
 
+@contextlib.contextmanager
+def _there(folder: Path) -> Iterator[None]:
+    """Raise errors of reading a checkpoint that is not there any more as that: its training may remove it meanwhile."""
+    try:
+        yield
+    except CheckpointError:
+        if folder.exists():
+            raise
+        last = newest(folder.parent)
+        raise CheckpointError(
+            f"{folder}: is not there any more: a training removes all but its newest checkpoints",
+            found=None if last is None else f"the newest is {last}",
+            fix="run the command again with the newest; train.keep_checkpoints and train.keep_every keep more of them",
+        ) from None
+
+
 def read_document(folder: Path) -> Document:
     """Read and check `checkpoint.json`; names and sizes of the files are checked, too, their digests by `verify`.
 
     Raises:
         CheckpointError: no checkpoint, one of another version, or a damaged one.
     """
+    with _there(folder):
+        return _document(folder)
+
+
+def _document(folder: Path) -> Document:
     path = folder / DOCUMENT
     hint = "give another checkpoint; remove this folder, and --resume auto takes the one before it"
     try:
@@ -427,10 +448,11 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
     for name, (size, digest) in sorted(document.files.items()):
         if _reader(name, world) != rank:
             continue
-        try:
-            found = fingerprint_of(folder / name)
-        except OSError as error:
-            raise unreadable(folder / name, error) from None
+        with _there(folder):
+            try:
+                found = fingerprint_of(folder / name)
+            except OSError as error:
+                raise unreadable(folder / name, error) from None
         if found != [size, digest]:
             raise CheckpointError(
                 f"{folder / name}: is damaged: its bytes have changed since they were written",
@@ -517,7 +539,8 @@ def load(
     sections: set[str] = set()
     try:
         verify(folder, document, dist.get_rank(), world)
-        sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
+        with _there(folder):
+            sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
     except CheckpointError as caught:
         error = caught
     raise_first_error(error)
@@ -525,10 +548,11 @@ def load(
     tensors: dict[str, Any]
     tensors = state_tensors(model, optimizer, present) if moments else {"model": get_model_state_dict(model), **present}
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS) if moments else (None, {})
-    _dcp(
-        lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
-        f"{folder}: could not be read into this model",
-    )
+    with _there(folder):
+        _dcp(
+            lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
+            f"{folder}: could not be read into this model",
+        )
     if moments:
         state = {**settings, **tensors["optim"]}
         set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=state, options=_OPTIONS)
@@ -556,7 +580,8 @@ class ModelTensors(Mapping[str, Tensor]):
         verify(self.folder, document)
         self.architecture = document.architecture
         self._reader = TensorOnlyReader(str(self.folder))
-        self._metadata = self._reader.read_metadata()
+        with _there(self.folder):
+            self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._entries = {
             name.removeprefix(self._section): entry
@@ -570,6 +595,10 @@ class ModelTensors(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
+        with _there(self.folder):
+            return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=torch.float32)
         planner = dcp.DefaultLoadPlanner()

@@ -16,7 +16,7 @@ from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import all_gather_objects, run_on_all
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.training import checkpoint, drawings, optimizers, trackers
-from pipeline.training.build import architecture_of
+from pipeline.training.build import architecture_of, has_packed_kernel
 from pipeline.training.checkpoint import Resumed
 from pipeline.training.optimizers import in_backward
 from pipeline.training.task import Context, Log, TrainingTask
@@ -46,7 +46,7 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
     optimizers.check(train.optim)
     trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
-    check_packed_attention(train, device)
+    check_text(train, device)
     task.check(layout)
     if layout.model_parallel_size > 1:
         _check_model_parallel(config, task, layout)
@@ -83,16 +83,14 @@ def _check_model_parallel(config: Config, task: TrainingTask, layout: Layout) ->
     pipeline_parallel.check(architecture.num_layers, shares, train.microbatch, train.parallel)
 
 
-def check_packed_attention(train: TrainConfig, device: torch.device) -> None:
-    if train.packed_attention and device.type == "cuda":
-        capable = torch.cuda.get_device_capability(device) >= (8, 0)
-        if train.precision == "fp32" or not capable:
-            raise ConfigError(
-                "train.packed_attention: true has no kernel here",
-                expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
-                found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
-                fix="--set train.packed_attention=false",
-            )
+def check_text(train: TrainConfig, device: torch.device) -> None:
+    if train.text == "packed" and device.type == "cuda" and not has_packed_kernel(train, device):
+        raise ConfigError(
+            "train.text: packed has no kernel here",
+            expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
+            found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
+            fix="--set train.text=padded",
+        )
 
 
 def check_alike(train: TrainConfig) -> None:

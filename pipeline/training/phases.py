@@ -52,6 +52,7 @@ class PhaseState:
         decided = (
             "train.phase: ",
             "train.residual: ",
+            *(("train.text: ",) if config.train.text is None else ()),
             "train.pictures.prompts: ",
             "train.validation.old: ",
             *undecided,

@@ -37,7 +37,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "DDP": {"parallel": strategies.DDP},
         "FSDP2, no reshard": {"parallel": {**strategies.FSDP2, "reshard_after_forward": False}, "without": True},
         "FSDP2, offload": {"parallel": {**strategies.FSDP2, "offload": "all"}},
-        "TP, packed": {"parallel": strategies.TP, "text": "packed", "packed_attention": True},
+        "TP, packed": {"parallel": strategies.TP, "text": "packed"},
         "interleaved_1f1b": {"parallel": pp("interleaved_1f1b"), "without": True},
         "1f1b, bf16": {"parallel": pp(), **BF16},
     },

@@ -67,7 +67,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
     3: {
-        "FSDP2 over 3, packed": {"parallel": {}, "text": "packed", "packed_attention": True, **SHORT},
+        "FSDP2 over 3, packed": {"parallel": {}, "text": "packed", **SHORT},
     },
     4: {
         "HSDP": {"parallel": HSDP},
@@ -178,7 +178,7 @@ def pieces(settings: Config, launch: Launch) -> list[Any]:
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     whole = tiny_run.global_batch(0, logit=1.5)
     parts = tiny_run.microbatches(whole, settings.train.microbatch, layout.data_rank(launch.rank), layout.data_world)
-    return [tiny_run.packed(part) for part in parts] if settings.train.packed_attention else parts
+    return [tiny_run.packed(part) for part in parts] if settings.train.text == "packed" else parts
 
 
 def reference(folder: Path) -> None:
