@@ -253,7 +253,7 @@ def machine_error(
 
 @contextmanager
 def writing(
-    place: Path, fix: str, kind: type[UserError] = UserError, again: str = "run the same command again"
+    place: Path | str, fix: str, kind: type[UserError] = UserError, again: str = "run the same command again"
 ) -> Iterator[None]:
     """Raise errors of writing to `place` with its name.
 

@@ -292,7 +292,7 @@ def write_file(
                     found=f"{float(whole.abs().max()):g}",
                     fix="another --dtype",
                 )
-            out.write(stored.flatten().view(torch.uint8).numpy())
+            out.write(stored.flatten().view(torch.uint8).numpy().data)
     os.replace(temporary, path)
 
 
