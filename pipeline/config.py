@@ -17,18 +17,19 @@ import difflib
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError, expanded
+from pipeline.errors import ConfigError, expanded, not_permitted
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -191,7 +192,8 @@ class DataConfig(_Section):
     buckets: Literal["sana"] | list[tuple[Positive, Positive]] = "sana"
     """Target sizes as [height, width]; sana: Sana's table of 40 aspect ratios at `resolution`."""
     caption_field: str = "text"
-    """The column that holds the caption."""
+    """The column that holds the caption. `tag_string_character+tag_string_general`: several columns, joined with
+    commas."""
     caption_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Several caption columns with their weights, such as `{short: 1, long: 3}`; replaces `caption_field`. `txt` is the
     text file beside a picture."""
@@ -204,8 +206,8 @@ class DataConfig(_Section):
     """Sana's rule: captions are drawn in proportion to score to this power."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
-    folder: the name of its folder (underscores become spaces in both). null: the picture is rejected. Any other text,
-    such as `a photo of sks dog`, is the caption itself."""
+    folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
+    the picture is rejected. Any other text, such as `a photo of sks dog`, is the caption itself."""
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces)."""
     caption_suffix: str = ""
@@ -254,6 +256,21 @@ class DataConfig(_Section):
             if isinstance(data.get("background"), list):
                 data["background"] = tuple(data["background"])
         return data
+
+
+@dataclass(frozen=True)
+class DataGiven:
+    """What gives the values of the section `data`.
+
+    Attributes:
+        file: the section as the configuration file has it, with defaults; None: unknown.
+        named: its options that a file of the user's choice gives.
+        overridden: its options that `--set` gives.
+    """
+
+    file: DataConfig | None = dataclass_field(default=None, compare=False)
+    named: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
+    overridden: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
 
 
 class StorageConfig(_Section):
@@ -560,8 +577,8 @@ class EmaConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """How the model is parallelized. dp_replicate, dp_shard, tp_size, cp_size and pp_size multiply to the processes of
-    the launch."""
+    """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
+    launch."""
 
     sizes: Literal["given", "auto"] = "given"
     """given: those below. auto (`parallel: auto` for short): a run chooses dp_replicate, dp_shard, tp_size, pp_size and
@@ -573,15 +590,12 @@ class ParallelConfig(_Section):
     """Processes that share the parameters of a replica (FSDP2). -1: what the other sizes leave."""
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
-    cp_size: Positive = 1
-    """Processes that share each picture, a band of its rows each (context parallelism). They share the parameters, too,
-    as those of dp_shard do. Not with tp_size or pp_size."""
     pp_size: Positive = 1
     """Groups of processes with consecutive blocks each (pipeline parallelism)."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
     """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
     pp_stages_per_rank: Positive | None = None
-    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for the other schedules, which need several."""
+    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for interleaved_1f1b, which needs several."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
@@ -600,7 +614,7 @@ class ParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
-        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "cp_size": 1, "pp_size": 1, "offload": "none"}
+        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1, "offload": "none"}
         if self.sizes == "auto" and (others := [name for name, usual in given.items() if getattr(self, name) != usual]):
             raise ValueError(f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given")
         for name in ("dp_replicate", "dp_shard"):
@@ -622,10 +636,6 @@ class ParallelConfig(_Section):
             )
         if not one_stage and stages == 1:
             raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
-        if self.pp_schedule == "zbv" and stages != 2:
-            raise ValueError(
-                f"pp_schedule zbv has pp_stages_per_rank 2, not {stages}; interleaved_1f1b takes any number"
-            )
         return self
 
     def reshards(self, shards: int) -> bool:
@@ -701,16 +711,11 @@ class TrainConfig(_Section):
     from the last round unless this option is given; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
-    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU, and with context parallelism
-    or float8, which are not predicted. A resumed run keeps its choice. `sample` takes 8 for auto."""
+    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU. A resumed run keeps its
+    choice. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
-    float8: Literal["none", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Multiply in float8 in the blocks' Linear layers and 1x1 convolutions, by torchao's recipe of this name (on a GPU
-    of compute capability 8.9 or newer, with `precision` bf16 or bf16_pure; meant for `compile: block`; emulated on a
-    CPU). rowwise_with_gw_hp: but the gradients of the weights in bf16. Parameters and checkpoints stay as `precision`
-    has them."""
     tf32: bool = False
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
@@ -731,8 +736,6 @@ class TrainConfig(_Section):
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
-    activation_offload: bool = False
-    """Keep saved tensors in host memory; of a block that recomputes, its inputs."""
     caption_drop: Share = 0.1
     """Share of samples that are trained with the empty caption."""
     null_mask: Literal["caption", "bos"] = "caption"
@@ -750,9 +753,10 @@ class TrainConfig(_Section):
     """Pictures of a prompt set; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is parallelized."""
-    text: Literal["padded", "packed"] = "padded"
-    """How captions travel to the GPU. padded: to the batch's longest. packed: one after the other, padded on the GPU:
-    the same values, fewer bytes."""
+    text: Literal["padded", "packed"] | None = None
+    """How captions travel to the GPU and are attended to. padded: to the batch's longest. packed: one after the other,
+    without padding (on a GPU: of compute capability 8.0 or newer, in 16 bits; not with a pipeline). null: packed on
+    such a GPU, else padded; a resumed run keeps its choice."""
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
@@ -779,8 +783,6 @@ class TrainConfig(_Section):
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
-    packed_attention: bool = False
-    """Cross attention without padding (on a GPU of compute capability 8.0 or newer, in bf16). Needs `text: packed`."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
@@ -866,42 +868,19 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_compile(self) -> TrainConfig:
-        if self.compile == "block":
-            self._check_whole_blocks("compile", {"activation_offload": (self.activation_offload, (False,))})
+        if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
+            raise ValueError(
+                f"compile: block does not go with activation_compression: {self.activation_compression}; set "
+                "activation_compression to none, or compile: none"
+            )
         return self
-
-    @model_validator(mode="after")
-    def _check_float8(self) -> TrainConfig:
-        if self.float8 != "none":
-            precision, tp_size = (self.precision, ("bf16", "bf16_pure")), (self.parallel.tp_size, (1,))
-            self._check_whole_blocks("float8", {"precision": precision, "parallel.tp_size": tp_size})
-        return self
-
-    def _check_whole_blocks(self, option: str, allowed: Mapping[str, tuple[object, tuple[object, ...]]]) -> None:
-        """Refuse what does not go with an option under which a block's (`compile`) or a product's (`float8`) backward
-        pass is one piece. allowed: name -> (value, values that work)."""
-        allowed = {"activation_compression": (self.activation_compression, ("none",)), **allowed}
-        if self.parallel.pp_size > 1:  # the other schedules split the backward pass
-            allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
-        for name, (value, working) in allowed.items():
-            if value not in working:
-                raise ValueError(
-                    f"{option}: {getattr(self, option)} does not go with {name}: {value}; set {name} to "
-                    f"{' or '.join(map(str, working))}, or {option}: none"
-                )
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> TrainConfig:
-        if self.packed_attention and self.parallel.pp_size > 1:
+        if self.text == "packed" and self.parallel.pp_size > 1:
             raise ValueError(
-                "packed_attention: the stages of a pipeline exchange padded captions; "
-                f"set packed_attention: false or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
-            )
-        schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
-        if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
-            raise ValueError(
-                f"parallel.pp_schedule {schedule} splits the backward pass, which excludes activation checkpointing: "
-                "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
+                "text: packed: the stages of a pipeline exchange padded captions; "
+                f"set text: padded or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
             )
         return self
 
@@ -912,12 +891,6 @@ class TrainConfig(_Section):
                 f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as "
                 f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_packed_attention(self) -> TrainConfig:
-        if self.packed_attention and self.text != "packed":
-            raise ValueError(f"packed_attention: true needs text: packed (found {self.text!r})")
         return self
 
 
@@ -1039,6 +1012,7 @@ class Config(_Section):
     """The stage `train`."""
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
+    _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
     phases: list[PhaseConfig] = []
     """Phases that `train` runs one after the other; empty: one run in `train.output`. `export` and `sample` take the
     newest checkpoint of the last phase that has one."""
@@ -1288,6 +1262,7 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     """As `load`, and where the values come from."""
     source = find(path)
     tree = _read_file(source)
+    data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
     assignments = [_parse_override(text) for text in overrides]
     names = {".".join(keys) for keys, _, _ in assignments}
     overridden = []
@@ -1302,16 +1277,30 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
         overridden.append(option)
     tree = _current(tree)
     try:
-        return Config.model_validate(tree), Given(source, tree, tuple(overridden))
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise _explain(error, tree, source, overridden) from None
+    config._data_given = replace(
+        data_given,
+        overridden=frozenset(
+            name for name in DataConfig.model_fields if any(_within(o, f"data.{name}") for o in overridden)
+        ),
+    )
+    return config, Given(source, tree, tuple(overridden))
+
+
+def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
+    section = tree.get("data") or {}
+    with suppress(ValidationError):  # `--set` may mend it
+        return DataGiven(DataConfig.model_validate(section), frozenset(section if is_chosen else ()))
+    return DataGiven()
 
 
 def _read_file(source: Path) -> dict[str, Any]:
     try:
         tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from None
+        raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
     except NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:

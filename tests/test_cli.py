@@ -212,7 +212,6 @@ def test_watch_takes_the_options_that_it_reads(stage: Callable[..., Calls]) -> N
         ["--no-probe"],
         ["--write", "fitted.yaml"],
         ["--search", "--price", "2"],
-        *(["--calibrate", *more] for more in (["--gpus", "2"], ["--nodes", "2"], ["--price", "2"], ["--search"])),
     ],
 )
 def test_no_option_of_plan_is_ignored(words: list[str], stage: Callable[..., Calls]) -> None:

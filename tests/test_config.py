@@ -159,11 +159,8 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("packed_attention: true", "packed_attention: true needs text: packed"),
-        ("{packed_attention: true, text: packed, parallel: {pp_size: 2}}", "pp_size"),
+        ("{text: packed, parallel: {pp_size: 2}}", "pp_size"),
         ("{compile: block, activation_compression: int8}", "activation_compression to none"),
-        ("{compile: block, activation_offload: true}", "activation_offload to False"),
-        ("{compile: block, parallel: {pp_size: 2, pp_schedule: zbv}, activation_checkpointing: none}", "1f1b or gpipe"),
         ("{compile: whole}", "train.compile"),
         ("{trackers: [tensorboards]}", "train.trackers"),
         ("{peak_tflops: 0}", "train.peak_tflops"),

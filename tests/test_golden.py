@@ -42,10 +42,10 @@ SETTINGS = {
 }
 
 VERSION_2 = {
-    "plain": "0348285480af3f8d92018fb9f1c360b4",
-    "chosen": "ef0af46a69f88d8bb486d3a0a3a95ba5",
-    "windows": "355bb2dead430a48dcf05934bf42d7b2",
-    "packed": "63e20c206fd30b5045992279da5a646f",
+    "plain": "a7338f6cf952776bc9abdbe7dfa8eddc",
+    "chosen": "88670566f0aafaea9b10bdf6c70a60d0",
+    "windows": "1e2e6ddecc37647b3a9725a466fd2c1c",
+    "packed": "9b78e1b34b5de4f671b0f58b17903f3c",
 }
 """Ids of the same snapshots made anew, with heads of version 2."""
 

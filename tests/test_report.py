@@ -27,8 +27,8 @@ from PIL import Image
 from pipeline.amounts import amount
 from pipeline.cache.root import Cache
 from pipeline.config import Config, load
+from pipeline.demo import small_models
 from pipeline.errors import CacheError, UserError
-from pipeline.models import tiny
 from pipeline.reporting import data_figures, plots, run_figures, sample_view
 from pipeline.reporting.figures import collect
 from pipeline.reporting.photos import Photos
@@ -65,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     for i, caption in enumerate(CAPTIONS):
         add(f"{i}", caption, *((64, 64), (48, 80), (72, 64))[i % 3])
-    tiny.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
+    small_models.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
     config = load(
         "tiny",
         [
@@ -821,6 +821,22 @@ def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.Capture
     page = checked_of_hostile(tmp_path / "view.html")
     assert page.sections == ["pictures", "captions", "numbers"]
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 3 and HOSTILE in page.shown
+
+
+def test_a_caption_commands_no_terminal_and_prints_no_line_of_its_own(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    describe = sample_view.describe
+
+    def hostile(*arguments: Any) -> Any:
+        values, latent = describe(*arguments)
+        return {**values, "captions": [{**values["captions"][0], "text": "x\nfix: rm\x1b[2J\r\x9b1m"}]}, latent
+
+    monkeypatch.setattr(sample_view, "describe", hostile)
+    assert view.run(made.config, "1.png") == 0
+    printed = capsys.readouterr().out
+    assert not any(line.startswith("fix:") for line in printed.splitlines())
+    assert not set("\x1b\r\x9b") & set(printed)
 
 
 def test_a_sample_whose_source_is_gone(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

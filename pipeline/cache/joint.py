@@ -21,7 +21,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.shard import RECORDS, TarWriter, npy_header, to_ipc
 from pipeline.cache.snapshot import NAMES, samples_schema
 
-NULL = f"{layout.META}/null.npy"
+NULL = f"{layout.META}/null"
 
 
 def joint_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Schema:

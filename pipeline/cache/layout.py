@@ -35,7 +35,8 @@ HEAD_VERSION = 2
 PLAN_VERSION = 2
 """Version of plans with `fanned`: their units are in several folders. Other plans have version 1."""
 META = "__sana_pipe__"
-"""Folder of the members that describe a shard; webdataset skips names of this form."""
+"""Folder of the members that describe a shard: `head`, `records`, `null`. Clients take a member without an extension
+for no part of a sample (webdataset skips the folder, too)."""
 PACKED = "packed-"
 """Prefix of the names of packs, which take the place of recipe names in `shards/`, `plans/`, `units/`, `claims/`."""
 

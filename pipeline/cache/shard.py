@@ -5,8 +5,8 @@ Why: every tool knows a tar of .npy; with the index beside it, reading a record 
 CPU-seconds per GB against 1.35 for streaming the same tar (reference measurements).
 Price: 512 bytes of tar header and up to 640 bytes of npy header and padding per member.
 
-A shard holds, in this order: `__sana_pipe__/head.json`; for each record `<key>.npy` (and `<key>.txt` for text: the
-original caption); `__sana_pipe__/records.arrow`, the record table, from which a lost index can be rebuilt.
+A shard holds, in this order: `__sana_pipe__/head`; for each record `<key>.npy` (and `<key>.txt` for text: the
+original caption); `__sana_pipe__/records`, the record table, from which a lost index can be rebuilt.
 bf16 is stored as `<u2` (numpy has no bf16): `torch.from_numpy(array.view("int16")).view(torch.bfloat16)`.
 Other storages are stored as `|u1`, one-dimensional: the payload of `pipeline.cache.codec`.
 """
@@ -142,7 +142,7 @@ class TarWriter:
         self._state = xxhash.xxh3_128()
         self._offset = 0
         self._touched = time.monotonic()
-        self._member(f"{layout.META}/head.json", layout.canonical(head) + b"\n")
+        self._member(f"{layout.META}/head", layout.canonical(head) + b"\n")
 
     def __enter__(self) -> Self:
         return self
@@ -163,7 +163,7 @@ class TarWriter:
         Args:
             only: publish only if the digest is this one (a repair must restore the same bytes).
         """
-        self._member(f"{layout.META}/records.arrow", records)
+        self._member(f"{layout.META}/records", records)
         self._write(bytes(2 * BLOCK))
         with cache_errors(self._path):
             self._file.flush()
@@ -670,7 +670,7 @@ def read_head(files: Files, name: str) -> dict[str, Any]:
         head = json.loads(data[BLOCK : min(got, BLOCK + member.size)])
     except (tarfile.TarError, ValueError, RecursionError) as error:
         raise NotAShardError(f"{files.where(name)}: not a shard: {error}") from None
-    if member.name != f"{layout.META}/head.json" or not isinstance(head, dict) or "unit" not in head:
+    if member.name != f"{layout.META}/head" or not isinstance(head, dict) or "unit" not in head:
         raise NotAShardError(f"{files.where(name)}: not a shard of this format: it does not say what it is")
     return head
 
@@ -682,7 +682,7 @@ def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
         IntegrityError: not a shard of this format.
     """
     where = files.where(name)
-    wanted = f"{layout.META}/head.json", f"{layout.META}/records.arrow"
+    wanted = f"{layout.META}/head", f"{layout.META}/records"
 
     def members() -> dict[str, bytes]:
         with files.open(name).file() as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -700,4 +700,4 @@ def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
         content = json.loads(head)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where}: not a shard: its head is no JSON: {error}") from None
-    return content, from_ipc(table, f"{where}!{layout.META}/records.arrow")
+    return content, from_ipc(table, f"{where}!{layout.META}/records")

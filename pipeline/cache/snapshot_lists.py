@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
@@ -39,10 +40,11 @@ CHUNKS = pa.schema(
         ("begin", pa.uint64()),
         ("end", pa.uint64()),
         ("frame", _KEY),
-        ("blocks", pa.list_(_KEY)),
+        ("blocks", pa.binary()),
     ]
 )
-"""`Chunk` and its `Blocks`; `size` and what follows are of the samples' file."""
+"""`Chunk` and its `Blocks`; `size` and what follows are of the samples' file. `blocks`: 16 bytes each, joined (pandas
+reads no lists of fixed bytes)."""
 
 
 Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -175,7 +177,8 @@ class _TableList(Sequence[T]):
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        """The table's columns of plain values, mapped; of lists their offsets, and their values as `.NAME`.
+        """The table's columns of plain values, mapped; of `blocks` the number of the first block of each row, and all
+        blocks as `.blocks`.
 
         Raises:
             IntegrityError: the table is missing, damaged or another list's.
@@ -208,8 +211,10 @@ class _TableList(Sequence[T]):
         for kind in self.schema:
             # One batch: a column in one piece, which is not copied.
             array = table.column(kind.name).chunk(0) if table.num_rows else pa.array([], kind.type)
-            if pa.types.is_list(kind.type):
-                columns[kind.name], columns[f".{kind.name}"] = array.offsets.to_numpy(), fixed(array.values)
+            if pa.types.is_binary(kind.type):
+                ends = np.cumsum([0, *pc.binary_length(array).to_numpy(zero_copy_only=False) // 16])
+                joined = pa.Array.from_buffers(_KEY, int(ends[-1]), [None, array.buffers()[2]])
+                columns[kind.name], columns[f".{kind.name}"] = ends, fixed(joined)
             else:
                 columns[kind.name] = fixed(array) if kind.type == _KEY else array.to_numpy()
         return columns
@@ -273,8 +278,6 @@ class ChunkTable(_TableList[Chunk]):
         """The table of a list, and the bytes of its file. Every chunk has `blocks`."""
         chunks = tuple(chunks)
         blocks = [chunk.blocks for chunk in chunks if chunk.blocks is not None]
-        ends = np.cumsum([0, *(len(each.digests) for each in blocks)]).astype(np.int32)
-        digests = np.concatenate([np.empty(0, "S16"), *(each.digests for each in blocks)])
         columns = [
             pa.array([chunk.rows for chunk in chunks], pa.uint32()),
             *(
@@ -283,7 +286,7 @@ class ChunkTable(_TableList[Chunk]):
             ),
             *(pa.array([getattr(each, name) for each in blocks], pa.uint64()) for name in ("size", "begin", "end")),
             binary(as_keys([each.frame for each in blocks])),
-            pa.ListArray.from_arrays(pa.array(ends), binary(digests)),
+            pa.array([each.digests.tobytes() for each in blocks], pa.binary()),
         ]
         return _listed(cls, columns, block=blocks[0].rows if blocks else BLOCK_ROWS)
 

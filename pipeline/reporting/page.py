@@ -8,6 +8,7 @@ loading anything. A section without data is listed at the end with the command t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from PIL import Image
 from pipeline import __version__
 from pipeline.amounts import amount
 from pipeline.cache.local_files import replacing
-from pipeline.errors import UserError
+from pipeline.errors import UserError, writing
 from pipeline.reporting.data_figures import bucket_name
 from pipeline.reporting.photos import Embedded, embedded
 from pipeline.reporting.pictures import decode_command, undecoded
@@ -172,31 +173,27 @@ def render(template: str, **values: Any) -> str:
 
 def check_out(out: Path) -> None:
     """Raise a UserError if `out` is there and is no page: `write` would replace it."""
-    try:
+    with _writing(out):
         if not out.exists():
             return
         if out.is_file():
             with out.open("rb") as file:
                 if file.read(len(_BEGIN)) in (b"", _BEGIN):
                     return
-    except OSError as error:
-        raise _unwritable(out, error) from None
     raise UserError(f"{out} exists and is no page of sana-pipe", expected="a new file, or a page", fix="another --out")
 
 
-def _unwritable(out: Path, error: OSError) -> UserError:
-    return UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out")
+def _writing(out: Path) -> AbstractContextManager[None]:
+    return writing(out, "check the rights, or give another --out")
 
 
 def write(text: str, out: Path) -> None:
     """Replace a page, whole or not at all. Raises a UserError if it cannot be written, or see `check_out`."""
     check_out(out)
-    try:
+    with _writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as work:
             work.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
-    except OSError as error:
-        raise _unwritable(out, error) from None
 
 
 def _absent(section: str, what: str, command: str) -> dict[str, str]:
@@ -642,7 +639,7 @@ def _progress(runs: Sequence[dict[str, Any]]) -> Section:
         for order, (prompt, places) in enumerate(frames.items()):
             shown = list(_spread(places))
             columns = _columns([at / (until or 1) for at, *_ in shown])
-            slider = Slider(f"time-{number}-{order}", label, [_frame(*place) for _, *place in shown], columns)
+            slider = Slider(f"time-{number}-{order}", label, [_frame(*frame[1:]) for frame in shown], columns)
             by_prompt.setdefault(prompt, []).append(slider)
     if by_prompt:
         section.lines += [f"{what}: {decode_command(Path(run['folder']))}" for run in runs if (what := undecoded(run))]

@@ -1,0 +1,105 @@
+"""Other programs read a cache: its shards as webdataset's clients, its tables as readers of Parquet and Arrow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import duckdb
+import numpy as np
+import pandas
+import polars
+import pyarrow as pa
+import pytest
+import webdataset
+import wids
+
+import stages.bucket
+import stages.pack
+from pipeline.cache.root import Cache
+from tests.support import synthetic
+
+TWO = (("one", 1.0), ("two", 2.0))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    """A cache with a snapshot and its pack. Every picture has two captions."""
+    config = synthetic.config(tmp_path_factory.mktemp("clients") / "cache", "bucket.heldout=0.2")
+    pictures = [synthetic.Picture(f"{number}.png", f"p{number}", captions=TWO) for number in range(6)]
+    synthetic.add(config, "photos", pictures)
+    stages.bucket.run(config)
+    stages.pack.run(config, name="packed")
+    return Cache.of(config)
+
+
+def by_webdataset(shards: list[str]) -> list[dict[str, Any]]:
+    return list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False))
+
+
+def by_wids(shards: list[str]) -> list[dict[str, Any]]:
+    opened = [wids.wids.IndexedTarSamples(path=shard) for shard in shards]
+    samples = [samples[number] for samples in opened for number in range(len(samples))]
+    return [
+        {name.removeprefix("."): value.read() if name[0] == "." else value for name, value in sample.items()}
+        for sample in samples
+    ]
+
+
+def by_datasets(shards: list[str]) -> list[dict[str, Any]]:
+    return list(datasets.load_dataset("webdataset", data_files={"train": shards}, split="train", streaming=True))
+
+
+CLIENTS: dict[str, Callable[[list[str]], list[dict[str, Any]]]] = {
+    "webdataset": by_webdataset,
+    "wids": by_wids,
+    "datasets": by_datasets,
+}
+
+
+MEMBERS = {
+    "latent": {"npy"},
+    "text": {"npy", "txt"},
+    "packed": {"latent.npy", "text.npy", "txt", "1.text.npy", "1.txt"},
+}
+
+
+def array(value: Any) -> np.ndarray:
+    return np.load(io.BytesIO(value)) if isinstance(value, bytes) else np.asarray(value)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("kind", ["latent", "text", "packed"])
+def test_a_client_of_webdataset_counts_the_samples_of_a_shard(cache: Cache, kind: str, client: str) -> None:
+    snapshot = cache.open_snapshot("packed")
+    shards = list(cache.root.glob(f"shards/{kind}-*/*/*.tar"))
+    shards.sort(key=lambda shard: shard.stem == snapshot.null.shard)  # it has no sample: not the first
+    samples = CLIENTS[client](list(map(str, shards)))
+    expected = {"latent": 6, "text": 3, "packed": len(snapshot)}[kind]
+    assert len(samples) == len({sample["__key__"] for sample in samples}) == expected
+    for sample in samples:
+        assert {name for name in sample if not name.startswith("__")} == MEMBERS[kind]
+        assert all(array(value).dtype.kind in "ui" for name, value in sample.items() if name.endswith("npy"))
+
+
+def by_duckdb(path: Path) -> int:
+    if path.suffix == ".parquet":
+        return len(duckdb.sql(f"select * from '{path}'").fetchall())
+    return len(duckdb.from_arrow(pa.ipc.open_file(path).read_all()).fetchall())
+
+
+READERS: dict[str, Callable[[Path], int]] = {
+    "pandas": lambda path: len((pandas.read_parquet if path.suffix == ".parquet" else pandas.read_feather)(path)),
+    "polars": lambda path: len((polars.read_parquet if path.suffix == ".parquet" else polars.read_ipc)(path)),
+    "duckdb": by_duckdb,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_table_opens(cache: Cache, reader: str) -> None:
+    tables = [path for path in cache.root.glob("tables/*/*") if path.suffix in (".parquet", ".arrow")]
+    assert len(tables) > 9
+    assert all(READERS[reader](path) > 0 for path in tables)
