@@ -1305,7 +1305,7 @@ def _read_file(source: Path) -> dict[str, Any]:
         tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
-    except _NO_YAML as error:
+    except NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:
         tree = {}
@@ -1339,7 +1339,7 @@ def dump(config: Config) -> str:
     return as_yaml(written(config), sort_keys=False)
 
 
-_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
@@ -1408,7 +1408,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def from_yaml(text: str) -> Any:
-    """The value that a configuration file or `--set` means. Raises one of `_NO_YAML`."""
+    """The value that a configuration file or `--set` means. Raises one of `NO_YAML`."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -1425,7 +1425,7 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
         return keys, from_yaml(value), text
-    except _NO_YAML as error:
+    except NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
 
 
