@@ -550,7 +550,7 @@ def _pictures(runs: Sequence[dict[str, Any]]) -> Section:
                     continue
                 step, name = f"{drawing['step']:,}", part["name"]
                 when = (f"{name} {step}", f"{name}, step {step}") if several else (step, f"step {step}")
-                drawn.add("EMA" if drawing["ema"] else "last weights")
+                drawn.add("EMA weights" if drawing["ema"] else "last weights")
                 for prompt, place in zip(drawing["prompts"], drawing["pictures"], strict=True):
                     frames.setdefault(prompt, []).append((*when, place))
         if drawn:
