@@ -529,7 +529,7 @@ def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
 _checkpoint = click.option(
     "--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="auto: the newest of train.output."
 )
-_ema = click.option("--ema", is_flag=True, help="The moving average of the weights (train.ema).")
+_ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) instead of the last weights.")
 
 
 @cli.command(

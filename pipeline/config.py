@@ -118,7 +118,8 @@ class StartWeights(Weights):
     """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
     with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
-    """The variant of the weight files; null: the files of the highest precision (the run logs which)."""
+    """The variant of the weight files; null: the files of the highest precision (the run logs which). Of several models
+    in one `.pth`, the key of one, such as `state_dict_ema`."""
     runs_in: Annotated[list[Literal["fp32", "bf16", "fp16"]], Field(min_length=1)] | None = None
     """The precisions in which these weights work, the preferred one first; null: unknown. Weights trained in fp16 fail
     in bf16 (NVlabs/Sana #47, #109), and weights trained in bf16 overflow in fp16 (#65)."""
@@ -570,7 +571,7 @@ class OptimConfig(_Section):
 
 
 class EmaConfig(_Section):
-    """Exponential moving average of the weights in fp32, for `export --ema` and `sample --ema`."""
+    """EMA weights: an exponential moving average in fp32, for `export --ema`, `sample --ema` and `train.pictures`."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
     """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
@@ -750,7 +751,7 @@ class TrainConfig(_Section):
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     ema: EmaConfig | None = None
-    """Moving average of the weights; null: none, {}: with its defaults."""
+    """EMA weights, a moving average; null: none, {}: with its defaults."""
     validation: ValidationConfig | None = None
     """Validation on held-out samples; null: none, {}: with its defaults."""
     pictures: PicturesConfig | None = None

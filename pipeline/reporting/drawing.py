@@ -21,6 +21,7 @@ from pipeline.models.sampler import noise_of, pad_rows, prompt_noise
 from pipeline.models.sampler import sample as draw
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
+from pipeline.training.build import numerics
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def draw_for(
     The noise of a picture depends on `sample.seed` and the sample alone, not on the other rows.
 
     Args:
+        config: with the numerics of the training (`training.build.as_trained`).
         weights: of `architecture`, in our layout; the model takes them over without a copy.
     """
     model = _model(config, architecture, weights, device)
@@ -114,7 +116,7 @@ def draw_prompts(
     the prompt alone, as in training.
 
     Args:
-        weights: as in `draw_for`.
+        config, weights: as in `draw_for`.
     """
     null, null_mask = prompts.null()
     rows = [bf16(prompts.rows(number)).float() for number in range(len(prompts))]
@@ -135,7 +137,7 @@ def draw_prompts(
 def _model(
     config: Config, architecture: SanaConfig, weights: dict[str, torch.Tensor], device: torch.device
 ) -> SanaTransformer:
-    model = SanaTransformer.on_meta(architecture)
+    model = SanaTransformer.on_meta(architecture, numerics(config.train))
     model.load_state_dict(weights, assign=True)
     model.reset_buffers()
     return model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()

@@ -629,7 +629,7 @@ def _progress(runs: Sequence[dict[str, Any]]) -> Section:
                     continue
                 step, name = f"{drawing['step']:,}", part["name"]
                 when = (f"{name} {step}", f"{name}, step {step}") if several else (step, f"step {step}")
-                drawn.add("EMA" if drawing["ema"] else "last weights")
+                drawn.add("EMA weights" if drawing["ema"] else "last weights")
                 for prompt, place in zip(drawing["prompts"], drawing["pictures"], strict=True):
                     frames.setdefault(prompt, []).append((start + drawing["step"], *when, place))
         if drawn:

@@ -127,7 +127,7 @@ def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
         log(f"changed since the checkpoint: {line}")
     if "ema" in absent and run.ema is not None:
         run.ema.restart()
-        log(f"note: {folder} holds no running average: it starts from the weights of step {done}")
+        log(f"note: {folder} holds no EMA weights: they start from the weights of step {done}")
     log(f"resumed from {folder} after step {done}")
     return replace(run, done=done, checkpoint=folder, resumed=resumed)
 
@@ -192,6 +192,17 @@ def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
     """Whether torch's attention without padding runs on a GPU in this precision."""
     fits = device.type == "cuda" and train.precision != "fp32"
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
+    """The configuration with the numerics of a training, so that a picture is the one which that training draws.
+
+    Args:
+        earlier: the configuration in the checkpoint.
+    """
+    train = earlier["train"]
+    changes = {"residual": train.get("residual") or "compute", "recipe": train.get("recipe", "default")}
+    return config.with_train(**changes)
 
 
 def numerics(train: TrainConfig) -> Numerics:

@@ -561,16 +561,24 @@ def load(
     return set(more or {}) - sections
 
 
+EMA_WEIGHTS, LAST_WEIGHTS = "EMA weights", "last weights"
+"""The two sets of weights of a checkpoint, in messages and files."""
+
+
 class ModelTensors(Mapping[str, Tensor]):
     """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read on access. Needs one process and
     no process group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.
-        ema: read the EMA instead of the last weights.
+        ema: read the EMA weights instead of the last weights.
+
+    Attributes:
+        weights: `EMA_WEIGHTS` or `LAST_WEIGHTS`.
+        has_ema: whether the checkpoint holds EMA weights.
 
     Raises:
-        CheckpointError: an incomplete or damaged checkpoint, or one without EMA.
+        CheckpointError: an incomplete or damaged checkpoint, or one without EMA weights.
     """
 
     def __init__(self, folder: str | Path, *, ema: bool = False):
@@ -588,10 +596,12 @@ class ModelTensors(Mapping[str, Tensor]):
             for name, entry in self._metadata.state_dict_metadata.items()
             if name.startswith(self._section) and isinstance(entry, TensorStorageMetadata)
         }
-        if ema and not self._entries:
+        self.weights = EMA_WEIGHTS if ema else LAST_WEIGHTS
+        self.has_ema = any(name.startswith("ema.") for name in self._metadata.state_dict_metadata)
+        if ema and not self.has_ema:
             raise CheckpointError(
-                f"{folder}: holds no running average of the weights",
-                fix="leave --ema out; for averages set train.ema: {decay: 0.9999} in training",
+                f"{folder}: holds no {EMA_WEIGHTS}",
+                fix="leave --ema out; for EMA weights set train.ema: {decay: 0.9999} in training",
             )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -612,6 +622,10 @@ class ModelTensors(Mapping[str, Tensor]):
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise CheckpointError(f"{self.folder}: {name} could not be read: {text}", fix=FIX) from None
         return tensor
+
+    def __str__(self) -> str:
+        other = "" if self.weights == EMA_WEIGHTS or not self.has_ema else f" (--ema takes its {EMA_WEIGHTS})"
+        return f"the {self.weights} of {self.folder}{other}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
