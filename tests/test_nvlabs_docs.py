@@ -12,8 +12,7 @@ import yaml
 
 from pipeline.config import TrainConfig, _Loader, load, shipped
 from pipeline.models import objective
-from pipeline.models.sana_config import DIFFUSERS
-from pipeline.training.build import numerics
+from pipeline.models.sana_config import DIFFUSERS, numerics
 from pipeline.training.optimizers import came
 
 TEXT = (Path(__file__).parent.parent / "docs/nvlabs.md").read_text(encoding="utf-8")

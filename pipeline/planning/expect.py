@@ -17,7 +17,7 @@ import torch
 
 from pipeline.config import Config
 from pipeline.launch import Launch
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import auto
 from pipeline.planning.cost import Time
@@ -28,7 +28,7 @@ from pipeline.training.expectation import MEANINGFUL, Expected
 
 def expect(
     config: Config,
-    shape: Callable[[], SanaConfig],
+    shape: Callable[[], ModelSpec],
     data: Data,
     device: torch.device,
     launch: Launch,
@@ -47,7 +47,7 @@ def expect(
         return None
 
 
-def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device, launch: Launch) -> Expected | None:
+def _expect(config: Config, shape: ModelSpec, data: Data, device: torch.device, launch: Launch) -> Expected | None:
     machine, given = auto.present(device, launch), config.train
     is_bound = given.compile != "none"
     train = as_new_run(given).model_copy(update={"compile": "none"})
