@@ -29,8 +29,8 @@ from pipeline.cache.local_files import sync_path
 from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
-from pipeline.models.sana_config import SanaConfig, with_sample_size
-from pipeline.models.sana_files import save_nvlabs, save_weights
+from pipeline.models.adapters import adapter_from
+from pipeline.models.spec import ModelSpec
 from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
 from pipeline.training import checkpoint as checkpoints
 from pipeline.urls import strip_credentials
@@ -106,22 +106,34 @@ def run(
     state = {"run": run_of(folder), "weights": which, **document.state.as_dict()}
     _check_target(out, state, overwrite)
     check_same(config, document.config, folder)
-    parts = _parts(config) if form == "diffusers" else None
-    architecture = document.architecture
+    architecture, adapter = document.architecture, adapter_from(document.adapter)
+    if form not in architecture.formats:
+        raise ConfigError(
+            f"--format {form} is not one of a {architecture.class_name}", fix=f"--format {architecture.formats[0]}"
+        )
+    whole = form == "diffusers" and adapter is None and architecture.pipeline is not None
+    parts = _parts(config) if whole else None
     if parts is not None:
-        architecture = with_sample_size(architecture, config.data.resolution // parts.compression)
+        architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
         _check_fit(config, architecture, parts)
     weights = checkpoints.ModelTensors(folder, ema=ema)
 
     with _published(out) as work:
         if parts is not None:
-            save_weights(weights, architecture, work / "transformer", DTYPES[dtype])
-            _write(config, parts, work)
+            architecture.save(weights.exported(), work / "transformer", DTYPES[dtype])
+            _write(config, architecture, parts, work)
             text = readme(config, architecture, parts.compression, document, which, dtype)
-        else:
+        elif form == "nvlabs":
             stem = f"sana_step_{document.state.step}{'_ema' if ema else ''}"
-            save_nvlabs(weights, architecture, work, stem, DTYPES[dtype], config.text.max_length)
+            architecture.save(weights.exported(), work, DTYPES[dtype], form, stem, config.text.max_length)
             text = nvlabs_readme(config, architecture, document, which, dtype)
+        else:
+            if adapter is not None:
+                adapter.save(weights.exported(), work, DTYPES[dtype])
+            else:
+                architecture.save(weights.exported(), work / "transformer", DTYPES[dtype])
+            origin = f"the {which} of step {document.state.step}"
+            text = f"Written by `sana-pipe export` from {origin}, a {architecture.class_name}.\n"
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)
     print(f"exported {weights} to {out}; the call is in its README.md", flush=True)
@@ -232,24 +244,18 @@ def _parts(config: Config) -> Parts:
     return Parts(vae, hub.resolve(config.text), hub.resolve(tokenizer, _TOKENIZER), 2 ** (stages - 1))
 
 
-def _check_fit(config: Config, architecture: SanaConfig, parts: Parts) -> None:
+def _check_fit(config: Config, architecture: ModelSpec, parts: Parts) -> None:
     channels = hub.read_json(parts.vae / "config.json").get("latent_channels", _VAE_DEFAULTS["latent_channels"])
     width = hub.read_json(parts.text / "config.json").get("hidden_size", _TEXT_WIDTH)
-    for what, of_encoder, name, of_model in (
-        (f"the VAE {config.vae.id} gives channels:", channels, "in_channels", architecture.in_channels),
-        (f"the text encoder {config.text.id} gives width", width, "caption_channels", architecture.caption_channels),
-    ):
-        if of_encoder != of_model:
-            raise ConfigError(
-                f"{what} {of_encoder}, the model's {name} is {of_model}",
-                fix="give the encoders that the model was trained with",
-            )
+    fix = "give the encoders that the model was trained with"
+    architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=channels)
+    architecture.check_widths(f"the text encoder {config.text.id}", fix, text_width=width)
 
 
 # --------------------------------------------------------------------------------------------------- writing
 
 
-def _write(config: Config, parts: Parts, work: Path) -> None:
+def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) -> None:
     """Everything of a pipeline but its transformer and its README."""
     from pipeline.models.sampler import scheduler  # the only import of diffusers here
 
@@ -267,11 +273,11 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
     _json(
         work / "model_index.json",
         {
-            "_class_name": "SanaPipeline",
+            "_class_name": architecture.pipeline,
             "scheduler": ["diffusers", "DPMSolverMultistepScheduler"],
             "text_encoder": ["transformers", "Gemma2Model"],
             "tokenizer": ["transformers", tokenizer_class(parts.tokenizer)],
-            "transformer": ["diffusers", "SanaTransformer2DModel"],
+            "transformer": ["diffusers", architecture.class_name],
             "vae": ["diffusers", "AutoencoderDC"],
         },
     )
@@ -358,7 +364,7 @@ def _put_in_place(work: Path, out: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- readme
 
 
-def call_arguments(config: Config, architecture: SanaConfig, compression: int) -> dict[str, str]:
+def call_arguments(config: Config, architecture: ModelSpec, compression: int) -> dict[str, str]:
     """What `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
     resolution = architecture.sample_size * compression
     side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
@@ -380,7 +386,7 @@ def call_arguments(config: Config, architecture: SanaConfig, compression: int) -
 
 def readme(
     config: Config,
-    architecture: SanaConfig,
+    architecture: ModelSpec,
     compression: int,
     document: checkpoints.Document,
     which: str = checkpoints.LAST_WEIGHTS,
@@ -434,7 +440,7 @@ def readme(
     )
 
 
-def _reasons(config: Config, architecture: SanaConfig, compression: int, arguments: dict[str, str]) -> list[str]:
+def _reasons(config: Config, architecture: ModelSpec, compression: int, arguments: dict[str, str]) -> list[str]:
     """Why the call has each argument, a line each."""
     why = [
         f"* `height`, `width`: trained at {config.data.resolution} px"
@@ -498,14 +504,14 @@ def _load_dtype(config: Config) -> str:
 
 
 def nvlabs_readme(
-    config: Config, architecture: SanaConfig, document: checkpoints.Document, which: str, dtype: str
+    config: Config, architecture: ModelSpec, document: checkpoints.Document, which: str, dtype: str
 ) -> str:
     """The README of an export in NVlabs' form. which: as in `readme`."""
     state, weights = document.state, config.model.weights
     able = " or ".join(weights.runs_in) if weights is not None and weights.runs_in else "fp32 or bf16"
-    norm = "true" if architecture.qk_norm else "false"
+    has_qk_norm = getattr(architecture, "qk_norm", None) is not None
     call = '`SanaTransformer2DModel.from_single_file(FILE, config="PATH/OF/THIS/FOLDER")`'
-    single = [] if architecture.qk_norm else [f"* diffusers 0.33 or newer: {call} with either file."]
+    single = [] if has_qk_norm else [f"* diffusers 0.33 or newer: {call} with either file."]
     return "\n".join(
         [
             "# A Sana transformer in NVlabs' format",
@@ -513,8 +519,8 @@ def nvlabs_readme(
             f"Written by `sana-pipe export --format nvlabs` from the {which} of step {state.step} (snapshot "
             f"`{state.snapshot}`, seed {state.seed}), in {dtype}. The `.pth` and the `.safetensors` hold the same.",
             "",
-            f"* NVlabs/Sana: `--model_path` or `model.load_from` with the `.pth`. Their configuration must say depth "
-            f"{architecture.num_layers}, width {architecture.inner_dim}, `qk_norm` and `cross_norm` {norm}, "
+            "* NVlabs/Sana: `--model_path` or `model.load_from` with the `.pth`. Their configuration must say "
+            f"{architecture.described}, "
             f"`flow_shift` {config.train.flow.shift:g}, and a precision of {able}.",
             "* ComfyUI: either file, where its Sana nodes look for checkpoints.",
             *single,

@@ -20,7 +20,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config, as_yaml, written
 from pipeline.encoding import survey as surveying
 from pipeline.errors import UserError, writing
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.planning import auto
 from pipeline.planning import predict as predicting
 from pipeline.planning import search as searching
@@ -80,7 +80,7 @@ def run(config: Config, options: Options) -> int:
     return _predict(config, shape, data, machine, options)
 
 
-def _predict(config: Config, shape: SanaConfig, data: Data, machine: Machine, options: Options) -> int:
+def _predict(config: Config, shape: ModelSpec, data: Data, machine: Machine, options: Options) -> int:
     """Print memory, time and cost of the configuration, with values for what is `auto`."""
     undecided = tuple(name for name in config.train.undecided if name != "compile")
     refused = False
@@ -171,7 +171,7 @@ def _hours_lines(hours: dict[str, Any], gpus: int, price: float | None) -> list[
     return lines
 
 
-def _search(config: Config, shape: SanaConfig, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
+def _search(config: Config, shape: ModelSpec, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
     if write is not None and Path(write).exists():  # before minutes of search
         raise UserError(f"{write} exists already", fix="--write another name, or remove the file")
     weights = config.model.weights

@@ -33,7 +33,6 @@ from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import resolve
-from pipeline.models.sana_config import SanaConfig
 from pipeline.reporting import decoder, drawing, pictures
 from pipeline.reporting.drawing import DrawnLatent
 from pipeline.reporting.photos import Photos
@@ -42,6 +41,7 @@ from pipeline.training.build import as_trained
 
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
+_FIX = "--snapshot or --config with this model's encoders"
 TITLES = ("photo", "reconstruction", "drawn")
 
 
@@ -77,8 +77,8 @@ def run(
     opened = cache.open_snapshot(snapshot)
     stored = checkpoints.ModelTensors(folder, ema=ema)
     architecture, weights = stored.architecture, dict(stored)
-    recipes = opened.latent_recipe.channels, opened.text_recipe.width
-    _check_channels(architecture, *recipes, folder, f"snapshot {opened.id[:12]}")
+    channels, text_width = opened.latent_recipe.channels, opened.text_recipe.width
+    architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or config.sample.count, len(opened))
     if wanted < (count or config.sample.count):
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
@@ -151,7 +151,8 @@ def run_prompts(
                 found="; ".join(text.nameless().difference(replace(encoded.recipe, storage=text.storage))),
                 fix="--config FILE, that of the training",
             )
-        _check_channels(document.architecture, channels, encoded.recipe.width, folder, "the configured encoders")
+        widths = {"channels": channels, "text_width": encoded.recipe.width}
+        document.architecture.check_widths("the configured encoders", _FIX, **widths)
         stored = checkpoints.ModelTensors(folder, ema=ema)
         architecture, weights = stored.architecture, dict(stored)
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
@@ -198,19 +199,6 @@ def decode(config: Config, latents: Path, out: Path) -> int:
         for name, tensor in tensors.items():
             Image.fromarray(decoder.decode(tensor[None])[0]).save(out / f"{name}.png")
     return 0
-
-
-def _check_channels(architecture: SanaConfig, channels: int, width: int, folder: Path, what: str) -> None:
-    pairs = (
-        ("in_channels", architecture.in_channels, "latents", channels),
-        ("caption_channels", architecture.caption_channels, "text rows", width),
-    )
-    for name, of_model, records, ours in pairs:
-        if of_model != ours:
-            raise ConfigError(
-                f"{folder} and {what} do not fit: the model's {name} is {of_model}, the {records} have {ours}",
-                fix="--snapshot or --config with this model's encoders",
-            )
 
 
 def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:

@@ -30,7 +30,7 @@ from pipeline.loader import shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, LoaderState, bf16
 from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
@@ -265,7 +265,7 @@ def _decided(
     """The configuration with values for what is `auto`, and the launch, which may have opened process groups."""
     as_begun, processes = (None, None) if continued is None else (continued.config, continued.processes)
 
-    def shape() -> SanaConfig:
+    def shape() -> ModelSpec:
         return architecture_of(config, task(config, inputs, launch))
 
     def decide(machine: Machine) -> tuple[Config, list[str]]:

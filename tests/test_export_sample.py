@@ -216,21 +216,19 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
 
     document = checkpoints.read_document(trained.checkpoint)
     big = load("sana_1600m_1024")
-    from pipeline.models.sana_config import with_sample_size
-
-    plain = export.call_arguments(big, with_sample_size(document.architecture, 32), 32)
+    plain = export.call_arguments(big, document.architecture.with_sample_size(32), 32)
     assert set(plain) == {"height", "width", "num_inference_steps", "guidance_scale"}
     assert plain["height"] == "1024"
     # 1024 px of an f8 VAE has the sample_size of Sana's 4096 px bins: they would be the wrong shapes
     assert (
-        export.call_arguments(big, with_sample_size(document.architecture, 128), 8)["use_resolution_binning"] == "False"
+        export.call_arguments(big, document.architecture.with_sample_size(128), 8)["use_resolution_binning"] == "False"
     )
     square = changed(big, tmp_path, "data.buckets=[[1024, 1024]]")
-    shape = with_sample_size(document.architecture, 32)
+    shape = document.architecture.with_sample_size(32)
     assert export.call_arguments(square, shape, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
     raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
-    assert export.call_arguments(raw, with_sample_size(document.architecture, 32), 32)["max_sequence_length"] == "200"
-    printed = export.readme(raw, with_sample_size(document.architecture, 32), 32, document)
+    assert export.call_arguments(raw, document.architecture.with_sample_size(32), 32)["max_sequence_length"] == "200"
+    printed = export.readme(raw, document.architecture.with_sample_size(32), 32, document)
     assert "lowers and strips" in printed
     assert 'an \\\\\\"Enhanced prompt\\\\\\"' in printed
     none = changed(big, tmp_path, "text.instruction=''")

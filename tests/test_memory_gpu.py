@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pipeline.launch import Launch
-from pipeline.models.objective import FlowMatching
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 from tests.support import saved_activations
 from tests.support.workers import tiny_run
@@ -59,7 +59,7 @@ def test_parameters_in_host_memory(fused: bool) -> None:
             optimizer = optimizers.build(parallel_model.module, settings.train.optim, device)
             if fused:
                 in_backward.fuse(optimizer, parallel_model)
-            step = TrainStep(parallel_model, FlowMatching(settings.train.flow), optimizer, settings.train, device)
+            step = TrainStep(parallel_model, Flow(settings.train.flow), optimizer, settings.train, device)
             outcomes = [step([tiny_run.global_batch(number)], number + 1) for number in range(3)]
             step.await_verdict()
             losses[offload] = [float(outcome.loss) for outcome in outcomes]

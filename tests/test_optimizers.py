@@ -32,6 +32,7 @@ from pipeline.training import build, checkpoint, loss_scale, metrics, optimizers
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import came, stochastic_rounding
 from pipeline.training.optimizers.came import CAME
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
@@ -419,7 +420,7 @@ def test_adamw_on_the_cpu_is_fused_clips_in_its_kernel_and_is_torchs_plain_loop(
     for ours, other in zip(fused_model.parameters(), plain_model.parameters(), strict=True):
         groups[number[id(ours)]]["params"].append(other)
     plain = torch.optim.AdamW([{**group, "fused": None, "foreach": False} for group in groups])
-    step = TrainStep(ParallelModel(fused_model), FlowMatching(settings.train.flow), fused, settings.train, CPU)
+    step = TrainStep(ParallelModel(fused_model), Flow(settings.train.flow), fused, settings.train, CPU)
     torch.manual_seed(0)
     for number_of_step in range(20):
         factor = None if number_of_step % 2 else torch.tensor(0.03)

@@ -333,7 +333,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
     class Drawing(tracing.TracedStep):
         def __call__(self, batches: Any, step: int, *, stop: bool = False) -> Any:
             for batch in batches:
-                self.model.predict(*self.prepare(batch, 0.5).inputs)
+                self.model.predict(**self.prepare(batch, 0.5).inputs)
 
     def peak(samples: int, passes: Any) -> float:
         with passes:

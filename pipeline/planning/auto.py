@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import cards
 from pipeline.planning.predict import Data, Machine
@@ -38,7 +38,7 @@ _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
 
 def decide(
     config: Config,
-    shape: Callable[[], SanaConfig],
+    shape: Callable[[], ModelSpec],
     data: Data,
     machine: Machine,
     earlier: dict[str, Any] | None = None,
@@ -83,7 +83,7 @@ def decide(
 
 
 def _fastest(
-    train: TrainConfig, architecture: SanaConfig, data: Data, machine: Machine, undecided: tuple[str, ...]
+    train: TrainConfig, architecture: ModelSpec, data: Data, machine: Machine, undecided: tuple[str, ...]
 ) -> tuple[dict[str, Any], str]:
     """The values of the fastest configuration that leaves `MARGIN` of the memory free, and why they were chosen."""
     roomy = replace(machine, memory=round(machine.memory * (1 - MARGIN)))

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import REPLICAS, Time
@@ -99,7 +99,7 @@ class Candidate:
 
 def search(
     train: TrainConfig,
-    shape: SanaConfig,
+    shape: ModelSpec,
     data: Data,
     machine: Machine,
     *,
@@ -191,7 +191,7 @@ def _nothing_fits(machine: Machine, axes: Collection[str], needed: float) -> Not
     )
 
 
-def layouts(gpus: int, shape: SanaConfig, per_node: int) -> Iterator[Layout]:
+def layouts(gpus: int, shape: ModelSpec, per_node: int) -> Iterator[Layout]:
     """Every product of sizes that the model allows; tensor parallelism inside a node only."""
     for tp, pp in itertools.product((1, 2, 4, 5, 8), (1, 2, 4)):
         if gpus % (tp * pp) or tp > per_node or shape.num_layers < 2 * pp:
@@ -217,7 +217,7 @@ def with_placeholders(train: TrainConfig) -> TrainConfig:
 
 def variants_of(
     train: TrainConfig,
-    shape: SanaConfig,
+    shape: ModelSpec,
     data: Data,
     machine: Machine,
     axes: Collection[str],
@@ -259,7 +259,7 @@ def variants_of(
 class _Pieces:
     """Traces of one process without parallelism, from which candidates are added up."""
 
-    def __init__(self, train: TrainConfig, shape: SanaConfig, data: Data, machine: Machine):
+    def __init__(self, train: TrainConfig, shape: ModelSpec, data: Data, machine: Machine):
         self.train, self.shape, self.data, self.machine = train, shape, data, machine
         self._traced: dict[tuple[str, str, str], tuple[Traced, Traced]] = {}
 

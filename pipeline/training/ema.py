@@ -1,7 +1,7 @@
 """Exponential moving average (EMA) of the weights, sharded like them.
 
-What: `EMA` keeps an fp32 average of every parameter and moves it towards the weights after each `every`-th step; its
-`values` go into the checkpoint, from which export and sampling read them.
+What: `EMA` keeps an fp32 average of every trained parameter and moves it towards the weights after each `every`-th
+step; its `values` go into the checkpoint, from which export and sampling read them.
 Why a dict of tensors and no second model: FSDP2's modules cannot be copied, the update is elementwise, and tensors can
 lie on the CPU, where they cost no GPU memory.
 The decay grows with the step, min(decay, (1 + step) / (10 + step)), so that an average that started from random weights
@@ -29,7 +29,7 @@ def ema_decay(config: EmaConfig, step: int) -> float:
 
 
 class EMA:
-    """EMA of a model's parameters, by name.
+    """EMA of the parameters that are trained, by name.
 
     Attributes:
         values: fp32, plain or sharded like the parameters, on their device or on the CPU.
@@ -38,7 +38,7 @@ class EMA:
     def __init__(self, model: nn.Module, config: EmaConfig):
         """Start from the current weights. Call it after `parallelize`."""
         self.config = config
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = {name: self._copy(parameter) for name, parameter in self._parameters.items()}
 
     def _copy(self, parameter: Tensor) -> Tensor:
