@@ -135,9 +135,7 @@ def test_offsets_and_text_of_arrow_files_are_checked() -> None:
 def test_a_shard_whose_head_is_no_json(tmp_path: Path) -> None:
     table = shard.to_ipc(pa.table({"x": [1]}))
     for head in (b'{"unit"  1}', b"[" * 5000):
-        path = make_tar(
-            tmp_path / "a.tar", [(f"{layout.META}/head", head), (f"{layout.META}/records", table)]
-        )
+        path = make_tar(tmp_path / "a.tar", [(f"{layout.META}/head", head), (f"{layout.META}/records", table)])
         for read in (shard.read_head, shard.read_table):
             with pytest.raises(IntegrityError, match="not a shard"):
                 read(Files(tmp_path), path.name)
