@@ -490,7 +490,7 @@ def report(
         "bytes": {"latents": size.latents, "text": size.text, "index": size.index, "total": size.total},
         "free_bytes": free,
         "reserve_bytes": reserve,
-        "enough_space": free is None or size.total + reserve <= free,
+        "enough_space": None if free is None else size.total + reserve <= free,
         "time": time_estimate,
     }
 
@@ -540,7 +540,7 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
 
 def _space_lines(report: dict[str, Any], cache: str) -> list[str]:
     size = report["bytes"]
-    state = "enough" if report["enough_space"] else "NOT ENOUGH"
+    state = {True: "enough", False: "NOT ENOUGH", None: "whether that is enough is unknown"}[report["enough_space"]]
     free = "free space unknown" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free"
     return [
         f"bytes: latents {amount(size['latents'])}, text {amount(size['text'])}, index {amount(size['index'])}; "
