@@ -971,7 +971,8 @@ def test_a_folder_of_several_kinds_is_a_choice_at_any_depth_and_the_rest_is_name
     assert file.rpartition("/")[2] in str(source.ignored.examples)
     source = opened(tmp_path, format)
     assert "new/deep/0.jpg" not in listed(source)[0]
-    assert source.ignored.examples[".jpg file"] == ["new/deep/0.jpg"]
+    used = case == "two tables"  # a row names the picture
+    assert (".jpg file" in source.ignored.counts) != used
 
 
 @pytest.mark.parametrize("name", ["metadata.parquet", "new/metadata.parquet", "list.jsonl", "list.csv"])
