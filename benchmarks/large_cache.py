@@ -41,6 +41,7 @@ from pipeline.config import Config, load
 from pipeline.encoding import estimate, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
+from pipeline.encoding.reading import Reading
 from pipeline.images import buckets
 from pipeline.loader import planner
 from pipeline.processes import run_and_exit
@@ -231,7 +232,9 @@ def scan_and_encode(folder: Path, count: int) -> None:
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), Stop(config.encode.grace_s))
     table = buckets.table(config.data, latent.compression)
     here = source(folder, config, count)
-    run = encode.EncodeRun(config, cache, text, worker, "local", {here.name: here}, here, latent, table)
+    run = encode.EncodeRun(
+        config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), latent, table
+    )
     done = encode.encode_source(run, False, {})
     if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
         raise RuntimeError(f"there was something to do: {done}")

@@ -22,30 +22,24 @@ from benchmarks.saved_bytes import saved_bytes
 from pipeline.config import OptimConfig, TrainConfig
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
-from pipeline.parallel.activation_checkpoint import ManagedActivations, apply_activation_checkpointing
+from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 
 LAYERS = 20
 TECHNIQUES = {
-    "none": ("none", "none", False),
-    "full": ("full", "none", False),
-    "selective": ("selective", "none", False),
-    "every-2": ("every-2", "none", False),
-    "int8": ("none", "int8", False),
-    "full, int8": ("full", "int8", False),
-    "offload": ("none", "none", True),
-    "full, offload": ("full", "none", True),
+    "none": ("none", "none"),
+    "full": ("full", "none"),
+    "selective": ("selective", "none"),
+    "every-2": ("every-2", "none"),
+    "int8": ("none", "int8"),
+    "full, int8": ("full", "int8"),
 }
 
 
 def technique(name: str) -> TrainConfig:
-    checkpointing, compression, offload = TECHNIQUES[name]
-    return TrainConfig(
-        activation_checkpointing=checkpointing,
-        activation_compression=compression,
-        activation_offload=offload,
-    )
+    checkpointing, compression = TECHNIQUES[name]
+    return TrainConfig(activation_checkpointing=checkpointing, activation_compression=compression)
 
 
 def shape(layers: int, heads: int = 70, cross: int = 20) -> SanaConfig:
@@ -78,7 +72,7 @@ def real_model(config: SanaConfig, dtype: torch.dtype, train: TrainConfig) -> Sa
 
 
 def count(model: SanaTransformer, dtype: torch.dtype, side: int, rows: int) -> int:
-    """Saved bytes on the device."""
+    """Saved bytes."""
     config = model.config
     given: list[Tensor] = [
         torch.randn(1, config.in_channels, side, side, dtype=dtype),
@@ -87,10 +81,7 @@ def count(model: SanaTransformer, dtype: torch.dtype, side: int, rows: int) -> i
         torch.rand(1),
     ]
     saved, _graph = saved_bytes(lambda: model(*given), [*model.parameters(), *given])
-    offloaders = {
-        block.activation_policy.offloader for block in model.blocks if isinstance(block, ManagedActivations)
-    } - {None}
-    return saved - sum(offloader.host_bytes() for offloader in offloaders if offloader is not None)
+    return saved
 
 
 def check_the_count() -> None:

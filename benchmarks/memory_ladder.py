@@ -35,7 +35,6 @@ from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import data_parallel
-from pipeline.parallel.activation_checkpoint import ManagedActivations
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
@@ -51,7 +50,6 @@ RUNGS: dict[str, dict[str, Any]] = {
     "+ bf16 parameters and activations": {"precision": "bf16"},
     "+ compression: int8": {"activation_compression": "int8"},
     "+ optimizer's step in the backward pass": {"optim": {"in_backward": True}},
-    "+ offload of activations": {"activation_offload": True},
     "+ offload of parameters and optimizer": {"parallel": {"offload": "all"}},
 }
 BEFORE_OFFLOAD = "+ optimizer's step in the backward pass"
@@ -98,15 +96,7 @@ def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, ste
     optimizer = optimizers.build(parallel.module, train.optim, CPU)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, parallel)
-    step, host, times = TrainStep(parallel, FlowMatching(train.flow), optimizer, train, CPU), [0], []
-    offloaders = {
-        block.activation_policy.offloader for block in model.blocks if isinstance(block, ManagedActivations)
-    } - {None}
-
-    def forward_is_over(*_: Any) -> None:
-        host.append(sum(offloader.host_bytes() for offloader in offloaders if offloader is not None))
-
-    model.norm_out.register_forward_hook(forward_is_over)
+    step, times = TrainStep(parallel, FlowMatching(train.flow), optimizer, train, CPU), []
     reset_peak()
     for number in range(steps):
         dist.barrier()
@@ -114,7 +104,7 @@ def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, ste
         step([batch(number, dist.get_rank(), size.samples, size.side)], number + 1)
         times.append(time.perf_counter() - start)
     shards = 4 * parameters / dist.get_world_size() * (3 if train.optim.in_backward else 4)
-    offloaded = max(host) + (shards if train.parallel.offload == "all" else 0)
+    offloaded = shards if train.parallel.offload == "all" else 0
     return {"peak": float(resident("VmHWM") - before), "host": float(offloaded), "seconds": median(times[1:] or times)}
 
 

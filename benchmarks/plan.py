@@ -5,8 +5,7 @@ batches, two steps. Real peak: the highest resident set during the steps (VmHWM 
 resident before the model was built; the largest of the processes. Two steps of one block precede, so that what oneDNN
 and others allocate only once (20 MiB in bf16) does not count, and MALLOC_MMAP_THRESHOLD_ makes malloc return every
 tensor to the system.
-`time_error`: the largest error of the predicted CPU time of a step after a calibration, over configurations that were
-not calibrated. `seconds_one`: CPU seconds of a prediction for the whole Sana 1.6B on 4 GPUs, without imports;
+`seconds_one`: CPU seconds of a prediction for the whole Sana 1.6B on 4 GPUs, without imports;
 `seconds_search`: of the search over all strategies of the shipped configuration for four cards of 24 GB.
 """
 
@@ -15,30 +14,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.real_step import RealStep
 from benchmarks.report import finish, reset_peak, resident, table
-from pipeline.config import ParallelConfig, TrainConfig, load
+from pipeline.config import TrainConfig, load
 from pipeline.launch import detect
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout, check_sizes, open_mesh
-from pipeline.planning import cards
-from pipeline.planning.calibration import RealStep, calibrate
 from pipeline.planning.cards import card, memory_of
-from pipeline.planning.cost import Time
-from pipeline.planning.predict import Data, Machine, architecture, predict
+from pipeline.planning.predict import Data, Machine, architecture
 from pipeline.planning.search import search
 from pipeline.planning.trace import Shape, Traced
 from pipeline.processes import run_and_exit
@@ -78,21 +72,6 @@ NARROW = SanaConfig(
     cross_attention_head_dim=72,
     cross_attention_dim=576,
 )
-_NONE = {"activation_checkpointing": "none"}
-TIMED: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "fp32, recomputed": (16, 2, {"precision": "fp32"}),
-    "fp32, selective": (16, 2, {"precision": "fp32", "activation_checkpointing": "selective"}),
-    "fp32, microbatch 4": (16, 4, {"precision": "fp32", **_NONE}),
-    "fp32, 32x32": (32, 1, {"precision": "fp32", **_NONE}),
-    "fp32, EMA": (16, 2, {"precision": "fp32", **_NONE, "ema": {}}),
-    "fp32, update in backward": (16, 2, {"precision": "fp32", **_NONE, "optim": {"clip": None, "in_backward": True}}),
-    "bf16, recomputed": (16, 2, {}),
-    "bf16, selective": (16, 2, {"activation_checkpointing": "selective"}),
-    "bf16, microbatch 4": (16, 4, _NONE),
-    "bf16, 32x32": (32, 1, _NONE),
-}
-"""Side of the latents, microbatch, changes. Calibrated is 16x16 at microbatch 2 without recomputation."""
-ROUNDS = 5
 QUICK = ("bf16, recomputed", "fp32, nothing recomputed", "FSDP2 of 2, bf16")
 
 
@@ -172,45 +151,6 @@ def compare(options: argparse.Namespace) -> dict[str, float | str]:
     return {"max_error": max(abs(error) for error in errors.values()), "configurations": len(errors)}
 
 
-def timed(names: Collection[str]) -> dict[str, float | str]:
-    """Predicted against real seconds of a step. Each real step alternates with a step of the calibrated configuration,
-    and medians of both are compared as a ratio, so that a machine whose speed changes tells no lies."""
-    torch.set_num_threads(1)
-    mesh = partial(open_mesh, detect(), ParallelConfig(), CPU)
-    processor = cards.processor()
-    machine, clock = Machine(processor, processor.memory, 1), time.process_time
-    rows, errors = [], {}
-    for precision in ("fp32", "bf16"):
-        base, data = settings({"precision": precision, **_NONE}), _data(16, 2)
-        made = calibrate(base, NARROW, data, machine, CPU, mesh, clock=clock)
-        expected_base = Time.of(predict(base, NARROW, data, machine), data, made.constants).step
-        for name in names:
-            side, microbatch, change = TIMED[name]
-            train = settings({"microbatch": microbatch, **change})
-            if train.precision != precision:
-                continue
-            data = _data(side, microbatch)
-            prediction = predict(train, NARROW, data, machine)
-            expected = Time.of(prediction, data, made.constants).step
-            with mesh() as opened:
-                steps = [RealStep(NARROW, base, made.shape, CPU, opened)]
-                steps.append(RealStep(NARROW, train, prediction.shape, CPU, opened))
-                seconds = [[step(clock) for step in steps] for _ in range(ROUNDS + 2)][2:]
-                del steps
-            of_base, real_s = (statistics.median(column) for column in zip(*seconds, strict=True))
-            expected *= of_base / expected_base
-            errors[name] = expected / real_s - 1
-            rows.append([name, expected, real_s, f"{errors[name]:+.1%}"])
-            print(*rows[-1], flush=True)
-    print()
-    table(["configuration", "predicted s", "real s", "error"], rows)
-    return {"time_error": max(abs(error) for error in errors.values()), "timed": len(errors)}
-
-
-def _data(side: int, microbatch: int) -> Data:
-    return Data({(side * 32, side * 32): microbatch}, None, 64)
-
-
 def seconds_one() -> float:
     """CPU seconds of a prediction, after one that loads torch's lazy parts."""
     whole, layout, shape = SanaConfig(), Layout(1, 1, 4, 1), Shape(32, 32, 300, 8)
@@ -241,15 +181,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=list(CONFIGURATIONS), help="one configuration")
-    parser.add_argument("--timed", nargs="*", choices=list(TIMED), help="only the time, of these configurations")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options.only, options)
         return
-    figures = compare(options) if options.timed is None else {}
-    if options.only is None:
-        figures |= timed(list(TIMED)[::3] if options.quick else options.timed or list(TIMED))
+    figures = compare(options)
     finish({**figures, "seconds_one": seconds_one(), "seconds_search": seconds_search()})
 
 

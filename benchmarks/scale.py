@@ -1,7 +1,7 @@
 """Runs of 10^6, 10^8 and 10^9 pairs on 1 to 512 GPUs: storage, requests, hours, checkpoints, traffic, and what stops.
 
-The tables of docs/scale.md; `--page docs/scale.md` writes them there. The model is `pipeline.planning.scale`, its
-constants stand at the top of that file and of `pipeline.planning.simulate`, each with its source. Reading is simulated
+The tables of docs/scale.md; `--page docs/scale.md` writes them there. The model is `benchmarks.scale_model`, its
+constants and those of `benchmarks.reading_simulator` stand at the top with their sources. Reading is simulated
 with the real schedule, planner and loader for the 8 processes of one node and some steps of the first epoch. All nodes
 read about alike, as the plans of all ranks show, so the sums for 64 nodes and an epoch are multiplied up. `--quick`
 prints some of the same rows.
@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks import scale_model as scale
+from benchmarks.reading_simulator import ImaginedSnapshot, MirrorModel
 from benchmarks.report import finish, resident
+from benchmarks.scale_model import Reading, Training
 from pipeline.amounts import duration
 from pipeline.cache.codec import INT8, LOSSLESS
 from pipeline.loader import randomness
 from pipeline.loader.planner import Planner
-from pipeline.planning import scale
-from pipeline.planning.scale import Reading, Training
-from pipeline.planning.simulate import ImaginedSnapshot, MirrorModel
 from pipeline.processes import run_and_exit
 
 PAIRS = (10**6, 10**8, 10**9)

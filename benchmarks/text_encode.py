@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from pipeline.config import TextConfig
-from pipeline.models import tiny
+from pipeline.demo import small_models
 from pipeline.models.hub import no_progress_bars
 from pipeline.models.text import TextEncoder
 from pipeline.processes import run_and_exit
@@ -99,7 +99,7 @@ def tokenizer_for(captions: Sequence[str]) -> Any:
     texts = [*(normalise(caption, "diffusers") for caption in captions), *INSTRUCTION.split("\n")]
     few, many = 256, 16384
     while few < many:
-        tokenizer = tiny.new_tokenizer(texts, (few + many) // 2)
+        tokenizer = small_models.new_tokenizer(texts, (few + many) // 2)
         length = len(tokenizer.encode(INSTRUCTION))
         if 220 <= length <= 240:
             return tokenizer

@@ -1,8 +1,9 @@
 """The command line: options, the configuration, then one stage.
 
 Stages are imported inside their command, so that `sana-pipe train` loads neither an encoder nor diffusers and `--help`
-is fast. All errors are handled here: a `UserError`, and an unusable path that the file system refuses, is printed
-without a traceback and ends with its exit code; any other exception is a defect and keeps its traceback.
+is fast. All errors are handled here: a `UserError`, an error of the machine (`pipeline.errors.shown`) and a path that
+the file system refuses are printed without a traceback and end with their exit code; any other exception is a defect
+and keeps its traceback.
 
 Options of the configuration have no flags; `--set a.b=c` reaches each that the command reads.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import sys
 import time
 import warnings
@@ -22,7 +24,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError, local_path, print_error, was_printed
+from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
 from pipeline.processes import allow_many_files, run_and_exit
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELO
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+_PATHS = re.compile(r"\b(DIR|FILE|PATH|RUN|CHECKPOINT)\b")
+"""Words in the metavar of a path or URL. In its value `~` and `$NAME` are replaced, which no shell does in `--out=~/x`
+or in quotes."""
+
+
 class _Command(click.Command):
     """A command whose help ends with its exit codes and examples (command lines, `#` starts a remark)."""
 
@@ -45,11 +52,14 @@ class _Command(click.Command):
         self.examples = tuple(examples)
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the default. The text of
-        a prompt may be empty."""
+        """Expand paths, and refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the
+        default. The text of a prompt may be empty."""
         rest = super().parse_args(context, args)
         for parameter in self.params:
-            value = context.params.get(str(parameter.name))
+            value = context.params.get(name := str(parameter.name))
+            if value and _PATHS.search(parameter.metavar or ""):
+                value = tuple(map(expanded, value)) if isinstance(value, tuple) else expanded(value)
+                context.params[name] = value
             if "--prompt" not in parameter.opts and "" in (value if isinstance(value, tuple) else (value,)):
                 raise click.BadParameter("is empty", context, parameter)
         return rest
@@ -454,7 +464,6 @@ def train(
         "sana-pipe plan --gpus 4 --gpu 3090 --search --write fitted.yaml",
         "sana-pipe plan --snapshot round2 --gpu a40 --json",
         "sana-pipe plan --encode --data /data/pictures --gpus 8 --price 2.5",
-        "sana-pipe plan --calibrate   # on the machine that trains; --gpu NAME then reads the result",
     ]
 )
 @_configured
@@ -469,9 +478,6 @@ def train(
 @click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
-@click.option(
-    "--calibrate", is_flag=True, help="Run some real steps on this device; later plans of it use their times."
-)
 @click.option("--encode", "encoding", is_flag=True, help="Plan the encoding of --data: bytes by storage, hours, cost.")
 @click.option("--data", metavar="PATH|URL", help="With --encode: the source.")
 @click.option("--probe/--no-probe", default=True, help="Whether --encode times the encoders (about two minutes).")
@@ -492,7 +498,7 @@ def plan(
     if encoding != (data is not None):
         raise click.UsageError("--encode and --data go together: sana-pipe plan --encode --data DIR")
     if data is not None:
-        others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write", "calibrate")
+        others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write")
         if any(options[name] for name in others) or options["nodes"] > 1:
             raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
         config = _load(config_path, overrides, "--encode")
@@ -502,9 +508,6 @@ def plan(
         return stage.encode(config, data, probe=probe, **chosen)
     if options["write"] is not None and not options["search"]:
         raise click.UsageError("--write is for --search")
-    alone = ("search", "gpu_memory", "price")
-    if options["calibrate"] and (any(options[name] for name in alone) or options["gpus"] > 1 or options["nodes"] > 1):
-        raise click.UsageError("--calibrate measures this device alone: it goes with --gpu and --json only")
     if options["search"] and options["price"] is not None:
         raise click.UsageError("--price is for one configuration, such as the FILE of --search --write FILE")
     if not probe:
@@ -844,15 +847,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except UserError as error:
-        _print_error(error)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.errno not in REFUSED or error.filename is None:
+    except Exception as error:
+        known = shown(error)
+        if isinstance(error, OSError) and error.errno in REFUSED and error.filename is not None:
+            fix, path = "check the path, and who may read, enter and write its folders", Path(str(error.filename))
+            known = not_permitted(path) or UserError(f"{path}: {error.strerror}", fix=fix)
+        if not isinstance(known, UserError):
             raise
-        fix = "check the path, and who may read, enter and write its folders"
-        _print_error(UserError(f"{error.filename}: {error.strerror}", fix=fix))
-        sys.exit(UserError.exit_code)
+        _print_error(known)
+        sys.exit(known.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 

@@ -14,18 +14,22 @@ every training option.
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError, expanded
+from pipeline.errors import ConfigError, expanded, not_permitted
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -40,12 +44,8 @@ RENAMED = {
 sections."""
 
 
-def _with_home(path: str) -> str:
-    return str(expanded(path)) if path.startswith("~") else path
-
-
-Place = Annotated[str, AfterValidator(_with_home)]
-"""A folder or a URL. `~` is replaced here: a shell does not replace it in `--set cache=~/cache`, nor in a file."""
+Place = Annotated[str, AfterValidator(expanded)]
+"""A path or a URL. `~` and `$NAME` are replaced here: no shell does it in a file, or behind `--set cache=`."""
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -69,7 +69,7 @@ def _check_local(path: str) -> str:
     return path
 
 
-LocalPath = Annotated[str, AfterValidator(_check_local), AfterValidator(_with_home), "text"]
+LocalPath = Annotated[str, AfterValidator(expanded), AfterValidator(_check_local), "text"]
 
 
 def _check_microbatch(size: Any) -> Any:
@@ -101,7 +101,7 @@ class _Section(BaseModel):
 class Weights(_Section):
     """Pretrained weights."""
 
-    id: str
+    id: Place
     """A model on the hub, or a folder that `save_pretrained` wrote."""
     subfolder: str | None = None
     """The model's folder inside the repository or folder; null: the top."""
@@ -114,7 +114,7 @@ class Weights(_Section):
 class StartWeights(Weights):
     """The weights that training starts from."""
 
-    id: str
+    id: Place
     """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
     with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
@@ -192,7 +192,8 @@ class DataConfig(_Section):
     buckets: Literal["sana"] | list[tuple[Positive, Positive]] = "sana"
     """Target sizes as [height, width]; sana: Sana's table of 40 aspect ratios at `resolution`."""
     caption_field: str = "text"
-    """The column that holds the caption."""
+    """The column that holds the caption. `tag_string_character+tag_string_general`: several columns, joined with
+    commas."""
     caption_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Several caption columns with their weights, such as `{short: 1, long: 3}`; replaces `caption_field`. `txt` is the
     text file beside a picture."""
@@ -205,18 +206,22 @@ class DataConfig(_Section):
     """Sana's rule: captions are drawn in proportion to score to this power."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
-    folder: the name of its folder (underscores become spaces in both). null: the picture is rejected. Any other text,
-    such as `a photo of sks dog`, is the caption itself."""
+    folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
+    the picture is rejected. Any other text, such as `a photo of sks dog`, is the caption itself."""
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces)."""
     caption_suffix: str = ""
     """Text put after every caption, as written (with its spaces)."""
     image_field: str | None = None
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
-    image_root: str | None = None
+    image_root: Place | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
     link_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds that fetching one picture from a web server may take, where a table names pictures by URL."""
+    allow_links: Literal["none", "private", "stores", "all"] = "none"
+    """What the URLs of a table may reach besides public web servers: a table that others made can name what only you
+    reach. private: servers of this machine and of private networks. stores: objects of s3://, gs://, hf:// and az://,
+    read with your credentials. all: both."""
     retry_links: bool = False
     """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
@@ -251,6 +256,21 @@ class DataConfig(_Section):
             if isinstance(data.get("background"), list):
                 data["background"] = tuple(data["background"])
         return data
+
+
+@dataclass(frozen=True)
+class DataGiven:
+    """What gives the values of the section `data`.
+
+    Attributes:
+        file: the section as the configuration file has it, with defaults; None: unknown.
+        named: its options that a file of the user's choice gives.
+        overridden: its options that `--set` gives.
+    """
+
+    file: DataConfig | None = dataclass_field(default=None, compare=False)
+    named: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
+    overridden: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
 
 
 class StorageConfig(_Section):
@@ -335,6 +355,10 @@ class SourceConfig(_Section):
     source is left out."""
     filter: str | None = None
     """As `bucket.filter`, for this source alone."""
+    repeats: bool | None = None
+    """Whether the number that a folder begins with multiplies the visits of its pictures, as for kohya's sd-scripts
+    (`10_sks dog`: ten times an epoch; not in the held-out part). null: if all pictures of the source lie in such
+    folders; `bucket` says so."""
 
     @model_validator(mode="after")
     def _check_decimals(self) -> SourceConfig:
@@ -441,7 +465,7 @@ class ArchConfig(_Section):
 
 
 def _model_at(place: str) -> dict[str, Any]:
-    direct = (expanded(place) / "config.json").is_file()
+    direct = Path(expanded(place), "config.json").is_file()
     return {"id": place, "subfolder": None if direct else "transformer"}
 
 
@@ -557,8 +581,8 @@ class EmaConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """How the model is parallelized. dp_replicate, dp_shard, tp_size, cp_size and pp_size multiply to the processes of
-    the launch."""
+    """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
+    launch."""
 
     sizes: Literal["given", "auto"] = "given"
     """given: those below. auto (`parallel: auto` for short): a run chooses dp_replicate, dp_shard, tp_size, pp_size and
@@ -570,15 +594,12 @@ class ParallelConfig(_Section):
     """Processes that share the parameters of a replica (FSDP2). -1: what the other sizes leave."""
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
-    cp_size: Positive = 1
-    """Processes that share each picture, a band of its rows each (context parallelism). They share the parameters, too,
-    as those of dp_shard do. Not with tp_size or pp_size."""
     pp_size: Positive = 1
     """Groups of processes with consecutive blocks each (pipeline parallelism)."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
     """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
     pp_stages_per_rank: Positive | None = None
-    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for the other schedules, which need several."""
+    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for interleaved_1f1b, which needs several."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
@@ -597,7 +618,7 @@ class ParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
-        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "cp_size": 1, "pp_size": 1, "offload": "none"}
+        given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1, "offload": "none"}
         if self.sizes == "auto" and (others := [name for name, usual in given.items() if getattr(self, name) != usual]):
             raise ValueError(f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given")
         for name in ("dp_replicate", "dp_shard"):
@@ -619,10 +640,6 @@ class ParallelConfig(_Section):
             )
         if not one_stage and stages == 1:
             raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
-        if self.pp_schedule == "zbv" and stages != 2:
-            raise ValueError(
-                f"pp_schedule zbv has pp_stages_per_rank 2, not {stages}; interleaved_1f1b takes any number"
-            )
         return self
 
     def reshards(self, shards: int) -> bool:
@@ -698,16 +715,11 @@ class TrainConfig(_Section):
     from the last round unless this option is given; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
-    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU, and with context parallelism
-    or float8, which are not predicted. A resumed run keeps its choice. `sample` takes 8 for auto."""
+    to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU. A resumed run keeps its
+    choice. `sample` takes 8 for auto."""
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = "bf16"
     """Precision of the computation, on fp32 parameters. fp16 scales the loss and skips steps that overflow. bf16_pure:
     parameters and moments are bf16, too, updated with stochastic rounding."""
-    float8: Literal["none", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Multiply in float8 in the blocks' Linear layers and 1x1 convolutions, by torchao's recipe of this name (on a GPU
-    of compute capability 8.9 or newer, with `precision` bf16 or bf16_pure; meant for `compile: block`; emulated on a
-    CPU). rowwise_with_gw_hp: but the gradients of the weights in bf16. Parameters and checkpoints stay as `precision`
-    has them."""
     tf32: bool = False
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
@@ -728,8 +740,6 @@ class TrainConfig(_Section):
     activation_compression: Literal["none", "int8", "fp8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
-    activation_offload: bool = False
-    """Keep saved tensors in host memory; of a block that recomputes, its inputs."""
     caption_drop: Share = 0.1
     """Share of samples that are trained with the empty caption."""
     null_mask: Literal["caption", "bos"] = "caption"
@@ -747,9 +757,10 @@ class TrainConfig(_Section):
     """Pictures of a prompt set; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is parallelized."""
-    text: Literal["padded", "packed"] = "padded"
-    """How captions travel to the GPU. padded: to the batch's longest. packed: one after the other, padded on the GPU:
-    the same values, fewer bytes."""
+    text: Literal["padded", "packed"] | None = None
+    """How captions travel to the GPU and are attended to. padded: to the batch's longest. packed: one after the other,
+    without padding (on a GPU: of compute capability 8.0 or newer, in 16 bits; not with a pipeline). null: packed on
+    such a GPU, else padded; a resumed run keeps its choice."""
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
@@ -776,8 +787,6 @@ class TrainConfig(_Section):
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
-    packed_attention: bool = False
-    """Cross attention without padding (on a GPU of compute capability 8.0 or newer, in bf16). Needs `text: packed`."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
@@ -863,42 +872,19 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_compile(self) -> TrainConfig:
-        if self.compile == "block":
-            self._check_whole_blocks("compile", {"activation_offload": (self.activation_offload, (False,))})
+        if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
+            raise ValueError(
+                f"compile: block does not go with activation_compression: {self.activation_compression}; set "
+                "activation_compression to none, or compile: none"
+            )
         return self
-
-    @model_validator(mode="after")
-    def _check_float8(self) -> TrainConfig:
-        if self.float8 != "none":
-            precision, tp_size = (self.precision, ("bf16", "bf16_pure")), (self.parallel.tp_size, (1,))
-            self._check_whole_blocks("float8", {"precision": precision, "parallel.tp_size": tp_size})
-        return self
-
-    def _check_whole_blocks(self, option: str, allowed: Mapping[str, tuple[object, tuple[object, ...]]]) -> None:
-        """Refuse what does not go with an option under which a block's (`compile`) or a product's (`float8`) backward
-        pass is one piece. allowed: name -> (value, values that work)."""
-        allowed = {"activation_compression": (self.activation_compression, ("none",)), **allowed}
-        if self.parallel.pp_size > 1:  # the other schedules split the backward pass
-            allowed["parallel.pp_schedule"] = (self.parallel.pp_schedule, ("1f1b", "gpipe", "interleaved_1f1b"))
-        for name, (value, working) in allowed.items():
-            if value not in working:
-                raise ValueError(
-                    f"{option}: {getattr(self, option)} does not go with {name}: {value}; set {name} to "
-                    f"{' or '.join(map(str, working))}, or {option}: none"
-                )
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> TrainConfig:
-        if self.packed_attention and self.parallel.pp_size > 1:
+        if self.text == "packed" and self.parallel.pp_size > 1:
             raise ValueError(
-                "packed_attention: the stages of a pipeline exchange padded captions; "
-                f"set packed_attention: false or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
-            )
-        schedule, split = self.parallel.pp_schedule, ("interleaved_zero_bubble", "zbv")
-        if self.parallel.pp_size > 1 and schedule in split and self.activation_checkpointing != "none":
-            raise ValueError(
-                f"parallel.pp_schedule {schedule} splits the backward pass, which excludes activation checkpointing: "
-                "set activation_checkpointing to none, or parallel.pp_schedule to 1f1b or interleaved_1f1b"
+                "text: packed: the stages of a pipeline exchange padded captions; "
+                f"set text: padded or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
             )
         return self
 
@@ -909,12 +895,6 @@ class TrainConfig(_Section):
                 f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as "
                 f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_packed_attention(self) -> TrainConfig:
-        if self.packed_attention and self.text != "packed":
-            raise ValueError(f"packed_attention: true needs text: packed (found {self.text!r})")
         return self
 
 
@@ -1036,6 +1016,7 @@ class Config(_Section):
     """The stage `train`."""
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
+    _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
     phases: list[PhaseConfig] = []
     """Phases that `train` runs one after the other; empty: one run in `train.output`. `export` and `sample` take the
     newest checkpoint of the last phase that has one."""
@@ -1133,7 +1114,7 @@ _CACHE = ("cache", "mirror", "patience_s")
 _SOURCE = _options(
     "data",
     "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
-    "image_field image_root link_timeout_s max_pixels max_picture_mib",
+    "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
 )
 _ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
 _JOIN = (
@@ -1285,6 +1266,7 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     """As `load`, and where the values come from."""
     source = find(path)
     tree = _read_file(source)
+    data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
     assignments = [_parse_override(text) for text in overrides]
     names = {".".join(keys) for keys, _, _ in assignments}
     overridden = []
@@ -1299,17 +1281,31 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
         overridden.append(option)
     tree = _current(tree)
     try:
-        return Config.model_validate(tree), Given(source, tree, tuple(overridden))
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise _explain(error, tree, source, overridden) from None
+    config._data_given = replace(
+        data_given,
+        overridden=frozenset(
+            name for name in DataConfig.model_fields if any(_within(o, f"data.{name}") for o in overridden)
+        ),
+    )
+    return config, Given(source, tree, tuple(overridden))
+
+
+def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
+    section = tree.get("data") or {}
+    with suppress(ValidationError):  # `--set` may mend it
+        return DataGiven(DataConfig.model_validate(section), frozenset(section if is_chosen else ()))
+    return DataGiven()
 
 
 def _read_file(source: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(source.read_text(encoding="utf-8"), Loader=_Loader)
+        tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from None
-    except _NO_YAML as error:
+        raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
+    except NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:
         tree = {}
@@ -1340,15 +1336,27 @@ def written(config: Config) -> dict[str, Any]:
 
 def dump(config: Config) -> str:
     """`written` as YAML, for the run directory."""
-    return yaml.safe_dump(written(config), sort_keys=False)
+    return as_yaml(written(config), sort_keys=False)
 
 
-_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
+MAX_VALUES = 100_000
+"""Limit on the values of a file, aliases and merge keys written out: a few lines can mean billions."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice and reads 1e-4 as a number (YAML 1.1 reads it as a string)."""
+    """Safe YAML that refuses a key given twice. Scalars are those of YAML 1.2: 0100 is a hundred, 1e-4 a number; 1:30,
+    2026-01-01 and `no` are text."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _size(node, {}) > MAX_VALUES:
+            what = f"its aliases and merge keys stand for more than {MAX_VALUES:,} values"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[Any] = set()
@@ -1364,14 +1372,49 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: list(rules) for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 reads as something else."""
+
+
+def _size(node: yaml.Node, known: dict[int, float]) -> float:
+    """The values in a node, aliases and merge keys written out."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf  # for an alias inside of itself
+        below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_size(child, known) for child in below)
+    return known[id(node)]
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
+_Loader.yaml_implicit_resolvers = {}
+_Dumper.yaml_implicit_resolvers = {first: [*rules] for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+for _tag, _pattern, _first in (
+    ("merge", "<<", "<"),
+    ("null", "~|null|Null|NULL|", ("", *"~nN")),
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.?[0-9]*)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+def from_yaml(text: str) -> Any:
+    """The value that a configuration file or `--set` means. Raises one of `NO_YAML`."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def as_yaml(value: Any, **style: Any) -> str:
+    """A value as YAML that `from_yaml` reads as this value."""
+    return yaml.dump(value, Dumper=_Dumper, **style)
 
 
 def _parse_override(text: str) -> tuple[list[str], Any, str]:
@@ -1381,8 +1424,8 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
     if not equals or not all(keys):
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
-        return keys, yaml.load(value, Loader=_Loader), text
-    except _NO_YAML as error:
+        return keys, from_yaml(value), text
+    except NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
 
 
@@ -1432,6 +1475,23 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     return list(model.model_fields)
 
 
+def _option_at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """The deepest option on the way to `location`, and its field."""
+    model: type[_Section] | None = Config
+    option: tuple[int | str, ...] = ()
+    field, is_element = None, False  # of a mapping or a list of sections
+    for depth, part in enumerate(location, 1):
+        if is_element:
+            is_element = False
+            continue
+        below = None if model is None else model.model_fields.get(str(part))
+        if below is None:
+            break
+        option, field = location[:depth], below
+        model, is_element = section_of(below), holds_several(below)
+    return ".".join(map(str, option)), field
+
+
 def option_fields(model: type[_Section] | None = None, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every option and section with its field, in the order of the file; a section comes before its options. Below a
     mapping or a list NAME stands for any element (`bucket.sources.NAME.weight`)."""
@@ -1444,6 +1504,44 @@ def option_fields(model: type[_Section] | None = None, prefix: str = "") -> Iter
 
 def _all_paths() -> list[str]:
     return [name for name, _ in option_fields()]
+
+
+_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "any value"}
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def values_of(field: FieldInfo) -> str:
+    """The values that an option takes, such as `integer at least 0 | null`."""
+    return _values(field.annotation, tuple(field.metadata))
+
+
+def _values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    named = [text for text in constraints if isinstance(text, str)]
+    if named:
+        return named[0]
+    if origin is Annotated:
+        return _values(parts[0], parts[1:])
+    if origin is Literal:
+        return " | ".join(map(str, parts))
+    if origin is dict:
+        return f"{{NAME: {_values(parts[1])}, ...}}"
+    if origin is list:
+        return f"[{_values(parts[0])}, ...]"
+    if origin is tuple:
+        return f"[{', '.join('...' if part is ... else _values(part) for part in parts)}]"
+    if parts:  # a union; its constraints are those of the value
+        return " | ".join(_values(part, constraints) for part in parts)
+    if hasattr(annotation, "model_fields"):
+        return "{OPTION: VALUE, ...}"
+    limits = [
+        f"{word} {getattr(limit, key):g}"
+        for constraint in constraints
+        for limit in (constraint, *getattr(constraint, "metadata", ()))
+        for key, word in _BOUNDS.items()
+        if getattr(limit, key, None) is not None and annotation is not type(None)
+    ]
+    return " ".join([_KINDS[annotation], " and ".join(limits)]).strip()
 
 
 def _hint(location: tuple[int | str, ...]) -> str:
@@ -1484,10 +1582,21 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
             where = "--set"
         if unknown:
             problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
-        elif item["type"] == "missing":
+        elif item["type"] == "missing" and isinstance(location[-1], str):
             problems.append(f"{where}: {name!r} is required and not given")
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            shown = "" if isinstance(item["input"], dict) else f" (found {item['input']!r})"
-            problems.append(f"{where}: {name!r}: {message}{shown}")
-    return ConfigError("\n".join(problems))
+            problems.append(f"{where}: {name!r}: {_problem(item, location)}")
+    return ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _problem(item: Any, location: tuple[int | str, ...]) -> str:
+    """What an option takes, and what was found. Our validators (`value_error`) say it themselves."""
+    found, message = item["input"], item["msg"].removeprefix("Value error, ")
+    option, field = _option_at(location)
+    if item["type"] != "value_error" and field is not None:
+        is_option = option == ".".join(map(str, location))
+        message = f"must be {values_of(field)}" if is_option else f"{message}; {option} is {values_of(field)}"
+    message = re.sub(r"Input should be a valid dictionary or instance of \w+", "must be {OPTION: VALUE, ...}", message)
+    if isinstance(found, int | float) and re.search("text|string", message):
+        return f"{message} (found {found!r}, which is no text: put it in quotes)"
+    return message + ("" if isinstance(found, dict) else f" (found {textwrap.shorten(repr(found), 200)})")

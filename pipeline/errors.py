@@ -7,13 +7,36 @@ its traceback.
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import shlex
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.urls import strip_credentials
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """Foreign text for terminals, tables and messages: control characters, surrogates and invisible marks escaped.
+
+    keep: characters that stay. Spaces of other scripts and joiners, which words are written with, always stay.
+    """
+    if text.isprintable():
+        return text
+    keep += "\u200c\u200d"
+    return "".join(
+        char if char.isprintable() or char in keep or unicodedata.category(char) == "Zs" else _escape(char)
+        for char in text
+    )
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class UserError(Exception):
@@ -40,7 +63,7 @@ class UserError(Exception):
             lines.append(f"  found:    {found}")
         if fix:
             lines.append(f"  fix:      {fix}")
-        super().__init__(strip_credentials("\n".join(lines)))
+        super().__init__(escaped(strip_credentials("\n".join(lines)), "\n"))
 
     def fields(self) -> dict[str, Any]:
         """The error as JSON values, for `of`."""
@@ -87,7 +110,15 @@ class NoSpaceError(CacheError):
 
 
 class ResourceError(CacheError):
-    """This machine has no file descriptors or no memory left. It says nothing about the file that was read."""
+    """No file descriptors or memory are left, or this user may not read the file. It says nothing about its bytes."""
+
+    exit_code = 2
+
+
+class PeerError(UserError):
+    """Another process of the launch ended, or cannot be reached."""
+
+    exit_code = 1
 
 
 class AwayError(CacheError):
@@ -96,24 +127,46 @@ class AwayError(CacheError):
     exit_code = 75  # EX_TEMPFAIL
 
 
-def expanded(path: str) -> Path:
-    """A path with `~` and `~USER` replaced.
+def not_permitted(path: Path, kind: type[UserError] = UserError) -> UserError | None:
+    """The error for a file or folder that this user may not read; None: that is permitted.
+
+    For the handling of an error of reading: libraries call such a file missing or damaged.
+    """
+    closed = next((folder for folder in reversed(path.absolute().parents) if not os.access(folder, os.X_OK)), None)
+    if (not os.path.isdir(closed)) if closed else (not os.path.lexists(path) or os.access(path, os.R_OK)):
+        return None
+    what = f"{path}: this user may not read it" + (f": {closed} may not be entered" if closed else "")
+    mode = "a+rx" if closed or path.is_dir() else "a+r"
+    return kind(what, fix=f"chmod {mode} {shlex.quote(str(closed or path))}, as its owner or root")
+
+
+_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})", re.ASCII)
+
+
+def expanded(path: str) -> str:
+    """A path or URL with `~`, `~USER`, `$NAME` and `${NAME}` replaced, as by a shell.
 
     Raises:
-        UserError: the home folder is not known.
+        UserError: the home folder is not known, or a variable is not set and there is no file of this very name.
     """
+    text = os.path.expandvars(path)
+    unset = _VARIABLE.search(strip_credentials(text))
+    if unset is not None and not os.path.lexists(path):
+        fix = f"export {unset[0].strip('${}')}=..., or write the whole path"
+        raise UserError(f"{path}: the variable {unset[0]} is not set", fix=fix)
     try:
-        return Path(path).expanduser()
+        return str(Path(text).expanduser()) if text.startswith("~") else text
     except RuntimeError:
         raise UserError(f"{path}: the home folder is not known", fix="write the whole path, or set HOME") from None
 
 
 def local_path(path: str) -> Path:
-    """A path on a disk.
+    """A path on a disk, expanded.
 
     Raises:
         UserError: a URL. As a path it would name a new folder here.
     """
+    path = expanded(path)
     if "://" in path:
         raise UserError(f"{path}: is a URL, not a path on a disk", fix="name a folder, such as a mount of the store")
     return Path(path)
@@ -126,8 +179,124 @@ class RejectRateError(UserError):
     exit_code = 5
 
 
+# ------------------------------------------------------------------------------- errors of libraries and of the machine
+
+NO_SPACE = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "raise the quota of that disk, or remove files there",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or write to a disk that holds larger files",
+}
+"""Numbers of OSErrors of a full disk -> the fix."""
+_RESOURCES = {
+    errno.ENOMEM: "end other processes, or raise this one's limit (ulimit -v, or that of its container or job)",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "ulimit -n 65536, or fewer workers"),
+}
+_NO_MEMORY = re.compile(
+    "memoryerror|can't allocate memory|cannot allocate memory|out of memory|bad_alloc|failed to map segment"
+    "|can't start new thread|^resource temporarily unavailable$"  # a thread needs memory, too
+    "|^could not create a primitive$",  # oneDNN
+    re.IGNORECASE,
+)
+
+
+def machine_errno(error: BaseException | None) -> int | None:
+    """Number of the OSError by which an error, or what it was raised from, says that disk space, memory or file
+    descriptors have run out; None: it says nothing of the kind."""
+    cause = _machine_cause(error)
+    return None if cause is None else _errno(cause)
+
+
+def _machine_cause(error: BaseException | None) -> BaseException | None:
+    while error is not None and _errno(error) not in {*NO_SPACE, *_RESOURCES}:
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _errno(error: BaseException) -> int | None:
+    """Some libraries have exceptions of their own."""
+    if isinstance(error, OSError | UserError):
+        return getattr(error, "errno", None)
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    if of_rust := re.search(r"\(os error (\d+)\)", str(error)):
+        return int(of_rust[1])
+    return errno.ENOMEM if _NO_MEMORY.search(str(error)) else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out, main memory or that of a GPU."""
+    return machine_errno(error) == errno.ENOMEM
+
+
+def machine_error(
+    error: BaseException, what: str | None = None, again: str = "run the same command again"
+) -> CacheError | None:
+    """The error to show if disk space, memory or file descriptors have run out (`machine_errno`), else None.
+
+    Args:
+        what: names the file and what failed; None: the file that the error names.
+        again: what to do once there is space.
+    """
+    if (cause := _machine_cause(error)) is None:
+        return None
+    number = _errno(cause)
+    assert number is not None
+    place = getattr(cause, "filename2", None) or getattr(cause, "filename", None) or "a file"
+    if number in NO_SPACE:
+        fix = f"{NO_SPACE[number]}, then {again}"
+        return NoSpaceError(f"{what or f'{place}: cannot be written'}: {os.strerror(number)}", fix=fix)
+    if what is None and number == errno.ENOMEM:
+        found = (str(cause).strip() or type(cause).__name__).partition("\n")[0]
+        return ResourceError("there is not enough memory", found=found, fix=_RESOURCES[number])
+    return ResourceError(f"{what or f'{place}: cannot be opened'}: {os.strerror(number)}", fix=_RESOURCES[number])
+
+
+@contextmanager
+def writing(
+    place: Path | str, fix: str, kind: type[UserError] = UserError, again: str = "run the same command again"
+) -> Iterator[None]:
+    """Raise errors of writing to `place` with its name.
+
+    Args:
+        fix: for other errors than a full disk: rights, a missing mount.
+        kind: of those errors.
+        again: see `machine_error`.
+
+    Raises:
+        NoSpaceError: the disk is full.
+    """
+    what = f"{place}: cannot be written"
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if machine_errno(error) not in NO_SPACE and not isinstance(error, OSError):
+            raise
+        raise machine_error(error, what, again) or kind(f"{what}: {error}", fix=fix) from error
+
+
+def shown(error: BaseException) -> BaseException:
+    """The error as it is printed: another UserError if the machine or another process caused it, else itself."""
+    if isinstance(error, NoSpaceError | ResourceError | AwayError):
+        return error
+    known: UserError | None = machine_error(error, error.what if isinstance(error, UserError) else None)
+    if known is None and not isinstance(error, UserError) and _tells_of_a_peer(error):
+        reason = re.sub(r"^\[\S+\] ", "", str(error))  # without the place in gloo's code
+        known = PeerError(
+            "another process of this launch ended, or cannot be reached",
+            found=re.split(r"\n|\. ", reason)[0],
+            fix="see the first message of the launch, then start all processes again (a training with --resume auto)",
+        )
+    if known is None:
+        return error
+    known.everywhere = getattr(error, "everywhere", False)
+    known.printed = was_printed(error)  # type: ignore[attr-defined]
+    return known
+
+
 def print_error(error: BaseException, prefix: str = "") -> None:
-    """Print an error to stderr, a UserError without its traceback; nothing if it has been printed.
+    """Print an error to stderr, a UserError (see `shown`) without its traceback; nothing if it has been printed.
 
     Args:
         prefix: names the process, such as `process 3: `.
@@ -135,6 +304,7 @@ def print_error(error: BaseException, prefix: str = "") -> None:
     if was_printed(error):
         return
     error.printed = True  # type: ignore[attr-defined]
+    error = shown(error)
     if isinstance(error, UserError):
         print(f"sana-pipe: {prefix}{error}", file=sys.stderr, flush=True)
     else:
@@ -161,7 +331,7 @@ def printed_first(rank: int, world: int) -> Iterator[None]:
         raise
 
 
-def _tells_of_a_peer(error: Exception) -> bool:
+def _tells_of_a_peer(error: BaseException) -> bool:
     """Whether a collective failed. NCCL's errors have a class, gloo's are RuntimeErrors with the place in its code."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return "DistError" in names or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
@@ -187,8 +357,8 @@ _CACHE = (
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),
     1: (
-        "units are missing (status), the snapshots differ (diff), the run does not fit (plan), or a defect of "
-        "sana-pipe with a traceback",
+        "units are missing (status), the snapshots differ (diff), the run does not fit (plan), another process of the "
+        "launch ended, or a defect of sana-pipe with a traceback",
         (),
     ),
     2: ("a wrong option, setting, file or environment", ()),
@@ -199,8 +369,12 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
         "unreadable ones than train.max_quarantine_rate allows (train, which saved)",
         ("encode", "train"),
     ),
-    6: ("there is no disk space for the next file", _CACHE),
-    7: ("a checkpoint is damaged, incomplete, of another run, or could not be written", ("train", "export", "sample")),
+    6: ("a disk is full, or a quota or the limit on the size of a file is reached", ()),
+    7: (
+        "a checkpoint is damaged, incomplete, of another run, or could not be written for another reason than a full "
+        "disk",
+        ("train", "export", "sample"),
+    ),
     8: ("the process that decodes pictures, or encodes prompts, failed", ("sample", "report")),
     9: ("the loss or the gradient is not a finite number", ("train",)),
     10: ("another training uses the run directory", ("train",)),

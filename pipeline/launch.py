@@ -35,6 +35,8 @@ class Launch:
         rank, world: this process and the number of processes, over all nodes.
         local_rank, local_world: the same within this node.
         rendezvous: init method of `torch.distributed`; None for a single process, which needs no port.
+        place: host and port of the rendezvous, for messages.
+        said_by: the variables that say how many processes there are, as NAME=VALUE.
         advice: remarks about the environment for the user; they change nothing.
         stores: of the process groups that this process opens one after the other (`mesh.reopening`); None: it opens
             one.
@@ -46,6 +48,8 @@ class Launch:
     local_world: int = 1
     kind: Kind = "single"
     rendezvous: str | None = None
+    place: str | None = None
+    said_by: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     stores: Iterator[Any] | None = None
 
@@ -147,7 +151,9 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     if _number(env, "TORCHELASTIC_MAX_RESTARTS", 0) > 0 and _shares_store(env):
         advice = (f"--max-restarts will not help a training run: {_STALE}; {_restart_fix(env)}",)
     kind: Kind = "accelerate" if "ACCELERATE_MIXED_PRECISION" in env else "torchrun"
-    return _checked(Launch(rank, world, local_rank, local_world, kind, "env://" if world > 1 else None, advice))
+    place, said_by = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}", _given(env, "WORLD_SIZE", "RANK")
+    rendezvous = "env://" if world > 1 else None
+    return _checked(Launch(rank, world, local_rank, local_world, kind, rendezvous, place, said_by, advice))
 
 
 _STALE = "restarted processes meet on a store that still holds the addresses of the lost processes"
@@ -184,7 +190,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if counts:
         local_world = _expand_counts(counts)[_number(env, "SLURM_NODEID", 0)]
-    rendezvous = None
+    rendezvous = place = None
     if world > 1:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         host = env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
@@ -197,8 +203,14 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         # Equal on all tasks of a step; different for other jobs and steps on the same node.
         job, step = _number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID", 0)
         port = _number(env, "MASTER_PORT", 20000 + (job * 7 + step) % 20000)
-        rendezvous = f"tcp://{host}:{port}"
-    return _checked(Launch(rank, world, local_rank, local_world, "slurm", rendezvous))
+        place = f"{host}:{port}"
+        rendezvous = f"tcp://{place}"
+    said_by = _given(env, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    return _checked(Launch(rank, world, local_rank, local_world, "slurm", rendezvous, place, said_by))
+
+
+def _given(env: Mapping[str, str], *names: str) -> tuple[str, ...]:
+    return tuple(f"{name}={env[name]}" for name in names)
 
 
 def first_host(nodes: str) -> str:
@@ -290,14 +302,14 @@ def check_accelerate(
     `Accelerator.prepare`. Here only the configuration decides; a different answer would be ignored silently.
 
     Args:
-        sizes: `dp_replicate`, `dp_shard`, `tp` and `cp` as they follow from `train.parallel`; default: dp_shard is the
+        sizes: `dp_replicate`, `dp_shard` and `tp` as they follow from `train.parallel`; default: dp_shard is the
             world.
 
     Raises:
         UserError: one line per contradiction, with the setting of the configuration.
     """
     answers = _Answers(os.environ if environ is None else environ)
-    layout = {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1, "cp": 1, **(sizes or {})}
+    layout = {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1, **(sizes or {})}
     _check_computation(answers, train)
     _check_parallelism_config(answers, layout)
     _check_fsdp(answers, train, layout)
@@ -342,13 +354,12 @@ def _kind_of_device(name: str) -> str:
 def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int]) -> None:
     parallel = train.parallel
     strategy, sharding = {"1", "full_shard"}, "every process holds a shard (FULL_SHARD)"
-    shards = sizes["dp_shard"] * sizes["cp"]
+    shards = sizes["dp_shard"]
     if sizes["dp_replicate"] > 1 and not answers.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         name = "HYBRID_SHARD" if shards > 1 else "NO_SHARD"
         strategy = {"4" if name == "HYBRID_SHARD" else "3", name.lower()}
         sharding = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({name})"
     reshards = parallel.reshards(max(2, shards))  # a launch of one process is no other answer
-    offload = str(train.activation_offload).lower()
     known = {
         "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
         "FSDP_SHARDING_STRATEGY": (strategy, sharding),
@@ -366,7 +377,7 @@ def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int])
             {str(train.activation_checkpointing != "none").lower()},
             f"train.activation_checkpointing is {train.activation_checkpointing}",
         ),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({offload}, f"train.activation_offload is {offload}"),
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({"false"}, "saved tensors stay on the device"),
         "FSDP_IGNORED_MODULES": ({"", "none"}, "all modules are sharded"),
     }
     for name, (allowed, here) in known.items():

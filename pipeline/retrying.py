@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from pipeline.errors import AwayError
+from pipeline.errors import NO_SPACE, AwayError
 
 PATIENCE_S = 300.0
 FIRST_S = 5.0
@@ -76,7 +76,7 @@ _REFUSALS = {
 _TRANSFER_ERRORS = ("RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch")
 """Error codes of S3 that blame the request but come from a bad connection."""
 _FINAL = (FileExistsError, IsADirectoryError, PermissionError, NotImplementedError, TypeError, AttributeError)
-_LOCAL_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_LOCAL_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EROFS, *NO_SPACE)
 _DISCONNECTED = (
     errno.ESTALE,
     errno.ETIMEDOUT,

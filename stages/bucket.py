@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -22,12 +23,13 @@ import pyarrow as pa
 from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache.adopt import adopt, bring
+from pipeline.cache.arrow import batches
 from pipeline.cache.findings import fix_of_head
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, write_chunk
-from pipeline.config import BucketConfig, Config, DataConfig, with_current_names
+from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, with_current_names
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.snapshots import packing, selection
@@ -40,6 +42,7 @@ from pipeline.snapshots.join import (
     Joined,
     Resolution,
     assemble,
+    folder_repeats,
     join,
     pieces,
     unjudged,
@@ -283,9 +286,22 @@ def _joined(config: Config, inputs: _Inputs) -> Joined:
     if common or by_source:
         items = selection.filtered(joined, items, common, by_source)
     for source, table in items.items():
+        if repeats := _repeats(table, settings.sources.get(source, SourceConfig()).repeats):
+            joined.repeats[source] = repeats
         for resolution in inputs.resolutions:
             join(joined, source, table, inputs.records, resolution)
     return joined
+
+
+def _repeats(table: pa.Table, wanted: bool | None) -> dict[int, int]:
+    """Visits by the numbers of the folders -> items; empty if they do not count. wanted: `repeats` of the source."""
+    counts: Counter[int] = Counter()
+    for batch in batches(table.select(["item"])) if wanted is not False else ():
+        numbers, items = np.unique(folder_repeats(batch.column("item").combine_chunks()), return_counts=True)
+        counts.update(dict(zip(numbers.tolist(), items.tolist(), strict=True)))
+    if wanted is None and 0 in counts:
+        return {}
+    return {visits or 1: items for visits, items in sorted(counts.items())} if set(counts) - {0, 1} else {}
 
 
 def _earlier(config: Config, cache: Cache) -> selection.Earlier:
@@ -396,6 +412,7 @@ def _publish(
             for reason, count in head.left_out.items()
         ],
         "adopted_bytes": adopted_bytes,
+        "repeats": made.joined.repeats,
     }
 
 
@@ -456,6 +473,12 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         click.echo(json.dumps(report))
         return
     _print_buckets(report, report["dry_run"])
+    for source, repeats in report["repeats"].items():
+        visits = ", ".join(f"{count} pictures {times} times" for times, count in repeats.items())
+        click.echo(
+            f"the folders of source {source!r} say how often an epoch visits their pictures: {visits} (each once: "
+            f"--set bucket.sources.{source}.repeats=false)"
+        )
     for entry in report["left_out"]:
         keep = f"; to keep: {entry['keep']}" if entry["keep"] else ""
         click.echo(f"left out: {entry['samples']:6d}  {with_current_names(entry['reason'])}{keep}")

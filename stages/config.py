@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 import click
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config import Config, Given, holds_several, option_fields, section_of, written
+from pipeline.config import Config, Given, as_yaml, holds_several, option_fields, section_of, values_of, written
 from pipeline.errors import ConfigError
 
 WIDTH = 110
@@ -64,6 +63,8 @@ def markdown() -> str:
         "",
         "Generated from the fields in `pipeline/config.py` by `sana-pipe config --markdown > docs/configuration.md`.",
         "`sana-pipe config` prints the values of your configuration and where each comes from.",
+        "Values are read as in YAML 1.2, in files and behind `--set`; text that reads as a number needs quotes. In",
+        "paths, also those of the command line, `~` and `$NAME` are replaced; a variable that is not set is an error.",
     ]
     sections: dict[str, list[str]] = {"": []}
     about = {"": "Options outside of sections."}
@@ -77,7 +78,7 @@ def markdown() -> str:
             default = _default(field)
             cells = (
                 f"`{key}`",
-                _kind(field.annotation, tuple(field.metadata)),
+                values_of(field),
                 "required" if default is None else f"`{default}`",
                 _one_line(field.description),
             )
@@ -110,7 +111,7 @@ def _rows(values: dict[str, Any], given: Given) -> Iterator[dict[str, Any]]:
             "value": value,
             "default": _default(field),
             "from": given.given_by(name),
-            "values": _kind(field.annotation, tuple(field.metadata)),
+            "values": values_of(field),
             "meaning": _one_line(field.description),
         }
 
@@ -129,7 +130,7 @@ def _lines(row: dict[str, Any], indent: str) -> Iterator[str]:
 
 def _as_yaml(value: Any) -> str:
     """A value in one line of YAML."""
-    return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+    return as_yaml([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
 
 
 def _one_line(text: str | None) -> str:
@@ -143,35 +144,3 @@ def _default(field: FieldInfo) -> str | None:
     value = field.get_default(call_default_factory=True)
     plain = {} if isinstance(value, BaseModel) else list(value) if isinstance(value, tuple) else value
     return _as_yaml(plain)
-
-
-_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "any value"}
-_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-
-
-def _kind(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
-    """The values of a type in words, such as `integer at least 0 | null`."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    named = [text for text in constraints if isinstance(text, str)]
-    if named:
-        return named[0]
-    if origin is Annotated:
-        return _kind(parts[0], parts[1:])
-    if origin is Literal:
-        return " | ".join(map(str, parts))
-    if origin is dict:
-        return f"mapping of name to {_kind(parts[1])}"
-    if origin in (list, tuple):
-        return f"list of {_kind(parts[0])}"
-    if parts:  # a union; its constraints are those of the value
-        return " | ".join(_kind(part, constraints) for part in parts)
-    if hasattr(annotation, "model_fields"):
-        return "section"
-    limits = [
-        f"{word} {getattr(limit, key):g}"
-        for constraint in constraints
-        for limit in (constraint, *getattr(constraint, "metadata", ()))
-        for key, word in _BOUNDS.items()
-        if getattr(limit, key, None) is not None and annotation is not type(None)
-    ]
-    return " ".join([_KINDS[annotation], " and ".join(limits)]).strip()

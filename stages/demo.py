@@ -21,13 +21,12 @@ import numpy as np
 
 from pipeline.cache.local_files import replacing
 from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
-from pipeline.errors import UserError
+from pipeline.demo import photographs, small_models
+from pipeline.errors import UserError, writing
 from pipeline.images import decoding
-from pipeline.models import tiny
 from pipeline.processes import command, shown
-from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.caption_rules import instruction
-from pipeline.sources.folder import FolderSource
+from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item, Unreadable
 
 TINY = "tiny.yaml"
@@ -49,7 +48,7 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
 
     Args:
         out: its folder; created if it does not exist.
-        data: a folder of pictures with captions; None: a dozen photographs of the scikit-image wheel.
+        data: pictures with captions, as for `encode`; None: a dozen photographs of the scikit-image wheel.
         quick: a few steps only, to show that every stage runs.
 
     Returns:
@@ -60,11 +59,12 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
     """
     began = time.monotonic()
     out = Path(out)
-    _claim(out, data, quick)
-    config = _configuration(out)
-    _photographs(out, data)
     folders = [out / name for name in ("photos", "more")] if data is None else [Path(data)]
-    _models(out, config, folders, quick)
+    with writing(out, "check the rights, or give another --out"):
+        _claim(out, data, quick)
+        config = _configuration(out)
+        _photographs(out, data)
+        _models(out, config, folders, quick)
     for arguments in _rounds(out, quick) if data is None else _single(Path(data), quick):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
@@ -143,7 +143,8 @@ def _claim(out: Path, data: Path | None, quick: bool) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out") from None
         out.mkdir(parents=True, exist_ok=True)
-        mark.write_text(json.dumps(options) + "\n", encoding="utf-8")
+        with replacing(mark) as work:
+            work.write_text(json.dumps(options) + "\n", encoding="utf-8")
         return
     except (OSError, ValueError) as error:
         raise UserError(f"{mark}: cannot be read: {error}", fix="remove the folder, or give another --out") from None
@@ -166,15 +167,17 @@ def _configuration(out: Path) -> Config:
 
 
 def _photographs(out: Path, data: Path | None) -> None:
-    for name, photos in tiny.ROUNDS.items() if data is None else ():
+    for name, photos in photographs.ROUNDS.items() if data is None else ():
         if not (out / name).is_dir():
             work = out / f".{name}.partial"
             shutil.rmtree(work, ignore_errors=True)
-            tiny.demo_photos(work, photos)
+            photographs.demo_photos(work, photos)
             os.rename(work, out / name)
             print(f"{len(photos)} photographs with captions in {out / name}", flush=True)
     if data is None and not (out / PROMPTS).exists():
-        captions = [photo.caption for photos in tiny.ROUNDS.values() for photo in photos if photo.name in PROMPTED]
+        captions = [
+            photo.caption for photos in photographs.ROUNDS.values() for photo in photos if photo.name in PROMPTED
+        ]
         (out / PROMPTS).write_text("".join(f"{caption}\n" for caption in dict.fromkeys(captions)), encoding="utf-8")
 
 
@@ -190,7 +193,7 @@ def _models(out: Path, config: Config, folders: Sequence[Path], quick: bool) -> 
     print(f"making small models: fitting a VAE to {len(pictures)} pictures, {steps} steps", flush=True)
     work = out / f".{MODELS}.partial"
     shutil.rmtree(work, ignore_errors=True)
-    summary = tiny.make_all(
+    summary = small_models.make_all(
         work,
         pictures,
         captions,
@@ -215,7 +218,7 @@ def _read(config: Config, folders: Sequence[Path]) -> tuple[list[np.ndarray], li
     pictures: list[np.ndarray] = []
     captions: list[str] = []
     for folder in folders:
-        source = FolderSource(folder, CaptionRule.of(config.data))
+        source = open_source(str(folder), config.data)
         items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
         captions += [text for item in items for text, _ in item.captions]
         for item in items:

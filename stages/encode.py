@@ -38,6 +38,7 @@ from pipeline.encoding import prompts as prompting
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
 from pipeline.encoding.fragments import Fragments, ScanSuperseded
+from pipeline.encoding.reading import Reading
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
@@ -99,8 +100,8 @@ def run(
                     assert asked is not None
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
-                    source = surveying.opened(config, data, source_name, format)
-                    done = _run(config, source, rehash, share, engine, stop, reassign, asked)
+                    source, reading = surveying.opened(config, data, source_name, format)
+                    done = _run(reading, source, rehash, share, engine, stop, reassign, asked)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
             done = {"stopped": stop.name}
@@ -140,8 +141,8 @@ def dry_run(
         times = estimate.times(survey.work, sizes, survey.probe(), config, tasks) if probe else None
         reserve = int(config.encode.min_free_gib * 2**30)
         free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
-        report = estimate.report(survey.source.name, survey.work, sizes, free, reserve, times)
-        for line in estimate.lines(report, config.cache):
+        report = estimate.report(survey.source, survey.work, sizes, free, reserve, times)
+        for line in [*estimate.lines(report, config.cache), *survey.fit_notes()]:
             click.echo(line)
     if as_json:
         click.echo(json.dumps(report))
@@ -171,6 +172,7 @@ class EncodeRun(_TextRun):
     """What every step of a run with a source needs. table: the target resolutions (height, width) of the buckets."""
 
     source: Source
+    reading: Reading
     latent: layout.LatentRecipe
     table: list[buckets.Shape]
 
@@ -183,9 +185,10 @@ class _Planned:
         table: digest of the scan's table.
         items: in the scan; rejects: those of them that the scan rejected; faults: rejects that no setting asked for.
         gone: usable pictures of the last scan that are missing now.
-        ignored: as `Source.ignored`.
+        ignored: as `Source.ignored`, its fields by name.
         new, reused: records by noun.
         plans: number of plans by recipe.
+        fit: as `surveying.fit_notes`.
     """
 
     table: str
@@ -193,10 +196,11 @@ class _Planned:
     rejects: int
     faults: int
     gone: int
-    ignored: int
+    ignored: dict[str, Any]
     new: dict[str, int]
     reused: dict[str, int]
     plans: dict[str, int]
+    fit: list[str]
 
 
 class _Work:
@@ -317,7 +321,7 @@ def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) ->
 
 
 def _run(
-    config: Config,
+    reading: Reading,
     source: Source,
     rehash: bool,
     share: tuple[int, int],
@@ -326,6 +330,7 @@ def _run(
     reassign: str | None,
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
+    config = reading.config
     latent, text = surveying.recipes(config)
     table = buckets.table(config.data, latent.compression)
     targets = planning.read_targets(reassign, latent.compression, config.patience_s) if reassign else []
@@ -336,7 +341,7 @@ def _run(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
-    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, latent, table)
+    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, latent, table)
     return encode_source(run, rehash, targets, asked)
 
 
@@ -438,7 +443,7 @@ def _decisive(run: EncodeRun, targets: Sequence[planning.Target]) -> bytes:
 
 def _opened(run: EncodeRun, targets: Sequence[planning.Target], planned: _Planned) -> _Work:
     """What another process has planned, and the source ready to read its items."""
-    run.source.ignored = planned.ignored
+    run.source.ignored = Kinds(**planned.ignored)
     run.source.recall(scanning.places_of(run.cache, planned.table))
     work = _Work(run, targets, planned.table)
     for recipe, count in planned.plans.items():
@@ -467,6 +472,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
             "text": run.text.name,
             "buckets": [list(shape) for shape in run.table],
             **({"source_format": source.format} if source.format != "folder" else {}),
+            **run.reading.document(),
         },
     )
     images, texts = work.all("latent"), work.all("text")
@@ -482,10 +488,11 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         rejects=rejects,
         faults=faults,
         gone=gone,
-        ignored=source.ignored,
+        ignored=vars(source.ignored),
         new={noun: missing for noun, (missing, _) in counts.items()},
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
+        fit=surveying.fit_notes(table, run.table, config.data),
     )
 
 
@@ -501,6 +508,7 @@ def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
     new, reused = planned.new, planned.reused
     return [
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
+        *estimate.column_lines(sorted(run.source.picture_columns)),
         f"pictures: {new['images']} new, {reused['images']} reused, {planned.gone} gone",
         f"captions: {new['captions']} new, {reused['captions']} reused",
     ]
@@ -531,9 +539,9 @@ def _encode(
     if idle:
         click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
     else:
-        click.echo("\n".join(_summary(run, planned)))
-        if run.source.ignored:
-            click.echo(f"{run.source.ignored} files, members or captions of the source are not used")
+        click.echo("\n".join([*_summary(run, planned), *planned.fit]))
+    for line in estimate.ignored_lines(run.source.ignored):
+        click.echo(line)
 
     def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)

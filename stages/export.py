@@ -27,7 +27,7 @@ import torch
 
 from pipeline.cache.local_files import sync_path
 from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
-from pipeline.errors import ConfigError, UserError, expanded
+from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
 from pipeline.models.sana_config import SanaConfig, with_sample_size
 from pipeline.models.sana_files import save_nvlabs, save_weights
@@ -117,7 +117,8 @@ def run(
             _write(config, parts, work)
             text = readme(config, architecture, parts.compression, document, dtype)
         else:
-            save_nvlabs(weights, architecture, work, f"sana_step_{document.state.step}", DTYPES[dtype])
+            stem = f"sana_step_{document.state.step}"
+            save_nvlabs(weights, architecture, work, stem, DTYPES[dtype], config.text.max_length)
             text = nvlabs_readme(config, architecture, document, dtype)
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)
@@ -131,16 +132,13 @@ def _published(out: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `out` once it is complete."""
     work = out.with_name(f".{out.name}.partial")
     try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        yield work
-        for path in [*work.rglob("*"), work]:
-            sync_path(path)
-        _put_in_place(work, out)
-    except OSError as error:
-        raise UserError(
-            f"{out}: cannot be written: {error}", fix="check space and rights, or give another --out"
-        ) from None
+        with writing(out, "check the rights, or give another --out"):
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            yield work
+            for path in [*work.rglob("*"), work]:
+                sync_path(path)
+            _put_in_place(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -297,7 +295,7 @@ def _shown(config: Config) -> dict[str, Any]:
 
 def _name(weights: Weights) -> str:
     """A hub id; a local folder stays unnamed."""
-    return "a local folder" if expanded(weights.id).exists() else weights.id
+    return "a local folder" if Path(weights.id).exists() else weights.id
 
 
 def _sha256(path: Path) -> str:
@@ -306,15 +304,15 @@ def _sha256(path: Path) -> str:
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy a JSON object without the local paths that libraries write into it."""
+    """Copy a JSON object without the local paths that libraries write into it, and without names of code."""
     values = hub.read_json(source)
-    places = [
+    dropped = [
         name
-        for name in ("_name_or_path", "name_or_path", "tokenizer_file")
-        if Path(str(values.get(name, ""))).is_absolute()
+        for name in ("_name_or_path", "name_or_path", "tokenizer_file", "auto_map")
+        if (name == "auto_map" and name in values) or Path(str(values.get(name, ""))).is_absolute()
     ]
-    if places:
-        _json(target, {name: value for name, value in values.items() if name not in places})
+    if dropped:
+        _json(target, {name: value for name, value in values.items() if name not in dropped})
     else:
         shutil.copyfile(source, target)
 

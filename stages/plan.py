@@ -1,7 +1,7 @@
 """`sana-pipe plan`: whether a run fits, how fast it is and what it costs, before a GPU is rented.
 
 What: opens the snapshot (if there is one), predicts memory and time of the worst bucket, prints them. `encode` does so
-for the encoding of a source. Nothing is written but the configuration of `--write` and the constants of `--calibrate`.
+for the encoding of a source. Nothing is written but the configuration of `--write`.
 """
 
 from __future__ import annotations
@@ -10,26 +10,21 @@ import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
-import yaml
 
 from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
-from pipeline.config import Config, ParallelConfig, written
+from pipeline.config import Config, as_yaml, written
 from pipeline.encoding import survey as surveying
-from pipeline.errors import UserError
-from pipeline.launch import detect, resolve_device, set_tf32
+from pipeline.errors import UserError, writing
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.mesh import open_mesh
-from pipeline.planning import auto, calibration
+from pipeline.planning import auto
 from pipeline.planning import predict as predicting
 from pipeline.planning import search as searching
-from pipeline.planning.cards import CARDS, UNNAMED, card, memory_of, of_device
+from pipeline.planning.cards import CARDS, UNNAMED, card, memory_of
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.training.build import architecture_of_weights
@@ -46,7 +41,6 @@ class Options:
         price: of a GPU hour.
         phase: of the configuration; its options and, unless `snapshot` is given, its snapshot count.
         write: file for the configuration that was searched for.
-        calibrate: run real steps on `train.device`, and store the constants that follow.
     """
 
     gpus: int = 1
@@ -58,12 +52,11 @@ class Options:
     phase: str | None = None
     search: bool = False
     write: str | None = None
-    calibrate: bool = False
     as_json: bool = False
 
 
 def run(config: Config, options: Options) -> int:
-    """Predict one configuration, search for the fastest that fits, or measure this device.
+    """Predict one configuration, or search for the fastest that fits.
 
     Returns:
         0; 1 if it does not fit, or if `train` would refuse it because nothing leaves a tenth of the memory free.
@@ -79,11 +72,9 @@ def run(config: Config, options: Options) -> int:
             f"the configuration has {len(config.phases)} phases: which one?",
             fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
         )
-    machine = None if options.calibrate else machine_of(options)
+    machine = machine_of(options)
     data = data_of(config, snapshot)
     shape = predicting.architecture(config, data, architecture_of_weights)
-    if machine is None:
-        return _calibrate(config, shape, data, options.gpu, options.as_json)
     if options.search:
         return _search(config, shape, data, machine, options.write, options.as_json)
     return _predict(config, shape, data, machine, options)
@@ -91,7 +82,6 @@ def run(config: Config, options: Options) -> int:
 
 def _predict(config: Config, shape: SanaConfig, data: Data, machine: Machine, options: Options) -> int:
     """Print memory, time and cost of the configuration, with values for what is `auto`."""
-    constants = calibration.load(machine.card, config.train)
     undecided = tuple(name for name in config.train.undecided if name != "compile")
     refused = False
     try:
@@ -104,10 +94,10 @@ def _predict(config: Config, shape: SanaConfig, data: Data, machine: Machine, op
         decided = [f"auto: {error.what}; of the smallest, {', '.join(f'train.{n}: {v}' for n, v in smallest.items())}:"]
     prediction = predicting.predict(config.train, shape, data, machine)
     largest = predicting.largest_microbatch(prediction, data)
-    time = Time.of(prediction, data, constants)
+    time = Time.of(prediction, data) if machine.card.is_gpu else None
     if options.as_json:
         report = {"prediction": prediction.as_dict(), "largest_microbatch": largest}
-        report["time"] = time.as_dict(options.price)
+        report["time"] = None if time is None else time.as_dict(options.price)
         report |= (
             {"decided": {name: config.train.model_dump(mode="json")[name] for name in undecided}} if undecided else {}
         )
@@ -181,48 +171,6 @@ def _hours_lines(hours: dict[str, Any], gpus: int, price: float | None) -> list[
     return lines
 
 
-def _calibrate(config: Config, shape: SanaConfig, data: Data, gpu: str | None, as_json: bool) -> int:
-    """Measure steps of the configuration on this device, print the estimates before and after, store the constants."""
-    launch = detect()
-    if launch.world > 1:
-        raise UserError(f"--calibrate runs in one process, this launch has {launch.world}", fix="start it alone")
-    device = resolve_device(config.train.device, launch)
-    present = card(gpu) if gpu is not None else of_device(device)
-    if present is None:
-        raise UserError(
-            f"{torch.cuda.get_device_name(device)} is not in the table of cards",
-            expected="one of " + ", ".join(CARDS),
-            fix="--gpu NAME: the card that it resembles most",
-        )
-    if present.is_gpu != (device.type == "cuda"):
-        raise UserError(
-            f"--gpu {present.name} is not the device of this run, {device}", fix="leave --gpu out, or set train.device"
-        )
-    machine = Machine(present, auto.usable(present, 1), 1)
-    fixed = {name: value for name, value in auto.FIXED.items() if name in config.train.undecided}
-    train = searching.with_placeholders(config.train.model_copy(update=fixed))
-    mesh = partial(open_mesh, launch, ParallelConfig(), device)
-    set_tf32(train.tf32)
-    earlier = calibration.find(present, train)
-    made = calibration.calibrate(train, shape, data, machine, device, mesh, earlier)
-    path = calibration.save(made, train, device)
-    if as_json:
-        rows = [{**asdict(steps), "step": steps.step} for steps in made.steps]
-        click.echo(json.dumps({"card": present.name, "blocks": made.blocks, "steps": rows, "stored": str(path)}))
-        return 0
-    click.echo(
-        f"{present.name}, {train.precision}, {train.optim.name}, checkpointing {train.activation_checkpointing}: "
-        f"{made.blocks} of {shape.num_layers} blocks, latents {made.shape.height}x{made.shape.width}, "
-        f"{made.shape.rows} text rows, torch {torch.__version__}"
-    )
-    click.echo(f"{'seconds of a step':<20}{'before':>10}{'after':>10}{'measured':>10}")
-    for steps in made.steps:
-        row = (steps.before, steps.after, steps.step)
-        click.echo(f"  microbatch {steps.microbatch:<7}" + "".join(f"{seconds:10.3g}" for seconds in row))
-    click.echo(f"stored in {path}; sana-pipe plan --gpu {present.name} reads it")
-    return 0
-
-
 def _search(config: Config, shape: SanaConfig, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
     if write is not None and Path(write).exists():  # before minutes of search
         raise UserError(f"{write} exists already", fix="--write another name, or remove the file")
@@ -233,7 +181,6 @@ def _search(config: Config, shape: SanaConfig, data: Data, machine: Machine, wri
         data,
         machine,
         bears=lambda precision: weights is None or weights.bears(precision),
-        constants=calibration.constants_or_default(machine),
     )
     best = candidates[0]
     if write is not None:
@@ -275,11 +222,8 @@ def _write(config: Config, best: searching.Candidate, path: str) -> None:
     if best.train.optim.name != config.train.optim.name:
         fitted["train"]["optim"] |= {"betas": None, "eps": None}
     Config.model_validate(fitted)
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            yaml.safe_dump(fitted, file, sort_keys=False)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}", fix="--write another name") from None
+    with writing(Path(path), "--write another name"), open(path, "x", encoding="utf-8") as file:
+        file.write(as_yaml(fitted, sort_keys=False))
 
 
 def _described(candidate: searching.Candidate) -> str:
@@ -291,7 +235,6 @@ def _described(candidate: searching.Candidate) -> str:
         train.precision,
         train.optim.name,
         *([f"compression {train.activation_compression}"] if train.activation_compression != "none" else []),
-        *(["activations offloaded"] if train.activation_offload else []),
         *(["parameters offloaded"] if train.parallel.offload == "all" else []),
         *(["update in backward"] if train.optim.in_backward else []),
     ]
@@ -353,14 +296,14 @@ def memory_lines(prediction: Prediction, largest: int) -> list[str]:
     return lines
 
 
-def time_lines(time: Time, prediction: Prediction, price: float | None) -> list[str]:
+def time_lines(time: Time | None, prediction: Prediction, price: float | None) -> list[str]:
     """Speed and cost for people."""
-    kind = "calibrated" if time.constants.calibrated else "an estimate, not calibrated"
+    if time is None:
+        return ["time: not predicted for a CPU"]
     machine = prediction.machine
     name = f"speed of {machine.card.name}" + (" (assumed)" if machine.assumed else "")
-    mfu = f", MFU {time.mfu:.0%}" if machine.card.is_gpu else ""
     lines = [
-        f"time ({kind}, {name}): {time.images_per_s:.3g} images/s, {time.step:.3g} s a step{mfu}",
+        f"time (an estimate, {name}): {time.images_per_s:.3g} images/s, {time.step:.3g} s a step, MFU {time.mfu:.0%}",
         "  " + ", ".join(f"{name} {share:.0%}" for name, share in by_share(time.kernels) if share >= 0.005),
     ]
     if time.traffic:

@@ -18,6 +18,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from pipeline.cache.layout import LatentRecipe, TextRecipe
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
-from pipeline.errors import CacheError, ConfigError, UserError
+from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import resolve
@@ -88,28 +89,23 @@ def run(
     hits = drawing.nearest(drawn)
     _log(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
 
-    try:
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-            decode_in_subprocess(config, drawn, Path(work))
-            sheet = _publish(config, cache, drawn, hits, Path(work), out)
-    except OSError as error:
-        raise _unwritable(out, error) from None
+    with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
+        decode_in_subprocess(config, drawn, Path(work))
+        sheet = _publish(config, cache, drawn, hits, Path(work), out)
     _log(f"contact sheet: {sheet}")
     return Result(sheet, len(drawn), sum(hits))
 
 
 def _make(out: Path) -> None:
     """Make the folder of the pictures, and see that it can be written, before anything is drawn."""
-    try:
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out):
             pass
-    except OSError as error:
-        raise _unwritable(out, error) from None
 
 
-def _unwritable(out: Path, error: OSError) -> UserError:
-    return UserError(f"{out}: cannot be written: {error}", fix="check the rights, or give another --out")
+def _writing(out: Path) -> AbstractContextManager[None]:
+    return writing(out, "check the rights, or give another --out")
 
 
 def run_prompts(
@@ -144,27 +140,24 @@ def run_prompts(
     size = height or config.data.resolution, width or config.data.resolution
     document.architecture.check_sides(*size, compression, "--{name} {value}")
     _make(out)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-            encoded = decoder.encode_prompts(config, prompts, Path(work))
-            if text is not None and not text.same_values(replace(encoded.recipe, storage=text.storage)):
-                raise ConfigError(
-                    f"{folder} was trained with another text recipe (trained | configured)",
-                    found="; ".join(text.nameless().difference(replace(encoded.recipe, storage=text.storage))),
-                    fix="--config FILE, that of the training",
-                )
-            _check_channels(document.architecture, channels, encoded.recipe.width, folder, "the configured encoders")
-            _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} from {folder}")
-            architecture, weights = checkpoints.load_model_state(folder, ema=ema)
-            shape = channels, size[0] // compression, size[1] // compression
-            device = resolve_device(config.train.device)
-            latents = drawing.draw_prompts(config, architecture, weights, encoded, shape, device)
-            del weights
-            tensors = {f"{number:04d}": each for number, each in enumerate(latents)}
-            made = decoder.decode(config, tensors, Path(work))
-            sheet = _publish_prompts(encoded.texts, size, made, Path(work), out)
-    except OSError as error:
-        raise _unwritable(out, error) from None
+    with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
+        encoded = decoder.encode_prompts(config, prompts, Path(work))
+        if text is not None and not text.same_values(replace(encoded.recipe, storage=text.storage)):
+            raise ConfigError(
+                f"{folder} was trained with another text recipe (trained | configured)",
+                found="; ".join(text.nameless().difference(replace(encoded.recipe, storage=text.storage))),
+                fix="--config FILE, that of the training",
+            )
+        _check_channels(document.architecture, channels, encoded.recipe.width, folder, "the configured encoders")
+        _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} from {folder}")
+        architecture, weights = checkpoints.load_model_state(folder, ema=ema)
+        shape = channels, size[0] // compression, size[1] // compression
+        device = resolve_device(config.train.device)
+        latents = drawing.draw_prompts(config, architecture, weights, encoded, shape, device)
+        del weights
+        tensors = {f"{number:04d}": each for number, each in enumerate(latents)}
+        made = decoder.decode(config, tensors, Path(work))
+        sheet = _publish_prompts(encoded.texts, size, made, Path(work), out)
     _log(f"contact sheet: {sheet}")
     return sheet
 
@@ -196,9 +189,10 @@ def decode(config: Config, latents: Path, out: Path) -> int:
         raise UserError(f"{latents}: cannot be read as safetensors: {error}") from None
     set_tf32(False)
     decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device))
-    out.mkdir(parents=True, exist_ok=True)
-    for name, tensor in tensors.items():
-        Image.fromarray(decoder.decode(tensor[None])[0]).save(out / f"{name}.png")
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for name, tensor in tensors.items():
+            Image.fromarray(decoder.decode(tensor[None])[0]).save(out / f"{name}.png")
     return 0
 
 

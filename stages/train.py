@@ -39,7 +39,7 @@ from pipeline.planning.predict import Data, Machine
 from pipeline.retrying import TIMEOUT_S
 from pipeline.snapshots import heldout
 from pipeline.training import checkpoint, phases
-from pipeline.training.build import architecture_of, with_residual
+from pipeline.training.build import architecture_of, with_residual, with_text
 from pipeline.training.checkpoint import Document
 from pipeline.training.expectation import Expected
 from pipeline.training.stop_request import StopRequest, catch_signals_of
@@ -241,6 +241,7 @@ def _train(
     config, inputs = _inputs(config, cache, opened, resumed, log)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     earlier = None if resumed is None else resumed.document.config
+    config = with_text(config, device, earlier)
     if config.train.undecided:
         config, launch = _decided(config, inputs, launch, device, data, continued, log)
 
@@ -454,8 +455,8 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
     def check(layout: Layout) -> None:
         if quarantine is not None and layout.model_parallel_size > 1:
             raise ConfigError(
-                f"--quarantine with train.parallel.tp_size = {layout.tp}, cp_size = {layout.cp} and pp_size = "
-                f"{layout.pp}: processes that share a batch each read it themselves; if only one of them finds a "
+                f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: "
+                "processes that share a batch each read it themselves; if only one of them finds a "
                 "record unreadable, they go on with different samples",
                 fix="train without --quarantine: a bad record then stops the run and is named (sana-pipe verify "
                 "--repair)",
@@ -475,7 +476,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
             start_step=start,
             stop_step=stop,
             prefetch_mib=train.prefetch_mib,
-            text=train.text,
+            text=train.text or "padded",
             length_window=train.length_window,
             pin=resolve_device(train.device, launch).type == "cuda",
             timeout_s=config.patience_s + 2 * TIMEOUT_S,  # readers of a store give up first
@@ -497,21 +498,12 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         sample_size=config.data.resolution // snapshot.latent_recipe.compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
-        heights=latent_heights(snapshot, part, drawn),
         names=snapshot.names,
         validation=None if part is None else validation,
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,
         check=check,
     )
-
-
-def latent_heights(snapshot: Snapshot, part: Snapshot | None, drawn: DrawnPrompts | None) -> dict[str, int]:
-    """Heights of latents by what has them."""
-    compression = snapshot.latent_recipe.compression
-    buckets = [*snapshot.buckets, *(() if part is None else part.buckets)]
-    heights = {f"bucket {bucket.height}x{bucket.width}": bucket.height // compression for bucket in buckets}
-    return heights if drawn is None else {**heights, "train.pictures": drawn.height // compression}
 
 
 def _pictures(config: Config, snapshot: Snapshot, prompts: PromptSet) -> DrawnPrompts:

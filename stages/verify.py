@@ -17,7 +17,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.encoding import rebuild
 from pipeline.encoding.repair import Repairs, repair_table
-from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
+from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
 
@@ -68,7 +68,7 @@ def _pair(text: str) -> tuple[str, str]:
     name, _, folder = text.partition("=")
     if not folder:
         raise UserError(f"--data {text!r} is not of the form NAME=DIR")
-    return name, folder
+    return name, expanded(folder)
 
 
 SET_ASIDE = "moved to damaged/: only reports of snapshots read it"

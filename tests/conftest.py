@@ -108,9 +108,9 @@ def tiny_repo(made_once: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def photos(made_once: Callable[..., Path]) -> Path:
     """The demonstration's twelve photographs with captions. Do not write into it: copy it."""
-    from pipeline.models import tiny
+    from pipeline.demo import photographs
 
-    return made_once("photos", tiny.demo_photos)
+    return made_once("photos", photographs.demo_photos)
 
 
 @pytest.fixture(scope="session")

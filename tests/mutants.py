@@ -78,7 +78,7 @@ ROOMS = {
             "pipeline/models/objective.py",
             "pipeline/models/sampler.py",
         ],
-        "checkpoint context_parallel feeding float8 foreign_checkpoint golden launch lock loss_band memory_modes "
+        "checkpoint feeding foreign_checkpoint golden launch lock loss_band memory_modes "
         "nvlabs_docs nvlabs_recipe objective optimizers phases pipeline_parallel planned_runs planning residual "
         "sampler strategies terminal throughput training training_pictures validation",
     ),

@@ -644,6 +644,29 @@ def test_weights_decide_how_often_a_source_is_seen(root: Path) -> None:
         assert (seen["one", i], seen["plain", i], seen["two", i]) == (8, 4, 1)
 
 
+def test_the_numbers_of_kohyas_folders_are_visits(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [f"{folder}/{i}.png" for folder in ("d/10_sks dog", "d/1_dog") for i in range(4)]
+    of = config(root)
+    add(of, "kohya", [Picture(key, key) for key in keys])
+    add(of, "plain", [Picture(f"{folder}/{i}.png", f"p{folder}{i}") for folder in ("3_x", "y") for i in range(4)])
+    summary = report(of, capsys)
+    assert summary["repeats"] == {"kohya": {"1": 4, "10": 4}}
+    [bucket] = Cache(of.cache).open_snapshot().head.buckets
+    assert bucket.parts == (BucketPart(4, Fraction(10)), BucketPart(12, Fraction(1)))
+    stages.bucket.run(of)
+    assert "bucket.sources.kohya.repeats" in capsys.readouterr().out
+    seen = Counter(i for batch in batches(of, (40 + 12) // 4) for i in batch)
+    assert {seen[layout.sample_id("kohya", key)] for key in keys[:4]} == {10}
+    assert {seen[layout.sample_id("kohya", key)] for key in keys[4:]} == {1}
+    chosen = config(root, "bucket.sources={kohya: {repeats: false}, plain: {weight: 2, repeats: true}}")
+    assert made(chosen).head.buckets[0].parts == (
+        BucketPart(4, Fraction(6)),
+        BucketPart(4, Fraction(2)),
+        BucketPart(8, Fraction(1)),
+    )
+    assert not report(config(root, "bucket.sources={kohya: {repeats: false}}"), capsys)["repeats"]
+
+
 def test_sources_that_are_not_there_are_named(root: Path) -> None:
     of = config(root, "bucket.sources={onw: {weight: 2}}")
     add(of, "one", pictures(4))

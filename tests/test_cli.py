@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pipeline.config import OptimConfig
 from pipeline.errors import EXIT_CODES, CacheError, IntegrityError, UserError
 from tests.support.command_lines import dry_run, words_of
 from tests.support.import_graph import imports, module_name, parsed
+from tests.support.messages import naming
 from tests.support.waiting import until
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -210,7 +212,6 @@ def test_watch_takes_the_options_that_it_reads(stage: Callable[..., Calls]) -> N
         ["--no-probe"],
         ["--write", "fitted.yaml"],
         ["--search", "--price", "2"],
-        *(["--calibrate", *more] for more in (["--gpus", "2"], ["--nodes", "2"], ["--price", "2"], ["--search"])),
     ],
 )
 def test_no_option_of_plan_is_ignored(words: list[str], stage: Callable[..., Calls]) -> None:
@@ -689,3 +690,45 @@ def test_formats_of_the_command_are_those_that_can_be_opened() -> None:
 
     [choice] = [option.type for option in cli.commands["encode"].params if option.name == "format"]
     assert tuple(choice.choices) == FORMATS
+
+
+def _paths(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Parameter]]:
+    """The options of all commands that name files or folders, by their help."""
+    for parameter in command.params:
+        if parameter.metavar and set(re.split(r"[|=]", parameter.metavar)) & {"DIR", "FILE", "PATH", "RUN"}:
+            yield words, parameter
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _paths(below, (*words, name))
+
+
+PATHS = list(_paths(cli))
+
+
+@pytest.mark.parametrize(("words", "parameter"), PATHS, ids=[f"{' '.join(w)} {p.name}" for w, p in PATHS])
+def test_no_path_of_the_command_line_has_a_variable_that_is_not_set(
+    words: tuple[str, ...], parameter: click.Parameter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`--out='$SCRATCH/x'` made a folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    command: click.Command = cli
+    for word in words:
+        command = command.commands[word]  # type: ignore[attr-defined]
+    needed = [
+        text
+        for other in command.params
+        if other.required and other is not parameter
+        for text in ([] if isinstance(other, click.Argument) else [other.opts[0]]) + ["x"]
+    ]
+    prefix = "photos=" if parameter.metavar == "NAME=DIR" else ""
+
+    def value(text: str) -> Any:
+        context = command.make_context(words[-1], [f"{parameter.opts[0]}={prefix}{text}", *needed])
+        return context.params[str(parameter.name)]
+
+    with pytest.raises(UserError, match=naming("SCRATCH")):
+        value("$SCRATCH/x")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    assert value("$SCRATCH/x") in (f"{prefix}/scratch/x", (f"{prefix}/scratch/x",))
+    if not prefix:
+        assert value("~/x") in (f"{tmp_path}/home/x", (f"{tmp_path}/home/x",))

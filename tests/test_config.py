@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -156,11 +159,8 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("packed_attention: true", "packed_attention: true needs text: packed"),
-        ("{packed_attention: true, text: packed, parallel: {pp_size: 2}}", "pp_size"),
+        ("{text: packed, parallel: {pp_size: 2}}", "pp_size"),
         ("{compile: block, activation_compression: int8}", "activation_compression to none"),
-        ("{compile: block, activation_offload: true}", "activation_offload to False"),
-        ("{compile: block, parallel: {pp_size: 2, pp_schedule: zbv}, activation_checkpointing: none}", "1f1b or gpipe"),
         ("{compile: whole}", "train.compile"),
         ("{trackers: [tensorboards]}", "train.trackers"),
         ("{peak_tflops: 0}", "train.peak_tflops"),
@@ -203,6 +203,97 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "1.0e-4", "0.0001", "+1e-4"])
 def test_exponents_are_numbers(tmp_path: Path, number: str) -> None:
     assert load(write(tmp_path, MINIMAL + f"train: {{optim: {{lr: {number}}}}}")).train.optim.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0100", 100), ("-07", -7), ("0o17", 15), ("0x1F", 31), ("1_000", "1_000"), ("1:30", "1:30"), ("0b11", "0b11")]
+    + [(text, text) for text in ("2026-01-01", "2026-01-01 10:00:00", "no", "On", "y", "1.2.3", "e5", "=")]
+    + [("089", 89), ("1.", 1.0), (".5", 0.5), ("1e3", 1e3), ("", None), ("~", None), ("TRUE", True), ("null ", None)],
+)
+def test_words_are_those_of_yaml_1_2_in_files_and_in_set(tmp_path: Path, text: str, value: object) -> None:
+    file = write(tmp_path, MINIMAL + f"train:\n  tf32: {text}")
+    for path, override in ((file, []), ("tiny", [f"train.tf32={text}"])):
+        if isinstance(value, bool):
+            assert load(path, override).train.tf32 is value
+        else:
+            with pytest.raises(ConfigError, match=naming(f"(found {value!r})")):
+                load(path, override)
+    assert module.from_yaml(module.as_yaml([text])) == [text], "written text stays text"
+    assert yaml.safe_load(module.as_yaml([text, value])) == [text, value], "for other readers, too"
+
+
+@pytest.mark.parametrize(
+    ("override", "takes"),
+    [
+        ("train.ema=None", "{OPTION: VALUE, ...} | null"),
+        ("train.trackers=tensorboard", "[tensorboard | wandb | "),
+        ("train.steps=1e4", "integer above 0 | null"),
+        ("train.steps=1:30", "integer above 0 | null"),
+        ("train.microbatch=1e1", "integer above 0, or auto"),
+        ("train.async_save=yes", "true | false"),
+        ("train.optim.betas=0.9", "[number at least 0 and at most 1, ...]"),
+        ("train.precision=fp8", "fp32 | bf16 | fp16 | bf16_pure"),
+        ("model.weights.runs_in=bf16", "[fp32 | bf16 | fp16, ...] | null"),
+        ("train.activation_checkpointing=5", "none | full | selective | every-K | auto"),
+        ("bucket.sources.art=5", "{NAME: {OPTION: VALUE, ...}, ...}"),
+        ("data.buckets=[[8]]", "sana | [[integer above 0, integer above 0], ...]"),
+        ("text.revision=0100", "put it in quotes"),
+        ("data.caption=1.5", "put it in quotes"),
+        ("data.caption_field=true", "put it in quotes"),
+        ("bucket.sources={2024: {weight: 2}}", "put it in quotes"),
+    ],
+)
+def test_a_wrong_value_shows_what_the_option_takes(override: str, takes: str) -> None:
+    with pytest.raises(ConfigError, match=naming(takes)) as caught:
+        load("tiny", [override])
+    assert override.partition("=")[0] in str(caught.value) and "Config" not in str(caught.value)
+
+
+PATHS = ("cache", "mirror.path", "train.output", "data.image_root", "vae.id", "text.id", "model.weights.id")
+
+
+@pytest.mark.parametrize("option", [*PATHS, "bucket.caches", "model.weights", "vae.decoder", "vae.decoder.id"])
+def test_variables_in_paths_are_replaced_or_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    base = ["model.arch=null", "model.weights={id: x}"]
+
+    def value(path: str) -> object:
+        given = f"['{path}']" if option == "bucket.caches" else f"'{path}'"
+        return module.written(load("tiny", [*base, f"{option}={given}"]))
+
+    assert f"{tmp_path}/scratch/x" in str(value("$SCRATCH/x")) and "$" not in str(value("${SCRATCH}/x"))
+    monkeypatch.delenv("SCRATCH")
+    with pytest.raises(UserError, match=naming("$SCRATCH/x", "SCRATCH")):
+        value("$SCRATCH/x")
+    with pytest.raises(UserError, match=naming("SCRATCH:-/tmp")):
+        value("${SCRATCH:-/tmp}/x")
+    assert "a$5/b$" in str(value("a$5/b$")), "no names of variables"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$SCRATCH").mkdir()
+    assert "$SCRATCH" in str(value("$SCRATCH")), "a folder that is called so"
+
+
+def test_an_unset_variable_in_a_secret_is_not_printed() -> None:
+    for place in ("s3://key:pa$word@bucket/x", "https://host/x?signature=a$word"):
+        with suppress(UserError):
+            assert load("tiny", [f"cache={place}"]).cache == place
+
+
+MERGES = "a: &a {x: 1, y: 2}\n" + "".join(
+    f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 9)}]}}\n" for a, b in pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize("text", [MERGES, MERGES.replace("{<<: ", "").replace("]}", "]"), "a: &a [1, *a]\n"])
+def test_a_file_that_stands_for_billions_of_values_is_refused_at_once(tmp_path: Path, text: str) -> None:
+    begun = time.monotonic()
+    assert "mine.yaml" in refusal(tmp_path, MINIMAL + text)
+    assert time.monotonic() - begun < 5
+    with pytest.raises(ConfigError):
+        load("tiny", ["train={" + ", ".join(text.replace("\n", ", ").split(", ")) + "}"])
 
 
 def test_set_overrides(tmp_path: Path) -> None:
@@ -484,7 +575,7 @@ def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     stages.config.run(*load_given("tiny"), "train.optim")
-    tree = yaml.load(capsys.readouterr().out, Loader=module._Loader)
+    tree = module.from_yaml(capsys.readouterr().out)
     assert list(tree) == ["train"] and list(tree["train"]) == ["optim"]
     assert list(tree["train"]["optim"]) == list(module.OptimConfig.model_fields)
     with pytest.raises(ConfigError, match=r"train\.optim"):

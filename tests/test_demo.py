@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from pipeline.config import load
+from pipeline.demo import small_models
 from pipeline.errors import UserError
-from pipeline.models import tiny
 from pipeline.processes import command
 from pipeline.training import metrics
 from stages import demo
@@ -54,7 +54,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         folder.mkdir()
         return {"vae": {"parameters": 1, "scaling_factor": 1.0, "psnr": 1.0}, "text": {"parameters": 1}}
 
-    monkeypatch.setattr(tiny, "make_all", make)
+    monkeypatch.setattr(small_models, "make_all", make)
     return calls
 
 
@@ -111,7 +111,7 @@ def test_an_interrupted_preparation_is_done_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiny, "make_all", dies)
+        patch.setattr(small_models, "make_all", dies)
         with pytest.raises(KeyboardInterrupt):
             demo.run(tmp_path / "demo")
     assert not (tmp_path / "demo" / "tiny").exists()

@@ -146,8 +146,7 @@ def test_two_processes_on_a_real_cache(small_cache_copy: Path, make_config: Any,
     """The command line in a launch, the cache's own loader, against one process."""
     runs, padded = {}, {}
     pipeline = ["train.parallel.pp_size=2", "train.microbatch=2"]
-    rows = ["train.parallel.cp_size=2", "train.text=packed", "train.packed_attention=true"]
-    runs_of = ("one", 1, []), ("FSDP2", 2, []), ("pipeline", 2, pipeline), ("context", 2, rows)
+    runs_of = ("one", 1, []), ("FSDP2", 2, []), ("pipeline", 2, pipeline), ("packed", 2, ["train.text=packed"])
     for name, processes, more in runs_of:
         sets = [
             f"cache={small_cache_copy}",

@@ -95,6 +95,23 @@ def test_a_changed_caption_encodes_that_caption(start: Config, source: Path) -> 
     assert (done["images"], done["captions"]) == (0, 1)
 
 
+def test_a_later_run_reads_a_source_as_it_was_read(
+    start: Config, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = stages.encode.run(make_config(tmp_path, "data.caption_prefix='sks, '"), data=str(source))
+    assert done["new"] == {"images": 0, "captions": done["captions"]} and done["captions"] >= 12
+    no_models(monkeypatch)
+    again = stages.encode.run(start, data=str(source))
+    assert again["new"] == {"images": 0, "captions": 0}
+    cache = Cache(start.cache)
+    table = cache.table((cache.last_scan("photos") or {})["table"])
+    texts = [caption["text"] for captions in table.column("captions").to_pylist() for caption in captions]
+    assert texts and all(text.startswith("sks, ") for text in texts)
+    assert stages.encode.run(make_config(tmp_path, "data.caption_prefix=''"), data=str(source))["new"]["captions"] == 0
+    table = cache.table((cache.last_scan("photos") or {})["table"])
+    assert "sks" not in str(table.column("captions").to_pylist())
+
+
 def test_another_mixture_of_captions_encodes_the_new_ones_alone(tmp_path: Path, make_config: MakeConfig) -> None:
     """Long captions first, short ones beside them in a later round: two snapshots of one source."""
     (tmp_path / "pictures").mkdir()

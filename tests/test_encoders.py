@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import TextConfig, VaeConfig, Weights
+from pipeline.demo import photographs, small_models
 from pipeline.errors import UserError
-from pipeline.models import encoders, hub, tiny
+from pipeline.models import encoders, hub
 from pipeline.sources import caption_rules as rules
 from tests.support import tiny_models
 from tests.support.messages import naming
@@ -148,7 +154,7 @@ def test_null_is_the_empty_caption_with_all_its_rows(text: encoders.TextEncoder,
     with torch.no_grad():
         _, _, rows, mask = pipe.encode_prompt("a", negative_prompt="", max_sequence_length=300)
     bits, valid = text.null()
-    assert bits.shape == (300, tiny.TEXT_WIDTH) and bits.dtype == np.uint16
+    assert bits.shape == (300, small_models.TEXT_WIDTH) and bits.dtype == np.uint16
     assert valid == int(mask.sum()) == 1
     difference = (encoders.from_bits(bits).float() - rows[0]).abs() / rows[0].abs().clamp_min(1e-2)
     assert float(difference.max()) <= 2**-8 + 1e-4  # bf16 rounding
@@ -230,14 +236,14 @@ def test_latents_equal_the_autoencoders(folder: Path, images: np.ndarray) -> Non
         want = whole.encode(x).latent * whole.config.scaling_factor
     encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
     bits = encoder.encode(images)
-    assert bits.dtype == np.uint16 and bits.shape == (3, tiny.LATENT_CHANNELS, 6, 10)
+    assert bits.dtype == np.uint16 and bits.shape == (3, small_models.LATENT_CHANNELS, 6, 10)
     got = encoders.from_bits(bits)
     # The same module on weights that lie elsewhere in memory differs in the last bits of fp32, so now and then a
     # value at a tie is rounded the other way.
     assert torch.all(((want - 1e-5).to(torch.bfloat16) <= got) & (got <= (want + 1e-5).to(torch.bfloat16)))
     assert (got != want.to(torch.bfloat16)).float().mean() < 0.01
     assert np.array_equal(bits, encoder.encode(images))
-    assert (encoder.compression, encoder.channels) == (8, tiny.LATENT_CHANNELS)
+    assert (encoder.compression, encoder.channels) == (8, small_models.LATENT_CHANNELS)
     doubled = VaeConfig(id=str(folder), scaling_factor=2 * whole.config.scaling_factor)
     twice = encoders.from_bits(encoders.LatentEncoder.load(doubled, "cpu").encode(images))
     assert torch.equal(twice.float(), 2 * got.float())
@@ -299,7 +305,7 @@ def other_decoder(folder: Path, kind: str, **changes: Any) -> Path:
         model = AutoencoderDC.from_config({**settings, "decoder_layers_per_block": [1, 2, 1, 1], **changes})
     else:
         blocks = {"num_encoder_blocks": (1, 1, 1, 1), "num_decoder_blocks": (1, 1, 1, 1)}
-        model = AutoencoderTiny(**{"latent_channels": tiny.LATENT_CHANNELS, **blocks, **changes})
+        model = AutoencoderTiny(**{"latent_channels": small_models.LATENT_CHANNELS, **blocks, **changes})
     path = folder / f"{kind}-{len(list(folder.iterdir()))}"
     model.save_pretrained(path)
     return path
@@ -426,7 +432,7 @@ def test_recipe_fields(folder: Path) -> None:
     assert vae == {
         "weights": vae["weights"],
         "compression": 8,
-        "channels": tiny.LATENT_CHANNELS,
+        "channels": small_models.LATENT_CHANNELS,
         "dtype": "fp32",
         "scaling_factor": saved["scaling_factor"],
         "tiling": False,
@@ -442,7 +448,7 @@ def test_recipe_fields(folder: Path) -> None:
         "normalisation": "diffusers",
         "max_length": 300,
         "selection": "sana",
-        "width": tiny.TEXT_WIDTH,
+        "width": small_models.TEXT_WIDTH,
     }
     assert all(len(digest) == 32 for digest in (vae["weights"], text["weights"], text["tokenizer"]))
     json.dumps((vae, text), allow_nan=False)
@@ -533,6 +539,72 @@ def test_a_folder_that_is_not_the_model_is_refused(folder: Path, tmp_path: Path)
         encoders.describe_vae(VaeConfig(id=str(broken)))
 
 
+@pytest.mark.parametrize("file", ["tokenizer/tokenizer_config", "tokenizer/config", "text_encoder/config"])
+def test_code_of_a_model_folder_is_neither_run_nor_asked_for(
+    folder: Path, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    place, code = copy / f"{file}.json", {"AutoTokenizer": [None, "own.Own"], "AutoConfig": "own.Own"}
+    values = json.loads(place.read_text()) if place.exists() else {"model_type": "own"}
+    if place.name == "tokenizer_config.json":
+        values["tokenizer_class"] = "Own"
+    place.write_text(json.dumps({**values, "auto_map": code}))
+    (place.parent / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
+    with suppress(hub.ModelError):
+        encoders.TextEncoder.load(TextConfig(id=str(copy)), "", "cpu")
+    assert not asked and not (tmp_path / "was run").exists()
+    if place.name == "tokenizer_config.json":
+        with pytest.raises(hub.ModelError, match=naming("copy/tokenizer")) as caught:
+            encoders.count_rows(TextConfig(id=str(copy)), "", ["a"])
+        assert caught.value.fix and "trust_remote_code" not in str(caught.value)
+
+
+REFUSED = """
+import sys
+from pathlib import Path
+from pipeline.errors import UserError, not_permitted
+from pipeline.models import hub, sana_config, sana_files
+root = Path(sys.argv[1])
+for read, name in (
+    (hub.read_json, "file.json"), (sana_config.read_config, ""), (hub.open_tensors, "file.safetensors"),
+    (sana_files.WeightFiles, "file.pth"), (hub.open_tensors, "closed/inside.safetensors"),
+):
+    try:
+        read(root / name)
+    except UserError as error:
+        print(error.what.partition(": ")[0], error.fix.partition(", ")[0], sep="|")
+print(not_permitted(root / "absent"), not_permitted(root / "no" / "where"), not_permitted(root / ("x" * 300)))
+"""
+
+
+def test_what_this_user_may_not_read_is_not_called_missing(
+    tmp_path: Path, bound_by_permissions: Callable[[], None]
+) -> None:
+    """safetensors and torch call it so, and the fix was to fetch it again."""
+    for name in ("file.json", "config.json", "file.safetensors", "file.pth"):
+        (tmp_path / name).touch(mode=0)
+    (tmp_path / "closed").mkdir(mode=0o600)
+    told = subprocess.run(
+        [sys.executable, "-c", REFUSED, tmp_path], preexec_fn=bound_by_permissions, capture_output=True, text=True
+    ).stdout.splitlines()
+    names = ["file.json", "config.json", "file.safetensors", "file.pth"]
+    assert told[:4] == [f"{tmp_path / name}|chmod a+r {tmp_path / name}" for name in names]
+    inside = tmp_path / "closed" / "inside.safetensors"
+    assert told[4:] == [f"{inside}|chmod a+rx {tmp_path / 'closed'}", "None None None"]
+
+
+def test_others_may_read_small_models_as_the_umask_says(tmp_path: Path) -> None:
+    small_models.make_vae(tmp_path / "vae", [], steps=0)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "vae").iterdir()} == {0o666 & ~umask()}
+
+
+def umask() -> int:
+    os.umask(value := os.umask(0))
+    return value
+
+
 def test_missing_shards_are_named(folder: Path, tmp_path: Path) -> None:
     from diffusers import AutoencoderDC
 
@@ -612,7 +684,7 @@ def test_demonstration_photographs(tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     from PIL import Image
 
-    photos = tiny.demo_photos(tmp_path)
+    photos = photographs.demo_photos(tmp_path)
     assert len(photos) == len({caption for _, caption in photos}) == 12
     shapes = set()
     for path, caption in photos:
@@ -628,7 +700,7 @@ def test_photographs_without_scikit_image(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setitem(sys.modules, "skimage", None)
     with pytest.raises(UserError, match="scikit-image") as caught:
-        tiny.demo_photos(tmp_path)
+        photographs.demo_photos(tmp_path)
     assert "demo" in str(caught.value.fix)
 
 
@@ -643,13 +715,13 @@ def test_a_fitted_vae_begins_as_the_best_linear_code_and_improves(tmp_path: Path
             y, x = rng.integers(0, 48, 2)
             image[y : y + rng.integers(4, 24), x : x + rng.integers(4, 24)] = rng.integers(0, 256, 3)
         images.append(image)
-    start = tiny.make_vae(tmp_path / "start", images, steps=1, sizes=[(64, 64)], lr=1e-12)
-    fitted = tiny.make_vae(tmp_path / "fitted", images, steps=60, sizes=[(64, 64)], batch=3, lr=6e-4)
+    start = small_models.make_vae(tmp_path / "start", images, steps=1, sizes=[(64, 64)], lr=1e-12)
+    fitted = small_models.make_vae(tmp_path / "fitted", images, steps=60, sizes=[(64, 64)], batch=3, lr=6e-4)
 
     pixels = torch.from_numpy(np.stack(images)).float() / 127.5 - 1
     patches = pixels.reshape(6, 8, 8, 8, 8, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 192)
     mean = patches.mean(0)
-    basis = torch.linalg.svd(patches - mean, full_matrices=False)[2][: tiny.LATENT_CHANNELS]
+    basis = torch.linalg.svd(patches - mean, full_matrices=False)[2][: small_models.LATENT_CHANNELS]
     error = ((patches - mean) - (patches - mean) @ basis.T @ basis).square().reshape(6, -1).mean(1)
     best = float((10 * torch.log10(4 / error)).mean())
     assert start["psnr"] > best - 2  # the components also serve the jittered views
@@ -670,7 +742,7 @@ def test_a_fitted_vae_does_not_depend_on_the_number_of_threads(tmp_path: Path) -
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            tiny.make_vae(tmp_path / str(threads), images, steps=3, sizes=[(32, 32)])
+            small_models.make_vae(tmp_path / str(threads), images, steps=3, sizes=[(32, 32)])
             assert torch.get_num_threads() == threads
             digests.add(encoders.describe_vae(VaeConfig(id=str(tmp_path / str(threads)), subfolder=None))["weights"])
     finally:
@@ -686,4 +758,4 @@ def test_any_multiple_of_eight_goes_through_and_back(folder: Path, size: tuple[i
     assert bits.shape[2:] == (size[0] // 8, size[1] // 8)
     assert encoders.LatentDecoder.load(config, "cpu").decode(encoders.from_bits(bits)).shape == images.shape
     with pytest.raises(UserError, match=naming(f"{size[0] + 4}x{size[1]}")):
-        tiny.make_vae(folder / "none", [], steps=0, sizes=[(size[0] + 4, size[1])])
+        small_models.make_vae(folder / "none", [], steps=0, sizes=[(size[0] + 4, size[1])])

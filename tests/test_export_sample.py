@@ -21,8 +21,9 @@ from PIL import Image
 from pipeline import cli, processes
 from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
-from pipeline.errors import AwayError, ConfigError, UserError
-from pipeline.models import encoders, tiny
+from pipeline.demo import small_models
+from pipeline.errors import AwayError, ConfigError, NoSpaceError, UserError
+from pipeline.models import encoders
 from pipeline.models import sampler as sampling
 from pipeline.models.sampler import noise_of
 from pipeline.models.sana import SanaTransformer
@@ -60,7 +61,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         pixels = generator.integers(0, 255, (height // 8, width // 8, 3), np.uint8).repeat(8, 0).repeat(8, 1)
         Image.fromarray(pixels).save(pictures / f"{i}.png")
         (pictures / f"{i}.txt").write_text(caption)
-    tiny.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
+    small_models.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
     config = load(
         "tiny",
         [
@@ -309,7 +310,7 @@ def test_export_is_whole_or_not_at_all(trained: Trained, tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(export, "copy_model", full)
-        with pytest.raises(UserError, match="No space left"):
+        with pytest.raises(NoSpaceError, match=naming(out)):
             export.run(trained.config, "auto", out, overwrite=True)
     assert {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -60,7 +59,7 @@ def within_limits(results: dict[str, dict[str, float]]) -> bool:
 def test_values_and_gradients_in_the_interpreter_are_those_of_fp64() -> None:
     results = interpreted()
     assert within_limits(results)
-    assert len(results) == 18
+    assert len(results) == 12
 
 
 @triton
@@ -137,15 +136,6 @@ def attention_inputs(dtype: torch.dtype) -> list[Any]:
     return [*(torch.randn(2, 5, 6, dtype=dtype, requires_grad=True) for _ in range(3)), 3, 1e-15]
 
 
-def state_inputs(dtype: torch.dtype) -> list[Any]:
-    return [*(torch.randn(2, 5, 6, dtype=dtype, requires_grad=True) for _ in range(2)), 3]
-
-
-def read_inputs(dtype: torch.dtype) -> list[Any]:
-    state = torch.rand(2, 2, 4, 3, requires_grad=True)
-    return [torch.randn(2, 5, 6, dtype=dtype, requires_grad=True), state, 3, 1e-6]
-
-
 def packed_inputs(dtype: torch.dtype) -> list[Any]:
     shapes = (3, 5, 2, 4), (9, 2, 4), (9, 2, 4)
     tensors = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -160,20 +150,14 @@ def product_inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((2, 5, 6), *((4, 6),) * 3)]
 
 
-def registered(module: ModuleType, part: str = "") -> tuple[Any, Any]:
-    """The operation of a module, or a part of it, as torch knows it, and that of its gradients."""
-    name = module.__name__.rpartition(".")[2] + part
+def registered(module: ModuleType) -> tuple[Any, Any]:
+    """The operation of a module as torch knows it, and that of its gradients."""
+    name = module.__name__.rpartition(".")[2]
     return getattr(torch.ops.sana_pipe, name).default, getattr(torch.ops.sana_pipe, f"{name}_backward").default
 
 
 OPERATIONS: dict[str, tuple[Any, Any, Callable[[torch.dtype], list[Any]]]] = {
     "gated convolution": (*registered(gated_convolution), convolution_inputs),
-    "gated convolution of a band": (
-        *registered(gated_convolution),
-        lambda dtype: [*convolution_inputs(dtype), 1, 1],
-    ),
-    "state": (*registered(linear_attention, "_state"), state_inputs),
-    "read": (*registered(linear_attention, "_read"), read_inputs),
     "linear attention": (*registered(linear_attention), attention_inputs),
     "linear attention, side by side": (*registered(linear_attention), side_by_side_inputs),
     "joined product": (*registered(joined_linear), product_inputs),
@@ -181,7 +165,7 @@ OPERATIONS: dict[str, tuple[Any, Any, Callable[[torch.dtype], list[Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ("state", "read")])
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_the_twin_has_the_gradients_of_its_values(name: str) -> None:
     """Against differences in float64. Linear attention computes in float32, so its differences are coarser."""
     operation, _, inputs = OPERATIONS[name]
@@ -198,36 +182,6 @@ def test_the_twin_has_the_gradients_of_its_values(name: str) -> None:
                 assert (ours.grad - exact.grad).norm() <= 1e-5 * exact.grad.norm()
     else:
         assert torch.autograd.gradcheck(operation, inputs(torch.float64))
-
-
-def in_parts(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
-    """Linear attention of the first two tokens and of the others, with the sum of their states."""
-    parts = list(zip(*(x.split([2, x.shape[1] - 2], dim=1) for x in (query, key, value)), strict=True))
-    summed = sum(torch.ops.sana_pipe.linear_attention_state(k, v, head_dim) for _, k, v in parts)
-    read = [linear_attention.linear_attention(*part, head_dim, eps, lambda state: summed) for part in parts]
-    return torch.cat(read, dim=1)
-
-
-def test_attention_in_parts_is_that_of_the_whole() -> None:
-    """Values and gradients against the formula in float64; the sum over the parts has all parts' gradients."""
-    torch.manual_seed(0)
-    given = attention_inputs(torch.float64)
-    plain = [x.detach().requires_grad_() for x in given[:3]]
-    gradient = torch.randn(2, 5, 6, dtype=torch.float64)
-    exact, result = formula(*plain, 3, 1e-15), in_parts(*given)
-    assert (result - exact).norm() <= 1e-6 * exact.norm()
-    (exact * gradient).sum().backward()
-    (result * gradient).sum().backward()
-    for ours, wanted in zip(given[:3], plain, strict=True):
-        assert (ours.grad - wanted.grad).norm() <= 1e-5 * wanted.grad.norm()
-
-
-def test_a_band_with_its_neighbours_rows_is_convolved_as_within_the_picture() -> None:
-    u, weight, bias = (x.detach() for x in convolution_inputs(torch.float64))
-    whole = gated_convolution.gated_convolution(u, weight, bias)
-    for first, last, above, below in ((0, 1, 0, 1), (1, 2, 1, 1), (1, 3, 1, 0)):
-        band = gated_convolution.gated_convolution(u[:, first - above : last + below], weight, bias, above, below)
-        torch.testing.assert_close(band, whole[:, first:last])
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
@@ -249,60 +203,27 @@ def test_an_operation_is_registered_as_torch_expects(name: str) -> None:
     torch.library.opcheck(gradients, [gradient, *plain], test_utils=("test_schema", "test_faketensor"))
 
 
-class Products(TorchDispatchMode):
-    """Sizes of the gradients that `joined_linear`'s backward operation computes."""
+@pytest.mark.parametrize("name", ["gated convolution", "joined product"])
+def test_frozen_parameters_have_no_gradient_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation, gradients, inputs = OPERATIONS[name]
+    sizes: list[bool] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[list[int]] = []
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = called(*args, **(kwargs or {}))
+            if called is gradients:
+                sizes.extend(bool(part.numel()) for part in result)
+            return result
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        if operation is torch.ops.sana_pipe.joined_linear_backward.default:
-            self.sizes.append([part.numel() for part in result])
-        return result
-
-
-def test_a_backward_pass_in_two_parts_multiplies_once_for_each_gradient() -> None:
-    given = product_inputs(torch.float64)
-    first = torch.nn.Linear(6, 6, dtype=torch.float64)
-    parameters = [*first.parameters(), *given[1:]]
-    out = joined_linear.joined_linear(first(given[0]), *given[1:])
-    whole = torch.autograd.grad(out.square().sum(), [given[0], *parameters], retain_graph=True)
-    with Products() as products:
-        of_input, groups = stage_backward_input([out.square().sum()], None, [given[0]], iter(parameters))
-        stage_backward_weight(iter(parameters), groups)
-    assert products.sizes == [[60, 0], [0, 72]]
-    for ours, exact in zip([*of_input, *(p.grad for p in parameters)], whole, strict=True):
-        torch.testing.assert_close(ours, exact)
-
-
-def test_a_backward_pass_in_two_parts_computes_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As zero-bubble schedules have it: first the gradient of the input, then those of the parameters."""
-    passes: list[list[bool]] = []
-    plain = gated_convolution.backward
-
-    def spied(*given: Any) -> tuple[Tensor, ...]:
-        results = plain(*given)
-        passes.append([bool(result.numel()) for result in results])
-        return results
-
-    monkeypatch.setattr(gated_convolution, "backward", spied)
-    given = convolution_inputs(torch.float64)
-    first = torch.nn.Linear(6, 6, dtype=torch.float64)
-    out = gated_convolution.gated_convolution(first(given[0]), *given[1:])
-    parameters = [*first.parameters(), *given[1:]]
-    whole = torch.autograd.grad(out.square().sum(), [given[0], *parameters], retain_graph=True)
-    assert passes.pop() == [True, True, True]
-    of_input, groups = stage_backward_input([out.square().sum()], None, [given[0]], iter(parameters))
-    assert passes == [[True, False, False]]
-    stage_backward_weight(iter(parameters), groups)
-    assert passes == [[True, False, False], [False, True, True]]
-    for ours, exact in zip([*of_input, *(p.grad for p in parameters)], whole, strict=True):
-        torch.testing.assert_close(ours, exact)
-    given[1].requires_grad_(False)
-    gated_convolution.gated_convolution(given[0], given[1], given[2].detach()).sum().backward()
-    assert passes[-1] == [True, False, False], "frozen parameters"
+    given = inputs(torch.float64)
+    first, *others = given
+    with Spy():
+        operation(first, *(x.detach() for x in others)).sum().backward()
+    assert sizes == [True] + [False] * (len(sizes) - 1)
+    assert first.grad is not None
+    with Spy():
+        operation(first.detach(), *others).sum().backward()
+    assert sizes[len(sizes) // 2] is False and all(sizes[len(sizes) // 2 + 1 :])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -324,17 +245,10 @@ def test_flops_are_those_of_the_formula() -> None:
     with FlopCounterMode(display=False) as plain:
         F.conv2d(given[0].permute(0, 3, 1, 2), given[1], padding=1, groups=6)
     assert 3 * plain.get_total_flops() == counter.get_total_flops()
-    bands = [(given[0][:, :3], 0, 1), (given[0][:, 1:], 1, 0)]  # rows 0 and 1, row 2
-    with FlopCounterMode(display=False) as parts:
-        for u, above, below in bands:
-            gated_convolution.gated_convolution(u, *given[1:], above, below).sum().backward()
-    assert parts.get_total_flops() == counter.get_total_flops()
-    whole, halves = attention_inputs(torch.float32), attention_inputs(torch.float32)
+    whole = attention_inputs(torch.float32)
     with FlopCounterMode(display=False) as counter:
         linear_attention.linear_attention(*whole).sum().backward()
-    with FlopCounterMode(display=False) as parts:
-        linear_attention.linear_attention(*halves, lambda state: state).sum().backward()
-    assert parts.get_total_flops() == counter.get_total_flops() == 3 * 4 * whole[0].numel() * 4
+    assert counter.get_total_flops() == 3 * 4 * whole[0].numel() * 4
 
 
 class OnGpu:
@@ -399,13 +313,13 @@ def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["gated convolution", "gated convolution of a band", "linear attention"])
+@pytest.mark.parametrize("name", ["gated convolution", "linear attention"])
 def test_on_a_gpu_the_kernels_are_nearer_to_fp64_than_their_limit(name: str, dtype: torch.dtype) -> None:
     operation, gradients, _ = OPERATIONS[name]
     torch.manual_seed(0)
     if name.startswith("gated convolution"):
         shapes = (2, 24, 43, 1280), (1280, 1, 3, 3), (1280,)
-        more: tuple[Any, ...] = (1, 1) if name.endswith("band") else ()
+        more: tuple[Any, ...] = ()
     else:
         shapes, more = ((2, 1032, 640),) * 3, (32, 1e-15)
     given = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
@@ -420,20 +334,4 @@ def test_on_a_gpu_the_kernels_are_nearer_to_fp64_than_their_limit(name: str, dty
     actual = [result, *gradients(gradient, *state, *given, *more)]
     for ours, wanted in zip(actual, [expected.detach(), *(leaf.grad for leaf in leaves)], strict=True):
         error = (ours.cpu().double() - wanted).norm() / wanted.norm()  # type: ignore[union-attr]
-        assert error <= (2**-7 if dtype is torch.bfloat16 else 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_a_gpu_attention_in_parts_is_as_near(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    given = [torch.randn(2, 1032, 640, device="cuda").to(dtype).requires_grad_() for _ in range(3)]
-    exact = [x.detach().cpu().double().requires_grad_() for x in given]
-    gradient = torch.randn(2, 1032, 640, device="cuda").to(dtype)
-    expected, actual = formula(*exact, 32, 1e-15), in_parts(*given, 32, 1e-15)
-    expected.backward(gradient.cpu().double())
-    actual.backward(gradient)
-    pairs = [(actual, expected), *((ours.grad, wanted.grad) for ours, wanted in zip(given, exact, strict=True))]
-    for ours, wanted in pairs:
-        error = (ours.detach().cpu().double() - wanted.detach()).norm() / wanted.norm()  # type: ignore[union-attr]
         assert error <= (2**-7 if dtype is torch.bfloat16 else 1e-5)

@@ -24,30 +24,32 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.errors": "urls",
         "pipeline.config": "errors urls",
         "pipeline.launch": "config errors",
+        "pipeline.processes": "errors",
         "pipeline.retrying": "errors",
         "pipeline.cache": "config errors urls retrying",
         "pipeline.sources": "config errors urls retrying cache",
         "pipeline.images": "config errors",
-        "pipeline.models": "config errors kernels",
+        "pipeline.models": "config errors kernels layer_classes",
         "pipeline.kernels": "",
+        "pipeline.demo": "errors models",
         "pipeline.snapshots": "config errors cache sources images loader",
         "pipeline.loader": "errors amounts cache sources",
         "pipeline.work": "config errors amounts terminal processes retrying launch cache",
-        "pipeline.parallel": "config errors launch kernels",
+        "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors amounts launch cache sources images models work",
         "pipeline.training": "config errors amounts terminal processes retrying launch cache models loader parallel",
-        "pipeline.planning": "config errors launch cache images models snapshots loader parallel encoding training",
+        "pipeline.planning": "config errors amounts launch images models loader parallel training",
         "pipeline.reporting": "config errors amounts processes cache sources images models snapshots loader encoding"
         " training",
         "pipeline.cli": "config errors launch processes stages",
         "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"
-        " work parallel encoding training planning reporting",
+        " work parallel encoding training planning reporting demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it
-    "diffusers": {"pipeline.models"},
-    "transformers": {"pipeline.models"},
-    "tokenizers": {"pipeline.models"},
+    "diffusers": {"pipeline.models", "pipeline.demo"},
+    "transformers": {"pipeline.models", "pipeline.demo"},
+    "tokenizers": {"pipeline.demo"},
     "triton": {"pipeline.kernels.gated_convolution_triton", "pipeline.kernels.linear_attention_triton"},
 }
 CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "aiobotocore", "botocore", "xxhash", "zstandard"}
@@ -130,7 +132,7 @@ def test_no_test_imports_another_test() -> None:
     assert borrowed == []
 
 
-PRIVATE_USES = 38
+PRIVATE_USES = 36
 """Places where tests name what a module keeps to itself. May go down, never up: make the name public, or test the
 behaviour."""
 
@@ -212,7 +214,7 @@ def test_every_row_and_permission_is_used() -> None:
     [
         ("ALLOWED", {"pipeline.gone": set()}, "pipeline.gone: no module"),
         ("ALLOWED", {"pipeline.kernels": {"pipeline.config"}}, "pipeline.kernels: pipeline.config"),
-        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"pipeline.models", "pipeline.cli"}}, "pipeline.cli: tokenizers"),
+        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"pipeline.demo", "pipeline.cli"}}, "pipeline.cli: tokenizers"),
         ("CACHE_LIBRARIES", {"torch"}, "pipeline.cache: torch"),
     ],
 )
@@ -267,8 +269,28 @@ def _loaded(statement: str) -> set[str]:
 
 def _heavy(modules: set[str]) -> list[str]:
     names = ("autoencoder_dc", "modeling_gemma2", "pipeline_sana")
-    whole = ("diffusers", "transformers", "pipeline.models.encoders", "pipeline.models.tiny")
+    whole = ("diffusers", "transformers", "pipeline.models.encoders", "pipeline.demo.small_models")
     return sorted(m for m in modules if m in whole or m.rpartition(".")[2] in names)
+
+
+LOADERS = {"from_pretrained", "from_single_file", "load_config", "pipeline", "hub_load"}
+
+
+def loader_calls(code: str) -> list[tuple[str, set[str]]]:
+    """Calls that can run the code of a model folder: function, keywords with the value of constants."""
+    return [
+        (ast.unparse(node.func), {f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords})
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOADERS
+    ]
+
+
+def test_models_are_loaded_in_one_place_that_runs_none_of_their_code() -> None:
+    paths = [p for folder in ("pipeline", "stages") for p in ROOT.glob(f"{folder}/**/*.py")]
+    found = [(path.name, *call) for path in paths for call in loader_calls(path.read_text())]
+    ((file, _, options),) = found
+    assert file == "hub.py" and {"local_files_only=True", "trust_remote_code=False"} <= options
+    assert loader_calls("a.B.from_pretrained(x, y=1)") == [("a.B.from_pretrained", {"y=1"})]
 
 
 def test_memory_is_never_measured_by_tracemalloc() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,18 @@ from pipeline.config import Config
 from pipeline.encoding import scan as scanning
 from pipeline.errors import AwayError, RejectRateError
 from pipeline.sources import links
-from pipeline.sources.links import DEAD, DeadLink, Links
+from pipeline.sources.links import DEAD, REFUSED, DeadLink, RefusedLink
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Item
+from tests.support import source_files
 from tests.support.link_server import LinkServer, serve_links
 from tests.support.lowered import lower_limits
-from tests.support.source_files import listed, opened
+from tests.support.source_files import listed
 
 MakeConfig = Callable[..., Config]
 COUNT = 6
+Links = partial(links.Links, allowed="all")
+opened = partial(source_files.opened, allow_links="all")
 
 
 def picture(n: int) -> bytes:
@@ -51,6 +56,16 @@ def server() -> Iterator[LinkServer]:
     for one in serve_links():
         one.pictures = {f"{n}.png": picture(n) for n in range(COUNT)} | {f"/{n}.png": picture(n) for n in range(COUNT)}
         yield one
+
+
+@pytest.fixture
+def make_config(make_config: MakeConfig) -> MakeConfig:
+    """Configurations that allow the servers of this machine, and a store."""
+
+    def make(folder: Path, *overrides: str) -> Config:
+        return make_config(folder, "data.allow_links=all", *overrides)
+
+    return make
 
 
 @pytest.fixture(autouse=True)
@@ -262,18 +277,18 @@ def test_a_killed_scan_goes_on_where_it_was(
     urls = [*good(server), *(f"{server.url}/404!{n}.png" for n in range(COUNT))]
     data = write(tmp_path / table, [url for pair in zip(urls[:COUNT], urls[COUNT:], strict=True) for url in pair])
     config = make_config(tmp_path)
-    real, fetched = Links.read, list[str]()
+    real, fetched = links.Links.read, list[str]()
 
-    def killed(self: Links, url: str) -> bytes:
+    def killed(self: links.Links, url: str) -> bytes:
         if len(fetched) >= 2 * 3 and url.endswith("!3.png"):
             raise KeyboardInterrupt
         fetched.append(url)
         return real(self, url)
 
-    monkeypatch.setattr(Links, "read", killed)
+    monkeypatch.setattr(links.Links, "read", killed)
     with pytest.raises(KeyboardInterrupt):
         stages.encode.run(config, data=str(data))
-    monkeypatch.setattr(Links, "read", real)
+    monkeypatch.setattr(links.Links, "read", real)
     server.asked.clear()
     done = stages.encode.run(config, data=str(data))
     assert (done["images"], done["rejects"]) == (COUNT, COUNT)
@@ -456,3 +471,91 @@ def test_the_session_has_no_cookies_and_obeys_fsspecs_configuration(
         assert daemons["links"], "the interpreter does not wait for it"
     finally:
         links.opened.cache_clear()
+
+
+LOCAL = ("127.0.0.1", "localhost", "2130706433", "127.1", "0.0.0.0", "[::ffff:127.0.0.1]", "[::1]", "[64:ff9b::7f00:1]")
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_no_link_reaches_this_machine_unless_it_is_allowed(server: LinkServer, name: str) -> None:
+    port = server.url.rpartition(":")[2]
+    with pytest.raises(DeadLink):
+        links.Links().read(f"http://{name}:{port}/0.png")
+    assert server.asked.total() == 0
+    assert Links().read(f"{server.url}/0.png") == picture(0)
+    with pytest.raises(RefusedLink, match=REFUSED):
+        links.Links().read(f"{server.url}/0.png")
+    assert server.asked.total() == 1, "an open connection is not used either"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(
+            "10.1.2.3",
+            "172.16.0.1",
+            "192.168.1.1",
+            "169.254.169.254",
+            "100.64.0.1",
+            "0.0.0.0",
+            "224.0.0.1",
+            "240.0.0.1",
+        ),
+        *(
+            "::1",
+            "::",
+            "fe80::1%eth0",
+            "fd00::1",
+            "fec0::1",
+            "ff02::1",
+            "::127.0.0.1",
+            "::ffff:10.0.0.1",
+            "2002:7f00:1::",
+        ),
+        *("64:ff9b::a9fe:a9fe", "2001:db8::1", "127.1", "2130706433"),
+    ],
+)
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not links.is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_public_addresses(address: str) -> None:
+    assert links.is_public(address)
+
+
+def test_the_address_that_is_connected_is_checked(server: LinkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may lead elsewhere when it is resolved again, and a server of the web to one of this network."""
+    port = int(server.url.rpartition(":")[2])
+    answers = iter(["8.8.8.8", *["127.0.0.1"] * 9])
+    real, seen = socket.getaddrinfo, list[str]()
+
+    def rebinding(host: Any, *args: Any, **options: Any) -> Any:
+        return real(next(answers) if host == "museum.example" else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebinding)
+    assert socket.getaddrinfo("museum.example", port)[0][4][0] == "8.8.8.8", "whoever asks first"
+    with pytest.raises(RefusedLink):
+        links.Links().read(f"http://museum.example:{port}/0.png")
+    monkeypatch.setattr(links, "is_public", lambda address: not seen.append(address) and address == "127.0.0.1")
+    with pytest.raises(RefusedLink):
+        links.Links().read(f"{server.url}/moved!http://127.0.0.2:{port}/0.png")
+    assert seen == ["127.0.0.1", "127.0.0.2"] and server.asked.total() == 1
+
+
+@TABLES
+def test_refused_links_are_rejects_that_name_the_option_and_are_fetched_once_it_is_set(
+    server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    def no_store(*args: Any, **options: Any) -> None:
+        raise AssertionError("a store was asked")
+
+    monkeypatch.setattr(links, "Connection", no_store)
+    data = write(tmp_path / table, [*good(server), "s3://bucket/0.png", "hf://datasets/a/b/0.png"])
+    with pytest.raises(RejectRateError, match=r"data\.allow_links=private"):
+        stages.encode.run(make_config(tmp_path, "data.allow_links=none"), data=str(data))
+    assert server.asked.total() == 0
+    done = stages.encode.run(make_config(tmp_path, "data.allow_links=private"), data=str(data))
+    assert (done["images"], done["rejects"]) == (COUNT, 2)
+    reasons = [row["reject"] for row in rows_of(make_config(tmp_path), "web") if row["reject"]]
+    assert all(reason.startswith(REFUSED) and "data.allow_links=all" in reason for reason in reasons)

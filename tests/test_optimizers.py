@@ -339,6 +339,22 @@ def test_small_updates_of_bf16_weights_are_not_lost(name: str, monkeypatch: pyte
     assert abs(moved(torch.bfloat16) - exact) > 0.5 * abs(exact), "rounding to nearest passes the check"
 
 
+@pytest.mark.parametrize("name", ["adamw", "came", "adamw8bit"])
+def test_bf16_gradients_are_clipped_in_fp32(name: str) -> None:
+    """A third is not a bf16 number: rounded to bf16, the factor would be 0.2 % too large."""
+    layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    config = OptimConfig.model_validate({"name": name, "lr": 1e-6, "betas": None, "eps": None})
+    optimizer: Any = optimizers.build(layer, config, CPU)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.gradient_factor = torch.tensor(1 / 3)
+    optimizer.step()
+    beta1, beta2 = optimizer.param_groups[0]["betas"][:2]
+    mean, expected = ("exp_avg_sq_row", (1 - beta2) / 9) if name == "came" else ("exp_avg", (1 - beta1) / 3)
+    state = optimizer.state_dict()["state"][0]
+    assert float(state[mean].float().mean()) == pytest.approx(expected, rel=3e-4)
+    assert torch.equal(layer.weight.grad, torch.ones_like(layer.weight)), "the bf16 gradient is not rounded again"
+
+
 def test_adamw_in_bf16_is_adamw() -> None:
     torch.manual_seed(0)
     start = torch.randn(64, 32).bfloat16()

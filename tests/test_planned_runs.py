@@ -1,4 +1,4 @@
-"""Runs and their predictions: the comparison, the calibration on this device, and the options that are `auto`."""
+"""Runs and their predictions: the comparison, and the options that are `auto`."""
 
 from __future__ import annotations
 
@@ -16,37 +16,28 @@ import yaml
 
 import stages.encode
 import stages.train
+from benchmarks.real_step import RealStep
 from pipeline.cli import main
 from pipeline.config import Config, ParallelConfig, TrainConfig, load
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.hub import ModelError
 from pipeline.parallel.mesh import Layout, open_mesh
-from pipeline.planning import auto, calibration, cards, expect, predict, search
-from pipeline.planning.calibration import RealStep
-from pipeline.planning.cost import Constants, Load
+from pipeline.planning import auto, cards, expect, predict, search
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import CUSTOM, trace, watch_updates
-from pipeline.planning.tracker import Stopwatch
-from pipeline.training import checkpoint, metrics
+from pipeline.planning.tracker import Tracker
+from pipeline.training import checkpoint, expectation, metrics
 from pipeline.training.expectation import Expected
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
-from tests.support.parameters import first_quick
 from tests.support.workers import tiny_run
 
-pytestmark = pytest.mark.usefixtures("one_thread", "home")
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 FEW = ("model.arch.num_layers=2", "train.log_every=1", "train.steps=3", "train.save_every=100")
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Calibrations of this test alone."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -75,57 +66,7 @@ def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
     return int(ended.value.code or 0), captured.out, captured.err
 
 
-def test_a_calibration_measures_the_fixed_choice_where_the_options_are_auto(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = []
-
-    def calibrate(train: TrainConfig, *given: Any) -> Any:
-        asked.append((train.microbatch, train.activation_checkpointing, train.compile))
-        flags.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
-        raise UserError("enough")
-
-    flags: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
-    for tf32 in ("true", "false"):
-        options = ("train.precision=fp32", f"train.tf32={tf32}", *AUTO[1:])
-        plan([*words, "--calibrate", *(part for setting in options for part in ("--set", setting))], capsys)
-    assert asked == [(8, "full", "none")] * 2
-    assert flags == [(True, True), (False, False)]
-
-
 # --------------------------------------------------------------------------------------------- predicted and measured
-
-
-@pytest.mark.slow
-def test_a_calibrated_device_makes_runs_comparable(
-    words: list[str], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, error = plan([*words, "--gpu", "cpu"], capsys)
-    assert code == 2 and "--calibrate" in error
-    code, out, error = plan([*words, "--calibrate", "--json"], capsys)
-    assert code == 0, error
-    report = json.loads(out)
-    assert [steps["microbatch"] for steps in report["steps"]] == [12, 6]
-    both = {name: sum(steps[name] for steps in report["steps"]) for name in ("before", "after", "step")}
-    assert both["after"] == pytest.approx(both["step"], rel=0.01) != both["before"]
-    document = json.loads((home / ".config/sana-pipe/calibration/cpu.json").read_text())
-    assert document["precisions"]["fp32"]["torch"] == torch.__version__
-    code, out, _ = plan([*words, "--gpu", "cpu", "--json"], capsys)
-    assert code == 0 and json.loads(out)["time"]["calibrated"]
-
-    printed = train(settings(words))
-    (line,) = [line for line in printed if line.startswith("predicted and measured until step 2: speed")]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (row,) = [row for row in rows if row.get("event") == "prediction"]
-    document = json.loads((tmp_path / "run" / "prediction.json").read_text())
-    assert document["measured"]["images_per_s"] == row["images_per_s"] > 0
-    assert document["measured"]["images_per_s_predicted"] == row["images_per_s_predicted"] > 0
-    assert "memory_gib" not in row, "the resident set of a small run means nothing"
-    deviation = row["images_per_s"] / row["images_per_s_predicted"] - 1
-    assert f"({deviation:+.0%})" in line
-    assert (abs(deviation) > 0.1) == any(line.startswith("warning: the speed") for line in printed)
-    assert [row["step"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_small_run_on_a_cpu_predicts_nothing(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,29 +75,42 @@ def test_a_small_run_on_a_cpu_predicts_nothing(words: list[str], monkeypatch: py
     assert not any("predict" in line for line in printed)
 
 
-def test_what_was_calibrated_is_a_whole_cpu(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that share it have parts of its speed."""
-    monkeypatch.setattr(calibration, "find", lambda card, train: pytest.fail("looked for a calibration"))
-    config = settings(words)
-    data, two = Data.of(config), Launch(world=2, local_world=2)
-    assert expect.expect(config, lambda: predict.architecture(config, data), data, CPU, two, print) is None
+@pytest.fixture
+def all_memory_means_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small runs are compared, too."""
+    for module in (expect, expectation):
+        monkeypatch.setattr(module, "MEANINGFUL", 0)
 
 
+@pytest.mark.usefixtures("all_memory_means_something")
+def test_predicted_and_measured_memory_are_in_the_run(words: list[str], tmp_path: Path) -> None:
+    printed = train(settings(words))
+    (line,) = [line for line in printed if line.startswith("predicted and measured until step 2: memory")]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row.get("event") == "prediction"]
+    document = json.loads((tmp_path / "run" / "prediction.json").read_text())
+    assert document["measured"]["memory_gib"] == row["memory_gib"]
+    assert document["measured"]["memory_gib_predicted"] == row["memory_gib_predicted"] > 0
+    assert "images_per_s" not in row, "a CPU's speed is in no table"
+    deviation = row["memory_gib"] / row["memory_gib_predicted"] - 1
+    assert f"({deviation:+.0%})" in line
+    assert (abs(deviation) > 0.1) == any(line.startswith("warning: the memory") for line in printed)
+    assert [row["step"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("all_memory_means_something")
 @pytest.mark.parametrize("where", ["predict", "compare"])
 def test_a_prediction_that_fails_ends_no_run(words: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(
-        calibration, "find", lambda card, train: Constants(factors={"matmul": 1.0}, starts={"matmul": 0.0})
-    )
     monkeypatch.setattr(*((expect, "predict", fail) if where == "predict" else (Expected, "compare", fail)))
     printed = train(settings(words))
     assert len([line for line in printed if line.startswith("note: ") and "broken" in line]) == 1
     assert any("step 3/3" in line for line in printed)
 
 
-EXPECTED = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, False, None, {})
+EXPECTED = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, None, {})
 ROW = {"forward_tokens": 500, "memory_gib": 8.0, "rss_gib": 1.0, "model_tflops": 1.6, "images_per_s": 8.0}
 
 
@@ -166,9 +120,7 @@ def test_a_large_deviation_is_a_warning() -> None:
     assert compared["images_per_s_predicted"] == pytest.approx(10.0)
     first, *warnings = EXPECTED.lines(compared, 20)
     assert first == ("predicted and measured until step 20: memory 8 and 8 GiB (+0%), speed 10 and 8 images/s (-20%)")
-    assert warnings == [
-        "warning: the speed is 20% below the prediction; sana-pipe plan --calibrate measures this device"
-    ]
+    assert warnings == ["warning: the speed is 20% below the prediction"]
     above = EXPECTED.lines(EXPECTED.compare({**ROW, "memory_gib": 9.0, "model_tflops": 2.1}), 20)[1:]
     assert above == ["warning: the memory is 12% above the prediction"]
 
@@ -181,29 +133,11 @@ def test_main_memory_is_compared_where_it_means_something() -> None:
     assert replace(on_cpu, lasting=2.0**31, brief=0.0).compare(ROW)["memory_gib_predicted"] == 2.0, "from 2 GiB on"
     assert EXPECTED.compare({**ROW, "forward_tokens": 2000})["memory_gib_predicted"] == 10.0, "no more than the worst"
     slow = {"images_per_s_predicted": 10.0, "images_per_s": 8.0}
-    assert len(EXPECTED.lines(slow, 2)) == 2 and "calibrate" not in replace(EXPECTED, calibrated=True).lines(slow, 2)[1]
+    assert len(EXPECTED.lines(slow, 2)) == 2
     assert len(replace(EXPECTED, is_bound=True).lines(slow, 2)) == 1, "less than a bound is no deviation"
 
 
-# -------------------------------------------------------------------------------------------------------- calibration
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_compiled_update_is_measured_as_one_operation() -> None:
-    pytest.importorskip("torchao")
-    from pipeline.training.optimizers.adamw_8bit import AdamW8bit
-
-    parameter = torch.nn.Parameter(torch.ones(64, 64))
-    parameter.grad = torch.ones(64, 64)
-    step = RealStep.__new__(RealStep)
-    step.device, step.optimizer = CPU, AdamW8bit([parameter], lr=1e-3, compiled=True)
-    update = step.optimizer.update_one
-    step.step_once = lambda watch=None: step.optimizer.step()  # type: ignore[method-assign]
-    seconds = step.watched()
-    assert seconds["optimizer"] > 0
-    assert step.optimizer.update_one is update
-    assert not torch.equal(parameter, torch.ones(64, 64))
+# -------------------------------------------------------------------------------------------------------- trace
 
 
 @pytest.mark.parametrize(
@@ -213,44 +147,19 @@ def test_a_compiled_update_is_measured_as_one_operation() -> None:
         pytest.param({"ema": {}, "activation_checkpointing": "selective"}, marks=pytest.mark.slow),
     ],
 )
-def test_the_stopwatch_sees_the_operations_that_the_trace_counts(change: dict[str, Any]) -> None:
+def test_a_real_step_has_the_operations_that_the_trace_counts(change: dict[str, Any]) -> None:
     train = TrainConfig.model_validate({**COMPUTE, **change})
     traced = trace(NARROW, train, ALONE, SHAPE, on_gpu=False).work
     with open_mesh(Launch(), ParallelConfig(), CPU) as mesh:
         step = RealStep(NARROW, train, SHAPE, CPU, mesh)
-        watch = Stopwatch(inside=CUSTOM)
+        watch = Tracker(inside=CUSTOM)
         watch.phase = "forward"
         with watch_updates(step.optimizer, watch), watch:
-            step.step_once(watch)
+            step()
     for kind in ("matmul", "attention", "depthwise"):
         assert watch.work[kind].flops == traced[kind].flops > 0
-        assert watch.seconds[kind] > 0
     for kind in ("elementwise", "optimizer"):
         assert watch.work[kind].bytes == pytest.approx(traced[kind].bytes, rel=0.02)
-
-
-def test_two_microbatches_separate_starts_from_work() -> None:
-    loads = [{"matmul": Load(busy, 100), "casts": Load(0.0, 10)} for busy in (1.0, 0.5)]
-    measured = [{"matmul": 3 * busy + 0.2, "casts": 0.1} for busy in (1.0, 0.5)]
-    after = Constants().corrected(list(zip(measured, loads, strict=True)))
-    assert (after.factors["matmul"], after.starts["matmul"]) == pytest.approx((3.0, 0.002))
-    assert after.seconds("matmul", Load(2.0, 50)) == pytest.approx(6.1)
-    assert after.seconds("casts", Load(0.0, 20)) == pytest.approx(0.2)
-    assert after.calibrated and not Constants().calibrated
-    again = after.corrected([({"optimizer came": 1.0}, {"optimizer came": Load(0.5, 1)})])
-    assert again.factors["matmul"] == 3.0 and again.factors["optimizer came"] == pytest.approx(2.0)
-
-
-@pytest.mark.slow
-def test_a_calibration_takes_no_more_than_fits_and_seconds() -> None:
-    train = TrainConfig.model_validate({**COMPUTE, "precision": "fp32", "microbatch": 8})
-    data, machine = Data({(384, 384): 64}, None, 32), Machine(cards.processor(), 4 << 30, 1)
-    part = calibration.largest_fitting(train, replace(NARROW, num_layers=64), data, machine)
-    prediction = part.predicted()
-    assert part.architecture.num_layers < 64 and part.train.microbatch <= 8
-    assert prediction.total <= machine.memory
-    with pytest.raises(UserError, match="not even two blocks"):
-        calibration.largest_fitting(train, NARROW, data, replace(machine, memory=1 << 28))
 
 
 def test_devices_are_cards_by_name_and_memory() -> None:
@@ -340,10 +249,6 @@ def test_a_resume_on_other_processes_decides_anew() -> None:
     assert auto.as_it_began(config, None, 1) is None
     assert auto.as_it_began(config, rest, 2, processes=2) == rest["train"]
     assert auto.as_it_began(config, rest, 2, processes=4) is None
-    by_rows = tiny_run.config(microbatch="auto", parallel={"cp_size": 2, "dp_shard": -1})
-    of_rows = {"train": {**stored, "parallel": {**of_one, "dp_shard": -1, "cp_size": 2}}}
-    values = auto.as_it_began(by_rows, of_rows, 4)
-    assert values is not None and values["microbatch"] == 3, "with context parallelism, too"
 
 
 @pytest.mark.parametrize("change", [{"microbatch": "auto"}, {"activation_checkpointing": "auto"}, {"compile": "auto"}])
@@ -368,24 +273,6 @@ def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
     assert decided.train.parallel.sizes == "given" and len(lines) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"parallel": {"cp_size": 2}}, "context parallelism"),
-        ({"float8": "rowwise", "precision": "bf16"}, "float8"),
-    ],
-)
-def test_what_is_not_predicted_takes_the_fixed_choice(
-    change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auto, "search", lambda *args, **options: pytest.fail("searched"))
-    config = tiny_run.config(microbatch="auto", activation_checkpointing="auto", **change)
-    machine = Machine(cards.card("h100"), 1 << 36, 2)
-    decided, (line,) = auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
-    assert (decided.train.microbatch, decided.train.activation_checkpointing) == (8, "full")
-    assert why in line
-
-
 def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
     def shape() -> Any:
         raise ModelError("no such model", fix="--set model.weights=DIR")
@@ -399,12 +286,9 @@ def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
     assert "prediction" not in str(refused.value.fix)
 
 
-@pytest.mark.parametrize("change", first_quick({"compile": "block"}, {"float8": "rowwise"}))
-def test_what_the_compiler_fuses_is_compared_with_a_bound(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_compiler_fuses_is_compared_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "present", lambda device, launch: Machine(cards.card("h100"), 80 << 30, 1))
-    config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", **change)
+    config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", compile="block")
     notes: list[str] = []
     expected = expect.expect(config, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append)
     assert notes == [] and expected is not None and expected.is_bound and expected.flops_per_s is None
@@ -423,9 +307,7 @@ def test_defaults_are_auto() -> None:
     [
         ({}, (8, 0), None, "block"),
         ({}, (7, 5), None, "none"),
-        ({"activation_offload": True}, (9, 0), None, "none"),
         ({"activation_compression": "int8"}, (9, 0), "block", "none"),
-        ({"parallel": {"pp_size": 2, "pp_schedule": "zbv"}}, (9, 0), None, "none"),
         ({}, (9, 0), "none", "none"),
         ({}, (9, 0), "block", "block"),
         ({}, (9, 0), "unknown", "none"),
@@ -594,7 +476,7 @@ def test_two_processes_decide_alike(words: list[str], tmp_path: Path) -> None:
     sets = [part for setting in AUTO for part in ("--set", setting)]
     done = subprocess.run(
         [*launch, "-m", "pipeline.cli", "train", *words, *sets],
-        env={**tiny_run.environ(), "HOME": str(tmp_path / "home")},
+        env=tiny_run.environ(),
         capture_output=True,
         text=True,
         timeout=300,

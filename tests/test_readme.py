@@ -134,7 +134,7 @@ def test_every_named_option_exists(page: str) -> None:
         load("sana_1600m_1024", [f"{name}={value}", *NEEDED.get(name, [])])
 
 
-NEEDED = {"train.optim.in_backward": ["train.optim.clip=null"], "train.packed_attention": ["train.text=packed"]}
+NEEDED = {"train.optim.in_backward": ["train.optim.clip=null"]}
 """Settings that an option needs; the pages say so in words."""
 
 

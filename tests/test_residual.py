@@ -86,7 +86,6 @@ def test_in_fp32_there_is_nothing_to_choose() -> None:
     [
         {"activation_checkpointing": "full"},
         {"activation_checkpointing": "selective"},
-        {"activation_checkpointing": "full", "activation_offload": True},
         {"activation_checkpointing": "full", "activation_compression": "int8"},
         pytest.param(
             {"compile": "block", "compile_backend": "aot_eager", "activation_checkpointing": "full"},

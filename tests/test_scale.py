@@ -17,7 +17,17 @@ import pyarrow as pa
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from benchmarks import reading_simulator as simulate
+from benchmarks import scale_model as scale
 from benchmarks.loader import build
+from benchmarks.reading_simulator import (
+    CountedSnapshot,
+    Imagined,
+    ImaginedSnapshot,
+    MirrorModel,
+    ModelFiles,
+    NodeCounts,
+)
 from pipeline.cache import index, layout, mirror, shard
 from pipeline.cache.mirror import Mirror
 from pipeline.cache.root import Cache, Unit
@@ -27,9 +37,7 @@ from pipeline.encoding import estimate
 from pipeline.loader import randomness, schedule
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
-from pipeline.planning import scale, simulate
 from pipeline.planning.predict import Data
-from pipeline.planning.simulate import CountedSnapshot, Imagined, ImaginedSnapshot, MirrorModel, ModelFiles, NodeCounts
 from tests.support import tiny_cache
 from tests.support.loading import loader_settings
 from tests.support.packed import pack

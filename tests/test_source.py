@@ -117,9 +117,12 @@ def test_unusable_sidecars(tmp_path: Path, text: bytes, reason: str) -> None:
     assert "a.txt" in rejects["a.png"]
     assert reason in rejects["a.png"]
     write(tmp_path, "metadata.jsonl", rows({"file_name": "a.png", "text": "from the table"}))
-    items, rejects = listed(tmp_path)
-    assert captions(items["a.png"]) == ["from the table"]
-    assert reason in rejects["a.txt"]
+    source = FolderSource(tmp_path, "text")
+    entries = list(source.items())
+    assert all(isinstance(entry, Item) for entry in entries), "a caption is no picture"
+    assert captions(entries[0]) == ["from the table"]
+    [(kind, examples)] = source.ignored.examples.items()
+    assert reason in kind and examples == ["a.txt"]
 
 
 def test_a_picture_without_a_caption_is_rejected(tmp_path: Path) -> None:
@@ -136,15 +139,15 @@ def test_ignored_files_are_counted(tmp_path: Path) -> None:
     write(tmp_path, ".git/picture.png")
     source = FolderSource(tmp_path, "text")
     assert len(list(source.items())) == 1
-    assert source.ignored == 5
-    assert source.ignored_kinds == {
+    assert source.ignored.total == 5
+    assert source.ignored.counts == {
         "hidden": 2,
         ".md file": 1,
         "file without an extension": 1,
         ".txt file without a picture": 1,
     }
     list(source.items())
-    assert source.ignored == 5  # a second listing counts afresh
+    assert source.ignored.total == 5  # a second listing counts afresh
 
 
 # --- metadata ------------------------------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ def test_bad_rows_are_rejected_one_by_one(tmp_path: Path, row: object, reason: s
     write(tmp_path, "metadata.jsonl", rows({"file_name": "b.png", "text": "B"}, row))
     items, rejects = listed(tmp_path)
     assert set(items) == {"b.png"}
-    assert reason in rejects["metadata.jsonl:2"]
+    assert reason in rejects.get("metadata.jsonl:2", rejects["a.png"])
     assert "caption" in rejects["a.png"]
     assert all(key.isprintable() and reason.isprintable() for key, reason in rejects.items())
 
@@ -312,7 +315,7 @@ def test_no_folder_and_no_picture(tmp_path: Path) -> None:
     write(tmp_path, "folder/notes.md")
     with pytest.raises(UserError, match=naming(tmp_path / "folder")) as caught:
         FolderSource(tmp_path / "folder", "text").items()
-    assert caught.value.found == "1 .md file"
+    assert ".md file" in str(caught.value.found) and "notes.md" in str(caught.value.found)
     assert issubclass(FolderSource, Source)
 
 
@@ -625,7 +628,7 @@ def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
             assert dict(zip(listing.keys(start, stop), listing.sidecars(start, stop), strict=True)) == {
                 name: expected[name] for name in listing.keys(start, stop)
             }
-        assert {"txt": listing.orphans[0], "json": listing.orphans[1]} == left
+        assert {kind: listing.orphans[kind] for kind in left} == left
         rejects = [(f"{rng.integers(0, 9)}", f"{n}") for n in range(count)]
         listing.reject(rejects)
         assert [(r.key, r.reason) for r in listing.rejected(0, count)] == sorted(rejects, key=lambda r: r[0])
@@ -666,3 +669,152 @@ def test_names_that_other_people_chose() -> None:
     assert [filenames.error_text(error) for error in (ValueError("why"), OSError("odd"), ValueError())] == [
         *("why", "odd", "ValueError")
     ]
+
+
+# ---------------------------------------------------------------- as other tools write them
+
+
+def test_caption_files_of_other_tools(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg.txt", "whole name")
+    write(tmp_path, "b.caption", "kohya")
+    write(tmp_path, "c.CAP", "short")
+    write(tmp_path, "d.jpg.json", json.dumps({"text": "gallery-dl"}))
+    write(tmp_path, "e.jpg.caption", "of the jpg")
+    write(tmp_path, "e.txt", "of both")
+    write(tmp_path, "f.jpg.txt", "of a picture that was converted")
+    write(tmp_path, "g.jpg.txt", "twice an ending")
+    for name in ("a.jpg", "b.jpg", "c.jpg", "d.jpg", "e.jpg", "e.png", "f.webp", "g.jpg.webp"):
+        write(tmp_path, name)
+    items, rejects = listed(tmp_path)
+    assert not rejects
+    assert {key: set(captions(item)) for key, item in items.items()} == {
+        "a.jpg": {"whole name"},
+        "b.jpg": {"kohya"},
+        "c.jpg": {"short"},
+        "d.jpg": {"gallery-dl"},
+        "e.jpg": {"of the jpg", "of both"},
+        "e.png": {"of both"},
+        "f.webp": {"of a picture that was converted"},
+        "g.jpg.webp": {"twice an ending"},
+    }
+
+
+def test_names_in_another_unicode_form(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    for root, picture, other in (("one", composed, decomposed), ("two", decomposed, composed)):
+        write(tmp_path, f"{root}/{picture}.jpg")
+        write(tmp_path, f"{root}/{other}.txt", "beside")
+        write(tmp_path, f"{root}/d/{picture}.jpg")
+        write(tmp_path, f"{root}/metadata.jsonl", rows({"file_name": f"d/{other}.jpg", "text": "named"}))
+        items, rejects = listed(tmp_path / root)
+        assert not rejects
+        assert {key: captions(item) for key, item in items.items()} == {
+            f"{picture}.jpg": ["beside"],
+            f"d/{picture}.jpg": ["named"],
+        }
+        write(tmp_path, f"{root}.jsonl", rows({"path": f"{root}/{other}.jpg", "text": "listed"}))
+        source = open_source(str(tmp_path / f"{root}.jsonl"), DataConfig())
+        assert [source.read(item.key) for item in source.items() if isinstance(item, Item)] == [b"pixels"]
+    write(tmp_path, f"both/{composed}.jpg")
+    write(tmp_path, f"both/{composed}.txt", "composed")
+    write(tmp_path, f"both/{decomposed}.jpg")
+    write(tmp_path, f"both/{decomposed}.txt", "decomposed")
+    assert {key: captions(item) for key, item in listed(tmp_path / "both")[0].items()} == {
+        f"{composed}.jpg": ["composed"],
+        f"{decomposed}.jpg": ["decomposed"],
+    }
+
+
+@pytest.mark.parametrize("kind", ["metadata.jsonl", "list.jsonl", "list.csv", "table.parquet"])
+def test_absolute_names_below_the_root(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "real"
+    write(root, "d/a.png")
+    (tmp_path / "link").symlink_to("real")
+    names = [f"{tmp_path}/link/d/a.png", f"{root}/d/a.png", f"file://{root}/d/a.png", f"{root}/../b.png", "/etc/hosts"]
+    table = pa.table({"file_name": names, "text": [f"t{n}" for n in range(len(names))]})
+    if kind.endswith("parquet"):
+        pq.write_table(table, root / kind)
+    elif kind.endswith("csv"):
+        write(root, kind, "file_name,text\n" + "".join(f"{name},t{n}\n" for n, name in enumerate(names)))
+    else:
+        write(root, kind, rows(*table.to_pylist()))
+    data = "link" if kind == "metadata.jsonl" else f"link/{kind}"
+    source = open_source(str(tmp_path / data), DataConfig())
+    entries = list(source.items())
+    items = [entry for entry in entries if isinstance(entry, Item)]
+    assert {text for item in items for text, _ in item.captions} == {"t0", "t1", "t2"}
+    assert {source.read(item.key) for item in items} == {b"pixels"}
+    assert len(entries) - len(items) == 2
+
+
+def test_links_of_the_hub_cache_and_of_a_named_file(tmp_path: Path) -> None:
+    repository = tmp_path / "datasets--me--pics"
+    data = repository / "snapshots" / "abc" / "data"
+    data.mkdir(parents=True)
+    write(repository, "blobs/1", b"pixels")
+    write(repository, "blobs/2", "caption")
+    make_tar(repository / "blobs" / "3", [("x.jpg", b"pixels"), ("x.txt", b"caption")])
+    for name, blob in (("a.jpg", 1), ("a.txt", 2)):
+        (data / name).symlink_to(f"../../../blobs/{blob}")
+    (data / "out.jpg").symlink_to(write(tmp_path, "secret.jpg"))
+    items, rejects = listed(data.parent)
+    assert list(items) == ["data/a.jpg"] and list(rejects) == ["data/out.jpg"]
+    (repository / "snapshots" / "tars").mkdir()
+    (repository / "snapshots" / "tars" / "x.tar").symlink_to("../../blobs/3")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.tar").symlink_to(repository / "blobs" / "3")
+    for place, name in ((repository / "snapshots" / "tars", "x.tar"), (tmp_path / "elsewhere", "x.tar")):
+        source = open_source(str(place / name), DataConfig())
+        (item,) = source.items()
+        assert source.read(item.key) == b"pixels"
+        again = reopen(str(place), "webdataset", [name], DataConfig(), "x")
+        again.recall([(item.key, name, item.where or "")])
+        assert again.read(item.key) == b"pixels"
+    with pytest.raises(UserError):
+        list(open_source(str(tmp_path / "elsewhere"), DataConfig()).items())
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n", "git lfs pull"),
+        ("/annex/objects/SHA256E-s5--1.jpg\n", "git annex get"),
+        ("../../../blobs/0123456789abcdef", "cp -rL"),
+    ],
+)
+def test_pointers_in_place_of_files_are_named(tmp_path: Path, content: str, named: str) -> None:
+    for kind in ("a.tar", "a.parquet", "a.jsonl", "a.csv", "pictures/a.jpg"):
+        write(tmp_path, kind, content)
+    write(tmp_path, "pictures/a.txt", "caption")
+    for kind in ("a.tar", "a.parquet"):
+        assert named in "".join(entry.reason for entry in open_source(str(tmp_path / kind), DataConfig()).items())
+    for kind in ("a.jsonl", "a.csv"):
+        with pytest.raises(UserError, match=named):
+            list(open_source(str(tmp_path / kind), DataConfig()).items())
+    with pytest.raises(Unreadable, match=named):
+        open_source(str(tmp_path / "pictures"), DataConfig()).read("a.jpg")
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["data-00000-of-00001.arrow", "state.json", "dataset_info.json"], ["load_from_disk", "to_parquet"]),
+        (["train/data-00000-of-00001.arrow", "train/state.json", "dataset_dict.json"], ["load_from_disk", "items()"]),
+        (["parquet-train.arrow", "dataset_info.json"], ["Dataset.from_file", "to_parquet"]),
+        (["a.jpg.dvc"], ["dvc pull"]),
+        (["pictures.zip"], ["unpack"]),
+        (["train.tfrecord"], ["webdataset"]),
+    ],
+)
+def test_what_is_there_in_place_of_pictures_is_named_with_the_way(
+    tmp_path: Path, files: list[str], named: list[str]
+) -> None:
+    for name in files:
+        write(tmp_path, name)
+    with pytest.raises(UserError) as error:
+        list(open_source(str(tmp_path), DataConfig()).items())
+    assert error.value.fix is not None and all(word in error.value.fix for word in named)
+    if "/" not in files[0]:
+        with pytest.raises(UserError) as single:
+            open_source(str(tmp_path / files[0]), DataConfig())
+        assert single.value.fix == error.value.fix

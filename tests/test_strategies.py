@@ -62,17 +62,16 @@ def test_parity_with_twenty_steps_in_all_variants(tmp_path: Path) -> None:
 def test_the_wrapping_is_really_there(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
     row, settings = results[world][name], strategies.settings_of(strategies.CASES[world][name])
     layout, there = mesh.check_sizes(settings.train.parallel, world), row["wrapping"]
-    sharded = layout.data_world * layout.cp > 1 or settings.train.precision != "fp32"
+    sharded = layout.data_world > 1 or settings.train.precision != "fp32"
     assert there["data_world"] == layout.data_world
     assert there["fsdp_blocks"] == (there["blocks"] if sharded else 0)
     assert there["compiled"] == (there["blocks"] if settings.train.compile == "block" else 0)
     per_block = 20 if row["qk_norm"] else 16
-    assert there["over_cp"] == (there["blocks"] if layout.cp > 1 else 0)
     assert there["over_tp"] == (per_block * there["blocks"] if layout.tp > 1 else 0)
     data = ("dp_replicate/" if layout.dp_replicate > 1 else "") + "dp_shard" if sharded else ""
     assert there["dims"] == ([data, f"{data}/tp".strip("/")] if layout.tp > 1 else [data])
     whole = 0.63 if layout.tp > 1 else 1.0  # of the tiny model; the rest stays whole on every process
-    assert there["share"] == pytest.approx(whole / layout.shards, abs=0.02)
+    assert there["share"] == pytest.approx(whole / layout.dp_shard, abs=0.02)
 
 
 def test_a_model_states_its_blocks() -> None:

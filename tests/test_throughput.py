@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.models.sana_flops import forward_flops, training_flops
 from pipeline.parallel.mesh import Layout, open_mesh
-from pipeline.training import checks, memory, metrics, throughput, trackers
+from pipeline.training import build, checks, memory, metrics, throughput, trackers
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
@@ -115,7 +115,7 @@ def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch:
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(throughput, "all_gather_numbers", lambda numbers, device: [[n, 2 * n] for n in numbers])
     monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (2.0**30, 1.0, 1.0, 0.0))
-    settings = tiny_run.config(peak_tflops=0.5).train.model_copy(update={"packed_attention": packed})
+    settings = tiny_run.config(peak_tflops=0.5).train.model_copy(update={"text": "packed" if packed else "padded"})
     shape = replace(tiny_run.model(tiny_run.config()).config, patch_size=2)
     counts = throughput.Throughput(settings, shape, Layout(1, 1, 1, 2), CPU, print)
     clock[0] += 4
@@ -228,20 +228,48 @@ def test_on_a_gpu_peaks_are_those_since_the_last_row_and_the_peak_is_the_cards(
     assert "process 1 is nearly full: 4.0 GiB, 93 %" in printed[0]
 
 
-def test_packed_attention_is_refused_where_it_has_no_kernel(
+def test_packed_text_is_refused_where_it_has_no_kernel(
     card: list[tuple[str, torch.device]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = TrainConfig(text="packed", packed_attention=True, precision="bf16")
+    packed = TrainConfig(text="packed", precision="bf16")
     device = torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match=naming("packed_attention", "NVIDIA L4")):
-        checks.check_packed_attention(packed, device)
+    with pytest.raises(ConfigError, match=naming("train.text: packed", "NVIDIA L4")):
+        checks.check_text(packed, device)
     assert {place for _, place in card} == {device}
-    checks.check_packed_attention(packed, CPU)
-    checks.check_packed_attention(TrainConfig(precision="bf16"), device)
+    checks.check_text(packed, CPU)
+    checks.check_text(TrainConfig(precision="bf16"), device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    checks.check_packed_attention(packed, device)
+    checks.check_text(packed, device)
     with pytest.raises(ConfigError, match="fp32"):
-        checks.check_packed_attention(packed.model_copy(update={"precision": "fp32"}), device)
+        checks.check_text(packed.model_copy(update={"precision": "fp32"}), device)
+
+
+@pytest.mark.parametrize(
+    ("options", "earlier", "capability", "expected"),
+    [
+        ({}, None, (8, 0), "packed"),
+        ({}, None, (7, 5), "padded"),
+        ({"precision": "fp32"}, None, (9, 0), "padded"),
+        ({"parallel": {"pp_size": 2}}, "packed", (9, 0), "padded"),
+        ({}, "padded", (9, 0), "padded"),
+        ({}, "packed", (7, 5), "packed"),
+        ({"text": "padded"}, "packed", (9, 0), "padded"),
+    ],
+)
+def test_captions_are_packed_where_there_is_a_kernel(
+    options: dict[str, Any],
+    earlier: str | None,
+    capability: tuple[int, int],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """earlier: of the checkpoint that is resumed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = tiny_run.config(**{"precision": "bf16", **options})
+    begun = None if earlier is None else {"train": {"text": earlier}}
+    assert build.with_text(config, torch.device("cuda", 0), begun).train.text == expected
+    on_cpu = build.with_text(config, CPU, None).train.text
+    assert on_cpu == "padded"
 
 
 def configured(**options: Any) -> TrainConfig:
@@ -272,7 +300,6 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
     assert [line.partition(" ")[2].partition("   ")[0] for line in memory.memory_advice(refusing)] == [
         "train.parallel.reshard_after_forward=true",
         "train.activation_compression=int8 --set train.compile=none",
-        "train.activation_offload=true --set train.compile=none",
         "train.parallel.offload=all",
     ]
     alone = memory.memory_advice(configured(precision="fp32"))

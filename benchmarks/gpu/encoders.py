@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks import text_encode
 from benchmarks.gpu.sizes import Sizes
 from pipeline.config import TextConfig, VaeConfig
+from pipeline.demo import small_models
 from pipeline.encoding import image_batch
-from pipeline.models import tiny
 from pipeline.models.encoders import LatentEncoder, TextEncoder, footprint, from_bits
 from pipeline.models.hub import no_progress_bars
 
@@ -43,7 +43,7 @@ ARITHMETIC: dict[str, dict[str, Any]] = {
 def save_vae(folder: Path, sizes: Sizes) -> None:
     """A random DC-AE, in diffusers' layout."""
     if sizes.dry:
-        tiny.make_vae(folder / "vae", [], steps=0, sizes=[(16, 16)])
+        small_models.make_vae(folder / "vae", [], steps=0, sizes=[(16, 16)])
         return
     from diffusers import AutoencoderDC
 

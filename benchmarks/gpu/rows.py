@@ -84,7 +84,7 @@ def _tests(name: str, **given: Any) -> Row:
 
 _ARITHMETIC = tuple(f"{kind}{layout}" for kind in ("fp32", "tf32", "bf16") for layout in ("", "_channels_last"))
 _KERNELS = ["test_kernels.py", "test_sana_model.py"]
-_PACKED = {"text": "packed", "packed_attention": True}
+_PADDED = {"text": "padded"}
 
 ROWS: tuple[Row, ...] = (
     Row("device", _RUNS + "device", 150, ("matmul_tflops", "copy_gbs", "to_device_gbs", "to_host_gbs", "memory_gib")),
@@ -129,16 +129,13 @@ ROWS: tuple[Row, ...] = (
     _step("technique/full-16", 16, _FULL),
     _step("technique/compile-selective-16", 16, {**_SELECTIVE, **_BLOCK}, seconds=240),
     _step("technique/compile-full-16", 16, {**_FULL, **_BLOCK}, seconds=240),
-    _step("technique/float8-16", 16, {**_NONE, **_BLOCK, "float8": "rowwise"}, seconds=240),
-    _step("technique/float8-gw-hp-16", 16, {**_NONE, **_BLOCK, "float8": "rowwise_with_gw_hp"}, seconds=240),
-    _step("technique/packed-16", 16, {**_NONE, **_PACKED}),
-    _step("technique/compile-packed-16", 16, {**_NONE, **_PACKED, **_BLOCK}, seconds=240),
+    _step("technique/padded-16", 16, {**_NONE, **_PADDED}),
+    _step("technique/compile-padded-16", 16, {**_NONE, **_PADDED, **_BLOCK}, seconds=240),
     _step("technique/came-16", 16, {**_NONE, **CAME}),
     _step("technique/adamw8bit-16", 16, {**_NONE, **EIGHT_BIT}, seconds=240),
     _step("technique/bf16-pure-16", 16, {**_NONE, "precision": "bf16_pure"}),
     _step("technique/in-backward-16", 16, {**_NONE, "optim": {"clip": None, "in_backward": True}}),
     _step("technique/int8-16", 16, {**_NONE, "activation_compression": "int8"}),
-    _step("technique/offload-16", 16, {**_NONE, "activation_offload": True}),
     _step("technique/compute-residual-16", 16, {**_NONE, "residual": "compute"}),
     _peer("diffusers/none-16", 16, False),
     *(_step(f"microbatch/{n}", n, {**_NONE, **_BLOCK}, seconds=240) for n in (4, 8, 24, 32, 48)),

@@ -51,7 +51,7 @@ COMPILED = {"compile": "block"}
 def settings(sizes: Sizes, microbatch: int, train: Mapping[str, Any]) -> TrainConfig:
     """The configuration's defaults for Sana 1.6B, but for these options."""
     usual = {"precision": "bf16", "residual": "fp32", "activation_checkpointing": "full", "compile": "none"}
-    given = {"microbatch": microbatch, **usual, **train}
+    given = {"microbatch": microbatch, "text": "packed", **usual, **train}
     if sizes.dry and train.get("compile") == "block":
         given |= {"compile_backend": "eager"} if sizes.graphs else {"compile": "none"}
     return TrainConfig.model_validate(given)
@@ -66,7 +66,7 @@ def lengths_of(sizes: Sizes, samples: int) -> Tensor:
 
 
 def step_flops(sizes: Sizes, samples: int, packed: bool) -> int:
-    """Operations of the model in one step. Padding counts where it is computed, so not with `packed_attention`."""
+    """Operations of the model in one step. Padding counts where it is computed, so not in packed captions."""
     rows = int(lengths_of(sizes, samples).sum()) if packed else samples * sizes.rows
     return training_flops(sizes.config, samples, sizes.side**2, rows)
 
@@ -205,7 +205,7 @@ def step(
         parts = [part] * (samples // each)
         seconds = sizes.after_warming(lambda: run(parts, 1))
         run.await_verdict()
-        figures = speed(sizes, seconds, samples, given.precision, given.packed_attention)
+        figures = speed(sizes, seconds, samples, given.precision, given.text == "packed")
     return figures | predicted(sizes, given, samples, figures)
 
 

@@ -41,7 +41,7 @@ from pipeline.cache.local_files import (
     sync_path,
     write_synced,
 )
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError, IntegrityError, ResourceError, UserError, not_permitted
 
 T = TypeVar("T")
 
@@ -119,8 +119,13 @@ class Files:
         try:
             return self.when_reachable(self.path(name).exists)
         except OSError as error:
-            raise_if_of_machine(error, self.where(name))
-            raise CacheError(f"{self.where(name)}: cannot be looked for: {error.strerror}") from None
+            raise self._unreadable(name, error, "looked for") from None
+
+    def _unreadable(self, name: str, error: OSError, what: str = "read") -> UserError:
+        """The error for a file that this machine or this user cannot read, which says nothing about its bytes."""
+        raise_if_of_machine(error, self.where(name))
+        refused = not_permitted(self.path(name), ResourceError)
+        return refused or CacheError(f"{self.where(name)}: cannot be {what}: {error.strerror}")
 
     def read(self, name: str) -> bytes:
         """The bytes of a file.
@@ -134,9 +139,9 @@ class Files:
         except FileNotFoundError:
             raise IntegrityError(f"{self.path(name)}: is missing", fix=layout.REPAIR) from None
         except OSError as error:
-            raise_if_of_machine(error, self.where(name))
-            kind = IntegrityError if error.errno == errno.EIO else CacheError
-            raise kind(f"{self.path(name)}: cannot be read: {error.strerror}") from None
+            if error.errno == errno.EIO:
+                raise IntegrityError(f"{self.path(name)}: cannot be read: {error.strerror}") from None
+            raise self._unreadable(name, error) from None
 
     def names(self, folder: str) -> list[str]:
         """Sorted names in a folder, lost documents with a copy included; an absent folder is empty."""
@@ -214,8 +219,7 @@ class Files:
             except FileNotFoundError:
                 yield name, value, None
             except OSError as error:
-                raise_if_of_machine(error, self.where(name))
-                raise CacheError(f"{self.where(name)}: cannot be read: {error.strerror}") from None
+                raise self._unreadable(name, error) from None
 
     def documents(self, names: list[str]) -> Iterator[dict]:
         """`document` of many, in order."""
@@ -237,8 +241,7 @@ class Files:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise_if_of_machine(error, self.where(name))
-            raise CacheError(f"{self.where(name)}: cannot be opened: {error.strerror}") from None
+            raise self._unreadable(name, error, "opened") from None
 
     def ranged(self, name: str) -> Handle:
         """As `open`, for reading a few ranges of a large file: from an object store only those are transferred."""

@@ -19,17 +19,12 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import process_identity
-from pipeline.errors import CacheError, NoSpaceError, ResourceError
+from pipeline.errors import NO_SPACE, CacheError, NoSpaceError, machine_errno, machine_error
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer on another machine."""
 SPARE_DESCRIPTORS = 128
 """File descriptors left for sockets, checkpoints and libraries."""
-_OF_MACHINE: dict[int | None, type[CacheError]] = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), NoSpaceError),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), ResourceError),
-}
-_FEWER = "ulimit -n 65536, or fewer workers"
 
 
 class Handle:
@@ -86,35 +81,24 @@ def cache_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         fixes = {
-            errno.ENOSPC: "free space (or move the cache), then run the same command again: it continues",
-            errno.EDQUOT: "raise the quota, then run the same command again: it continues",
             errno.EROFS: "make the cache writable",
             errno.EACCES: "give this user write permission to the cache",
             errno.EPERM: "give this user write permission to the cache",
             errno.ENOTDIR: "mount the disk that the link points to, or --set cache=DIR, a folder",
         }
-        kind = _OF_MACHINE.get(error.errno, CacheError)
-        fix = _FEWER if kind is ResourceError else fixes.get(error.errno or 0)
-        raise kind(f"{path}: cannot be written: {error.strerror}", fix=fix) from error
+        what = f"{path}: cannot be written"
+        known = machine_error(error, what, "run the same command again: it continues")
+        raise known or CacheError(f"{what}: {error.strerror}", fix=fixes.get(error.errno or 0)) from error
 
 
 def is_out_of_resources(error: BaseException | None) -> bool:
     """Whether an error or one of its causes says that file descriptors, memory or disk space have run out."""
-    return _of_machine(error) is not None
+    return machine_errno(error) is not None
 
 
 def is_out_of_space(error: BaseException | None) -> bool:
     """Whether an error or one of its causes says that disk space has run out."""
-    cause = _of_machine(error)
-    return cause is not None and _OF_MACHINE[cause.errno] is NoSpaceError
-
-
-def _of_machine(error: BaseException | None) -> OSError | None:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _OF_MACHINE:
-            return error
-        error = error.__cause__
-    return None
+    return machine_errno(error) in NO_SPACE
 
 
 def raise_if_of_machine(error: BaseException, place: str) -> None:
@@ -127,12 +111,11 @@ def raise_if_of_machine(error: BaseException, place: str) -> None:
         NoSpaceError: disk space has run out, of the temporary folder for example.
         ResourceError: file descriptors or memory have run out.
     """
-    if cause := _of_machine(error):
-        kind = _OF_MACHINE[cause.errno]
-        raise kind(
-            f"{place}: cannot be read on this machine: {cause.strerror}",
-            fix=f"free space in {tempfile.gettempdir()}" if kind is NoSpaceError else _FEWER,
-        ) from error
+    what = f"{place}: cannot be read on this machine"
+    if (known := machine_error(error, what)) is not None:
+        if isinstance(known, NoSpaceError):
+            known = NoSpaceError(known.what, fix=f"free space in {tempfile.gettempdir()}")
+        raise known from error
 
 
 def descriptors_left() -> int:
@@ -243,6 +226,9 @@ def replacing(path: Path) -> Iterator[Path]:
         sync_path(work)
         os.replace(work, path)
         sync_path(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write names no file
+        raise
     finally:
         work.unlink(missing_ok=True)
 

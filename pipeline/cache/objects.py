@@ -106,7 +106,7 @@ class ObjectFiles(Files):
         self.connection = Connection(url, CacheError, patience_s, use_listings_cache=False)
         self.url, self.fs, self._base = self.connection.url, self.connection.fs, self.connection.root
         self.readers = WeakSet()
-        self.mirror = Mirror(expanded(mirror.path or "~/.cache/sana-pipe"), int(mirror.gib * 2**30))
+        self.mirror = Mirror(Path(mirror.path or expanded("~/.cache/sana-pipe")), int(mirror.gib * 2**30))
 
     @property
     def patience_s(self) -> float:  # type: ignore[override]

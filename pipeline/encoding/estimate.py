@@ -35,6 +35,7 @@ from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
+from pipeline.sources.filenames import escaped
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
 
@@ -459,7 +460,7 @@ def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -
 
 
 def report(
-    name: str, work: Wanted, size: Sizes, free: int | None, reserve: int, time_estimate: dict[str, Any] | None
+    source: Source, work: Wanted, size: Sizes, free: int | None, reserve: int, time_estimate: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The whole estimate as JSON values.
 
@@ -469,7 +470,8 @@ def report(
         time_estimate: from `times`; None if nothing was probed.
     """
     return {
-        "source": name,
+        "source": source.name,
+        "picture_columns": sorted(source.picture_columns),
         "items": work.items,
         "usable": work.usable,
         "rejects": sum(work.rejects.counts.values()),
@@ -477,6 +479,7 @@ def report(
         "unread": work.unread,
         "reasons": work.rejects.counts,
         "examples": work.rejects.examples,
+        "ignored": vars(source.ignored.ranked()),
         "buckets": [
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
             for shape, (count, loss) in sorted(work.buckets.items())
@@ -492,12 +495,26 @@ def report(
     }
 
 
+def column_lines(columns: Sequence[str]) -> list[str]:
+    """Which columns of a table have the pictures, for people."""
+    names = " or ".join(repr(escaped(column)) for column in columns)
+    return [f"pictures are taken from the column {names}"] if columns else []
+
+
+def ignored_lines(ignored: Kinds) -> list[str]:
+    """What of a source is not used, for people."""
+    head = f"{ignored.total} files, members or captions of the source are not used:"
+    return [head, *ignored.ranked().lines()] if ignored.total else []
+
+
 def lines(report: dict[str, Any], cache: str) -> list[str]:
     """The report for people. cache: its location."""
     out = [
         f"source {report['source']!r}: {report['items']} items, {report['usable']} usable, "
         f"{report['rejects']} rejects expected",
+        *column_lines(report["picture_columns"]),
         *Kinds(report["reasons"], report["examples"]).lines(),
+        *ignored_lines(Kinds(**report["ignored"])),
     ]
     if report["undecided"]:
         out.append(

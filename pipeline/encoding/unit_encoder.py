@@ -22,7 +22,7 @@ from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config, VaeConfig
 from pipeline.encoding import calibrate, estimate, unit_records
 from pipeline.encoding.scan import reopen
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, is_out_of_memory
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
 from pipeline.sources.source import Source
@@ -224,7 +224,9 @@ class _Numerics:
         try:
             exact = load(encoders.exact(self._vae))
             wanted = np.concatenate([exact.encode(picture[None]) for picture in self.pictures])
-        except (torch.OutOfMemoryError, MemoryError):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             click.echo(f"vae in {', '.join(chosen)}: not compared with fp32, for which the memory does not suffice")
             return
         ours, theirs = (encoders.from_bits(bits).double().flatten(1) for bits in (self._latents, wanted))

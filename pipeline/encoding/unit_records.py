@@ -27,7 +27,7 @@ import torch
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.errors import UserError
+from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.encoders import NonFiniteOutputError
 from pipeline.sources import caption_rules as captions
@@ -246,9 +246,11 @@ def encode_finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits:
             rest = [member for i, member in enumerate(inputs) if i not in bad]
             good = iter(encode_finite(rest, encode, limits) if rest else [])
             return [None if i in bad else next(good) for i in range(len(inputs))]
-        except (torch.OutOfMemoryError, MemoryError):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             if len(inputs) == 1:
-                raise UserError(
+                raise ResourceError(
                     "the encoder runs out of memory with a single item",
                     fix="use a device with more memory, or a smaller data.resolution",
                 ) from None

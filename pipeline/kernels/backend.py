@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs (its Triton kernels or its PyTorch twin), and for which gradients."""
+"""Which implementation of an operation runs (its Triton kernels or its PyTorch twin)."""
 
 from __future__ import annotations
 
@@ -61,18 +61,3 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     if device.type == "meta":  # autocast does not support the device
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def executed(ctx: Any) -> list[bool]:
-    """For each input: does the running backward pass need its gradient?
-
-    `ctx.needs_input_grad` says only whether an input wants a gradient at all.
-    """
-    return [node is not None and _runs(node) for node, _ in ctx.next_functions]
-
-
-def _runs(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch answers so for a leaf whose gradient was asked for by `torch.autograd.grad`
-        return True

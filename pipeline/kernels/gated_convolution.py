@@ -15,28 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.kernels.backend import executed, kernels, without_autocast
+from pipeline.kernels.backend import kernels, without_autocast
 
 
-def gated_convolution(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
+def gated_convolution(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """value * SiLU(gate), where value i and gate i are channels 2i and 2i + 1 of the depthwise convolution of SiLU(u)
     with padding 1.
 
     Args:
-        u: (B, above + height + below, width, 2H), any floating dtype.
+        u: (B, height, width, 2H), any floating dtype.
         weight: (2H, 1, 3, 3). bias: (2H,).
-        above, below: rows of `u` that the result lacks: those next to a part of a picture.
 
     Returns:
         (B, height, width, H), contiguous, dtype of `u`.
     """
-    return _operation(u, weight, bias, above, below)
+    return _operation(u, weight, bias)
 
 
 @torch.library.custom_op("sana_pipe::gated_convolution", mutates_args=())
-def _operation(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
+def _operation(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     module = kernels("gated_convolution", u, weight, bias)
-    return (module.forward if module else forward)(u, weight, bias, above, below)
+    return (module.forward if module else forward)(u, weight, bias)
 
 
 @torch.library.custom_op("sana_pipe::gated_convolution_backward", mutates_args=())
@@ -45,18 +44,16 @@ def _gradients(
     u: Tensor,
     weight: Tensor,
     bias: Tensor,
-    above: int = 0,
-    below: int = 0,
     of_input: bool = True,
     of_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     module = kernels("gated_convolution", gradient, u, weight, bias)
-    return (module.backward if module else backward)(gradient, u, weight, bias, above, below, of_input, of_weights)
+    return (module.backward if module else backward)(gradient, u, weight, bias, of_input, of_weights)
 
 
 @_operation.register_fake
-def _(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
-    return u.new_empty(u.shape[0], u.shape[1] - above - below, u.shape[2], u.shape[3] // 2)
+def _(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return u.new_empty(*u.shape[:3], u.shape[3] // 2)
 
 
 @_gradients.register_fake
@@ -65,8 +62,6 @@ def _(
     u: Tensor,
     weight: Tensor,
     bias: Tensor,
-    above: int = 0,
-    below: int = 0,
     of_input: bool = True,
     of_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,25 +70,22 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.above, ctx.below = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """A schedule that splits the backward pass (zero bubble) comes twice, for the input and for the parameters."""
-    needed = executed(ctx)
-    of_input, of_weights = needed[0], any(needed[1:3])
-    of_u, of_weight, of_bias = _gradients(gradient, *ctx.saved_tensors, ctx.above, ctx.below, of_input, of_weights)
-    return of_u if of_input else None, *((of_weight, of_bias) if of_weights else (None, None)), None, None
+    of_input, *needed = ctx.needs_input_grad
+    of_weights = any(needed)
+    of_u, of_weight, of_bias = _gradients(gradient, *ctx.saved_tensors, of_input, of_weights)
+    return of_u if of_input else None, *((of_weight, of_bias) if of_weights else (None, None))
 
 
 _operation.register_autograd(_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.sana_pipe.gated_convolution)
-def _forward_flops(u: tuple[int, ...], weight: Any, bias: Any, above: int = 0, below: int = 0, **kwargs: Any) -> int:
-    """Of the result's rows."""
-    return 2 * 9 * math.prod((u[0], u[1] - above - below, *u[2:]))
+def _forward_flops(u: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    return 2 * 9 * math.prod(u)
 
 
 @register_flop_formula(torch.ops.sana_pipe.gated_convolution_backward)
@@ -105,10 +97,10 @@ def _backward_flops(gradient: tuple[int, ...], *args: Any, **kwargs: Any) -> int
 # ------------------------------------------------------------------------------------------------------------- twin
 
 
-def forward(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
+def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """As `gated_convolution`, in the dtype of `u`."""
     with without_autocast(u.device):
-        value, gate = _pairs(_convolved(F.silu(u), weight, bias)[:, above : u.shape[1] - below])
+        value, gate = _pairs(_convolved(F.silu(u), weight, bias))
         return (value * F.silu(gate)).contiguous()
 
 
@@ -117,8 +109,6 @@ def backward(
     u: Tensor,
     weight: Tensor,
     bias: Tensor,
-    above: int = 0,
-    below: int = 0,
     of_input: bool = True,
     of_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,9 +116,8 @@ def backward(
     silu_backward = torch.ops.aten.silu_backward
     with without_autocast(u.device):
         active = F.silu(u)
-        value, gate = _pairs(_convolved(active, weight, bias)[:, above : u.shape[1] - below])
+        value, gate = _pairs(_convolved(active, weight, bias))
         inner = torch.stack([gradient * F.silu(gate), silu_backward(gradient * value, gate)], dim=-1).flatten(3)
-        inner = F.pad(inner, (0, 0, 0, 0, above, below))
         of_active, of_weight, of_bias = torch.ops.aten.convolution_backward(
             inner.permute(0, 3, 1, 2),
             active.permute(0, 3, 1, 2),

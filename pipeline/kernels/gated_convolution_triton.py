@@ -1,8 +1,7 @@
 """Triton kernels of `pipeline.kernels.gated_convolution`: depthwise 3x3, bias and gate in one pass, channels last.
 
 A program has ROWS rows of one picture and a slice of channels, and walks along the columns with a window of three
-columns of ROWS + 2 rows in registers. `u` has `height` rows, `above` of them before the first of the `rows` of the
-result. Each value is read, and its SiLU computed, (ROWS + 2) / ROWS times; a program per
+columns of ROWS + 2 rows in registers. Each value is read, and its SiLU computed, (ROWS + 2) / ROWS times; a program per
 tile would do both nine times. Arithmetic is float32 whatever the tensors are.
 Gradients of weight and bias: each program writes its part, and a last kernel adds the parts in a fixed order, so equal
 runs give equal bits.
@@ -79,15 +78,14 @@ def _convolve(left, middle, right, taps, bias, ROW: tl.constexpr):
 
 
 @triton.jit
-def _gate_forward(u, weight, bias, out, height, width, channels, rows, above, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_forward(u, weight, bias, out, height, width, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     inside, is_result = channel < channels, result < channels // 2
-    first = tl.program_id(1) * ROWS
-    top = first + above
+    top = tl.program_id(1) * ROWS
     image = tl.program_id(2).to(tl.int64) * width
     u += image * height * channels
-    out += image * rows * (channels // 2)
+    out += image * height * (channels // 2)
     taps = _taps(weight, channel, inside, False)
     start = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     left = _column(u, top, -1, height, width, channels, channel, inside, True)
@@ -96,25 +94,24 @@ def _gate_forward(u, weight, bias, out, height, width, channels, rows, above, RO
         right = _column(u, top, column + 1, height, width, channels, channel, inside, True)
         for r in tl.static_range(ROWS):
             value, gate = tl.split(tl.reshape(_convolve(left, middle, right, taps, start, r), (BLOCK // 2, 2)))
-            place = ((first + r).to(tl.int64) * width + column) * (channels // 2) + result
-            tl.store(out + place, (value * _silu(gate)).to(out.dtype.element_ty), mask=is_result & (first + r < rows))
+            place = ((top + r).to(tl.int64) * width + column) * (channels // 2) + result
+            tl.store(out + place, (value * _silu(gate)).to(out.dtype.element_ty), mask=is_result & (top + r < height))
         left = middle
         middle = right
 
 
 @triton.jit
-def _gate_backward(gradient, u, weight, bias, inner, parts, height, width, channels, rows, above,
+def _gate_backward(gradient, u, weight, bias, inner, parts, height, width, channels,
                    ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Compute the gradients of `inner` (the convolution's result), weight and bias from the output gradient."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     inside, is_result = channel < channels, result < channels // 2
-    first = tl.program_id(1) * ROWS
-    top = first + above
+    top = tl.program_id(1) * ROWS
     image = tl.program_id(2).to(tl.int64) * width
     u += image * height * channels
-    inner += image * rows * channels
-    gradient += image * rows * (channels // 2)
+    inner += image * height * channels
+    gradient += image * height * (channels // 2)
     taps = _taps(weight, channel, inside, False)
     start = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     left = _column(u, top, -1, height, width, channels, channel, inside, True)
@@ -126,8 +123,8 @@ def _gate_backward(gradient, u, weight, bias, inner, parts, height, width, chann
         right = _column(u, top, column + 1, height, width, channels, channel, inside, True)
         for r in tl.static_range(ROWS):
             value, gate = tl.split(tl.reshape(_convolve(left, middle, right, taps, start, r), (BLOCK // 2, 2)))
-            place = (first + r).to(tl.int64) * width + column
-            below = first + r < rows
+            place = (top + r).to(tl.int64) * width + column
+            below = top + r < height
             of_result = tl.load(gradient + place * (channels // 2) + result, mask=is_result & below, other=0.0)
             of_result = of_result.to(tl.float32)
             sigmoid = 1.0 / (1.0 + tl.exp(-gate))
@@ -155,24 +152,21 @@ def _gate_backward(gradient, u, weight, bias, inner, parts, height, width, chann
 
 
 @triton.jit
-def _input_backward(
-    inner, u, weight, out, height, width, channels, rows, above, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _input_backward(inner, u, weight, out, height, width, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """From the gradient of the convolution's result to that of `u`."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     top = tl.program_id(1) * ROWS
-    first = top - above
     image = tl.program_id(2).to(tl.int64) * width * channels
-    inner += image * rows
+    inner += image * height
     u += image * height
     out += image * height
     taps = _taps(weight, channel, inside, True)
     zero = tl.zeros((BLOCK,), tl.float32)
-    left = _column(inner, first, -1, rows, width, channels, channel, inside, False)
-    middle = _column(inner, first, 0, rows, width, channels, channel, inside, False)
+    left = _column(inner, top, -1, height, width, channels, channel, inside, False)
+    middle = _column(inner, top, 0, height, width, channels, channel, inside, False)
     for column in range(width):
-        right = _column(inner, first, column + 1, rows, width, channels, channel, inside, False)
+        right = _column(inner, top, column + 1, height, width, channels, channel, inside, False)
         for r in tl.static_range(ROWS):
             x = _row(u, top, column, height, width, channels, channel, inside, r)
             sigmoid = 1.0 / (1.0 + tl.exp(-x))
@@ -197,14 +191,13 @@ def _sum_parts(parts, of_weight, of_bias, count, channels, SUM_BLOCK: tl.constex
     tl.store(of_bias + channel, total.to(of_bias.dtype.element_ty), mask=inside & (tap == 9))
 
 
-def forward(u: Tensor, weight: Tensor, bias: Tensor, above: int = 0, below: int = 0) -> Tensor:
+def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """As `gated_convolution`, for tensors that Triton can reach."""
-    batch, height, width, channels = u.shape
-    rows = height - above - below
-    out = torch.empty(batch, rows, width, channels // 2, dtype=u.dtype, device=u.device)
+    *sizes, channels = u.shape
+    out = torch.empty(*sizes, channels // 2, dtype=u.dtype, device=u.device)
     if out.numel():
-        sizes = height, width, channels, rows, above
-        _gate_forward[_grid(u, rows)](u.contiguous(), weight.contiguous(), bias.contiguous(), out, *sizes, **CONSTANTS)
+        given = u.contiguous(), weight.contiguous(), bias.contiguous(), out
+        _gate_forward[_grid(u)](*given, *u.shape[1:], **CONSTANTS)
     return out
 
 
@@ -213,33 +206,29 @@ def backward(
     u: Tensor,
     weight: Tensor,
     bias: Tensor,
-    above: int = 0,
-    below: int = 0,
     of_input: bool = True,
     of_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `u`, weight and bias; empty where they are not wanted."""
-    batch, height, width, channels = u.shape
-    rows = height - above - below
+    channels = u.shape[3]
     out = torch.empty(u.shape if of_input else (0,), dtype=u.dtype, device=u.device)
     of_weight = torch.empty(weight.shape if of_weights else (0,), dtype=weight.dtype, device=u.device)
     of_bias = torch.empty(bias.shape if of_weights else (0,), dtype=bias.dtype, device=u.device)
     if not u.numel():
         return out, of_weight.zero_(), of_bias.zero_()
     u, weight = u.contiguous(), weight.contiguous()
-    inner = torch.empty(batch, rows, width, channels, dtype=u.dtype, device=u.device)
-    grid = _grid(u, rows)
+    inner, grid = torch.empty_like(u), _grid(u)
     parts = torch.empty(grid[1] * grid[2], 10, channels, dtype=torch.float32, device=u.device)
-    sizes = height, width, channels, rows, above
+    sizes = u.shape[1:]
     _gate_backward[grid](gradient.contiguous(), u, weight, bias.contiguous(), inner, parts, *sizes, **CONSTANTS)
     if of_input:
-        _input_backward[_grid(u, height)](inner, u, weight, out, *sizes, **CONSTANTS)
+        _input_backward[grid](inner, u, weight, out, *sizes, **CONSTANTS)
     if of_weights:
         whole = triton.cdiv(channels, SUM_CONSTANTS["SUM_BLOCK"]), 10
         _sum_parts[whole](parts, of_weight, of_bias, len(parts), channels, **SUM_CONSTANTS)
     return out, of_weight, of_bias
 
 
-def _grid(u: Tensor, rows: int) -> tuple[int, int, int]:
-    batch, _, _, channels = u.shape
-    return triton.cdiv(channels, CONSTANTS["BLOCK"]), triton.cdiv(rows, CONSTANTS["ROWS"]), batch
+def _grid(u: Tensor) -> tuple[int, int, int]:
+    batch, height, _, channels = u.shape
+    return triton.cdiv(channels, CONSTANTS["BLOCK"]), triton.cdiv(height, CONSTANTS["ROWS"]), batch

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.kernels.backend import executed, without_autocast
+from pipeline.kernels.backend import without_autocast
 
 
 def joined_linear(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
@@ -82,9 +82,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """A schedule that splits the backward pass (zero bubble) comes twice, for the input and for the parameters."""
-    needed = executed(ctx)
-    of_input, of_weights = needed[0], any(needed[1:])
+    of_input, *needed = ctx.needs_input_grad
+    of_weights = any(needed)
     of_x, of_joined = _gradients(gradient, *ctx.saved_tensors, of_input, of_weights)
     parts = of_joined.chunk(3) if of_weights else (None, None, None)
     return of_x if of_input else None, *parts

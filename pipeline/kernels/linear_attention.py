@@ -4,14 +4,11 @@ Saves its inputs, in their dtype, and each head's state: (head_dim + 1) x head_d
 would save (float32 copies of the inputs in another layout, the product, its denominators) is recomputed: a small
 product, which costs less than those copies. The Triton kernels read and write 11 token matrices in all, the twin about
 110.
-Where the tokens are a part of a picture, attention is two operations: the state of keys and values, which the caller
-adds up over the parts, and what queries read from it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,28 +19,17 @@ from torch.utils.flop_counter import register_flop_formula
 from pipeline.kernels.backend import kernels, without_autocast
 
 
-def linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_dim: int,
-    eps: float = 1e-15,
-    total: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
+def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float = 1e-15) -> Tensor:
     """ReLU linear attention, accumulated in float32 whatever the inputs are and whether or not autocast is on.
 
     Args:
         query, key, value: (B, N, heads*head_dim), any floating dtype.
-        total: where these tokens are a part of a picture: adds up a state (B, heads, head_dim + 1, head_dim) float32
-            over all parts; differentiable.
 
     Returns:
         (B, N, heads*head_dim), contiguous, in `value`'s dtype: relu(q) (relu(K)^T V) / (relu(q) sum relu(K) + eps). A
         position whose denominator is zero yields zero.
     """
-    if total is None:
-        return _operation(query, key, value, head_dim, eps)[0]
-    return _read(query, total(_state(key, value, head_dim)), head_dim, eps)
+    return _operation(query, key, value, head_dim, eps)[0]
 
 
 def joined_linear_attention(joined: Tensor, head_dim: int, eps: float = 1e-15) -> Tensor:
@@ -61,18 +47,6 @@ def _operation(
     q, k, v = _three(query, key, value)
     module = kernels("linear_attention", q, k, v)
     return (module.forward if module else forward)(q, k, v, head_dim, eps)
-
-
-@torch.library.custom_op("sana_pipe::linear_attention_state", mutates_args=())
-def _state(key: Tensor, value: Tensor, head_dim: int) -> Tensor:
-    module = kernels("linear_attention", key, value)
-    return (module.state if module else state)(key, value, head_dim)
-
-
-@torch.library.custom_op("sana_pipe::linear_attention_read", mutates_args=())
-def _read(query: Tensor, state: Tensor, head_dim: int, eps: float) -> Tensor:
-    module = kernels("linear_attention", query, state)
-    return (module.read if module else read)(query, state, head_dim, eps)
 
 
 @torch.library.custom_op("sana_pipe::linear_attention_backward", mutates_args=())
@@ -97,18 +71,6 @@ def _three(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Ten
     return query, key, value
 
 
-@torch.library.custom_op("sana_pipe::linear_attention_state_backward", mutates_args=())
-def _state_gradients(of_state: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    module = kernels("linear_attention", of_state, key, value)
-    return (module.state_backward if module else state_backward)(of_state, key, value, head_dim)
-
-
-@torch.library.custom_op("sana_pipe::linear_attention_read_backward", mutates_args=())
-def _read_gradients(gradient: Tensor, query: Tensor, state: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
-    module = kernels("linear_attention", gradient, query, state)
-    return (module.read_backward if module else read_backward)(gradient, query, state, head_dim, eps)
-
-
 @_operation.register_fake
 def _(query: Tensor, key: Tensor | None, value: Tensor | None, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
     batch, tokens, width = query.shape
@@ -122,30 +84,6 @@ def _(
     gradient: Tensor, state: Tensor, query: Tensor, key: Tensor | None, value: Tensor | None, head_dim: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in (query, key, value))  # type: ignore[return-value]
-
-
-@_state.register_fake
-def _(key: Tensor, value: Tensor, head_dim: int) -> Tensor:
-    return key.new_empty(*_state_shape(key, head_dim), dtype=torch.float32)
-
-
-@_read.register_fake
-def _(query: Tensor, state: Tensor, head_dim: int, eps: float) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-@_state_gradients.register_fake
-def _(of_state: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    return key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-@_read_gradients.register_fake
-def _(gradient: Tensor, query: Tensor, state: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), state.new_empty(state.shape)
-
-
-def _state_shape(key: Tensor, head_dim: int) -> tuple[int, ...]:
-    return key.shape[0], key.shape[2] // head_dim, head_dim + 1, head_dim
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -163,44 +101,12 @@ def _backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None,
     return *(results if key is not None else (results[0], None, None)), None, None
 
 
-def _save_state(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.head_dim = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _save_read(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.head_dim, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _state_backward(ctx: Any, of_state: Tensor) -> tuple[Tensor | None, ...]:
-    return *_state_gradients(of_state, *ctx.saved_tensors, ctx.head_dim), None
-
-
-def _read_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *_read_gradients(gradient, *ctx.saved_tensors, ctx.head_dim, ctx.eps), None, None
-
-
 _operation.register_autograd(_backward, setup_context=_save)
-_state.register_autograd(_state_backward, setup_context=_save_state)
-_read.register_autograd(_read_backward, setup_context=_save_read)
 
 
 @register_flop_formula(torch.ops.sana_pipe.linear_attention)
 def _forward_flops(query: tuple[int, ...], key: Any, value: Any, head_dim: int, *args: Any, **kwargs: Any) -> int:
     return 4 * math.prod(query) // (3 if key is None else 1) * (head_dim + 1)
-
-
-@register_flop_formula([torch.ops.sana_pipe.linear_attention_state, torch.ops.sana_pipe.linear_attention_read])
-def _half_flops(query: tuple[int, ...], other: Any, head_dim: int, *args: Any, **kwargs: Any) -> int:
-    return 2 * math.prod(query) * (head_dim + 1)
-
-
-@register_flop_formula(
-    [torch.ops.sana_pipe.linear_attention_state_backward, torch.ops.sana_pipe.linear_attention_read_backward]
-)
-def _half_backward_flops(gradient: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * _half_flops(*args)
 
 
 @register_flop_formula(torch.ops.sana_pipe.linear_attention_backward)
@@ -246,45 +152,6 @@ def backward(
         of_query.copy_(relu(_joined(torch.matmul(of_out, moments), query.dtype), query, 0))
         of_key.copy_(relu(_joined(torch.matmul(v, of_moments), key.dtype), key, 0))
         of_value.copy_(_joined(torch.matmul(k, of_moments[:, :, :-1].transpose(2, 3)), value.dtype))
-
-
-def state(key: Tensor, value: Tensor, head_dim: int) -> Tensor:
-    """Of these tokens, (B, heads, head_dim + 1, head_dim) float32: relu(K)^T V, then a row with the sum of relu(K)."""
-    with without_autocast(key.device):
-        k, v = _by_head(F.relu(key), head_dim), _by_head(value, head_dim)
-        return torch.cat([torch.matmul(k.transpose(2, 3), v), k.sum(2, keepdim=True)], dim=2)
-
-
-def read(query: Tensor, state: Tensor, head_dim: int, eps: float) -> Tensor:
-    """What the queries read from the state of all tokens, in the queries' dtype."""
-    with without_autocast(query.device):
-        q = _by_head(F.relu(query), head_dim)
-        scale = torch.matmul(q, state[:, :, -1:].transpose(2, 3)) + eps
-        return _joined(torch.matmul(q, state[:, :, :-1]) / scale, query.dtype)
-
-
-def state_backward(of_state: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Gradients of key and value, contiguous."""
-    with without_autocast(key.device):
-        k, v = _by_head(F.relu(key), head_dim), _by_head(value, head_dim)
-        of_key = _joined(torch.matmul(v, of_state[:, :, :-1].transpose(2, 3)) + of_state[:, :, -1:], key.dtype)
-        of_value = _joined(torch.matmul(k, of_state[:, :, :-1]), value.dtype)
-        return torch.ops.aten.threshold_backward(of_key, key, 0).contiguous(), of_value
-
-
-def read_backward(gradient: Tensor, query: Tensor, state: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of query and state, contiguous."""
-    with without_autocast(query.device):
-        q = _by_head(F.relu(query), head_dim)
-        matrix, vector = state[:, :, :-1], state[:, :, -1:]
-        scale = torch.matmul(q, vector.transpose(2, 3)) + eps
-        of_product = _by_head(gradient, head_dim) / scale
-        of_scale = -(of_product * torch.matmul(q, matrix)).sum(-1, keepdim=True) / scale
-        of_query = _joined(torch.matmul(of_product, matrix.transpose(2, 3)) + of_scale * vector, query.dtype)
-        factors = torch.cat([of_product, of_scale], dim=-1)
-        products = torch.matmul(q.transpose(2, 3), factors)  # (B, heads, d, d + 1)
-        of_state = torch.cat([products[..., :-1], products[..., -1:].transpose(2, 3)], dim=2)
-        return torch.ops.aten.threshold_backward(of_query, query, 0).contiguous(), of_state
 
 
 def _by_head(x: Tensor, head_dim: int) -> Tensor:

@@ -233,38 +233,3 @@ def _key_value_gradients(
     pitches, sizes = (key_pitch, value_pitch, of_key.stride(1), of_value.stride(1)), (key.shape[1], head_dim)
     given = parts, of_key, of_value, *pitches, parts.shape[2], *sizes
     _key_value_backward[_grid(key, head_dim)](key, value, *given, **constants(head_dim))
-
-
-# ------------------------------------------------------------------------------------------------- parts of pictures
-
-
-def state(key: Tensor, value: Tensor, head_dim: int) -> Tensor:
-    """As `pipeline.kernels.linear_attention.state`."""
-    grid, sizes = _grid(key, head_dim), (key.shape[1], head_dim)
-    parts = _empty_state(key, head_dim, grid[2])
-    (key, key_pitch), (value, value_pitch) = _rows(key), _rows(value)
-    _moments[grid](key, value, parts, key_pitch, value_pitch, *sizes, EXACT=_exact(key, value), **constants(head_dim))
-    return parts.sum(2)
-
-
-def read(query: Tensor, state: Tensor, head_dim: int, eps: float) -> Tensor:
-    """As `pipeline.kernels.linear_attention.read`."""
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    state, (query, pitch) = state.contiguous(), _rows(query)
-    pitches, sizes = (pitch, out.shape[2]), (query.shape[1], head_dim)
-    _query_forward[_grid(query, head_dim)](query, state, state, out, *pitches, 1, *sizes, eps, **constants(head_dim))
-    return out
-
-
-def state_backward(of_state: Tensor, key: Tensor, value: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Gradients of key and value."""
-    of_key, of_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
-    _key_value_gradients(of_state.contiguous().unsqueeze(2), key, value, of_key, of_value, head_dim)
-    return of_key, of_value
-
-
-def read_backward(gradient: Tensor, query: Tensor, state: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of query and state."""
-    of_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    parts = _query_gradients(gradient, state.contiguous(), query, of_query, head_dim, eps)
-    return of_query, parts.sum(2)

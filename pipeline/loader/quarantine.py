@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeline.cache.shard import RecordError
-from pipeline.errors import UserError
+from pipeline.errors import writing
 from pipeline.loader.planner import BatchPlan, Planner
 
 
@@ -47,16 +47,14 @@ class Quarantine:
         entries = [
             {**asdict(entry), "sample": f"{entry.sample:016x}", "by": f"{entry.by:016x}"} for entry in unreadable
         ]
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                fcntl.lockf(file, fcntl.LOCK_EX)  # other ranks write to it, perhaps from other nodes
-                file.write("".join(json.dumps(entry) + "\n" for entry in entries))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be written: {error.strerror}", fix="--quarantine FILE where you may write"
-            ) from None
+        with (
+            writing(self.path, "--quarantine FILE where you may write", again="--resume auto"),
+            open(self.path, "a", encoding="utf-8") as file,
+        ):
+            fcntl.lockf(file, fcntl.LOCK_EX)  # other ranks write to it, perhaps from other nodes
+            file.write("".join(json.dumps(entry) + "\n" for entry in entries))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class Substitution:

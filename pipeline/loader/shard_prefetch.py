@@ -48,7 +48,7 @@ def advice(snapshot: Snapshot) -> str | None:
 
 class FetchQueue:
     """Which shard is fetched next: those of steps first, first + 1, ... in this order, as far ahead as half of the
-    mirror goes. It fetches nothing and has no threads, so that `pipeline.planning.scale` can ask it, too.
+    mirror goes. It fetches nothing and has no threads, so that a simulator can ask it, too.
 
     Args:
         room: size of the mirror in bytes.

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config import VaeConfig, Weights
-from pipeline.models.hub import ModelError, read_settings, resolve, weight_files
+from pipeline.models.hub import ModelError, open_tensors, read_settings, resolve, weight_files
 from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
 from pipeline.models.weights import (
     DTYPES,
@@ -32,7 +32,6 @@ from pipeline.models.weights import (
     digest,
     finite_bits,
     from_bits,
-    open_tensors,
     provenance_of,
 )
 
@@ -228,9 +227,9 @@ def _half_autoencoder(weights: Weights, keep: str, dtype: str, layout: torch.mem
 def _half_on_meta(folder: Path, keep: str) -> Any:
     import diffusers
 
-    kind = getattr(diffusers, _decoder_settings(folder)["_class_name"])
+    settings = _decoder_settings(folder)
     with torch.device("meta"):
-        model = kind.from_config(kind.load_config(folder))
+        model = getattr(diffusers, settings["_class_name"]).from_config(settings)
     delattr(model, "decoder" if keep == "encoder" else "encoder")
     return model
 

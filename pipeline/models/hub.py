@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Weights
-from pipeline.errors import UserError, expanded
+from pipeline.errors import UserError, machine_error, not_permitted
 
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems under which diffusers and transformers save weights."""
@@ -63,12 +63,12 @@ class WeightSet:
 
 def is_local(weights: Weights) -> bool:
     """Whether `weights.id` is a folder or file on this machine (it takes precedence over a hub id)."""
-    return expanded(weights.id).exists()
+    return Path(weights.id).exists()
 
 
 def is_file(weights: Weights) -> bool:
     """Whether `weights.id` names a file, here or on the hub, and not a folder or repository."""
-    return expanded(weights.id).is_file() or _HUB_FILE.match(weights.id) is not None
+    return Path(weights.id).is_file() or _HUB_FILE.match(weights.id) is not None
 
 
 def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: bool = False) -> Path:
@@ -170,7 +170,7 @@ def _place(weights: Weights) -> tuple[Path | None, Weights]:
     Raises:
         ModelError: neither, or no such subfolder.
     """
-    root = expanded(weights.id)
+    root = Path(weights.id)
     if root.is_file():
         return root, weights
     if root.is_dir():
@@ -285,8 +285,8 @@ def _explained(weights: Weights) -> Iterator[None]:
         ) from None
     except errors.HFValidationError as error:
         raise ModelError(f"{weights.id!r} is not a hub id", found=_first_line(error), fix="correct `id`") from None
-    except OSError as error:  # the hub's other HTTP errors, and a full disk
-        raise ModelError(
+    except OSError as error:  # the hub's other HTTP errors
+        raise machine_error(error, f"the hub repository {where} could not be fetched") or ModelError(
             f"the hub repository {where} could not be fetched",
             found=f"{type(error).__name__}: {_first_line(error)}",
             fix=f"try again: what was fetched is kept; {copy}",
@@ -303,6 +303,31 @@ def _explained(weights: Weights) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def load(kind: Any, folder: Path, what: str, **options: Any) -> Any:
+    """`kind.from_pretrained(folder)`, the only call of it: from the files of this folder, of which no code is run.
+
+    Args:
+        kind: a class of transformers or diffusers.
+        what: the kind of model, for the message.
+
+    Raises:
+        ModelError: the folder cannot be loaded, or only by running its code.
+    """
+    try:
+        with no_progress_bars():
+            return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    except (RuntimeError, OSError, ValueError, KeyError, ImportError) as error:
+        found = " ".join(str(error).split())[:600]
+        if "trust_remote_code" in found:
+            raise ModelError(
+                f"the {what} in {folder} names code of its own, which is not run",
+                expected="a class of transformers, and no `auto_map` in its JSON files",
+                fix="take the files of google/gemma-2-2b-it or of a Sana repository",
+            ) from None
+        what = f"the {what} in {folder} cannot be loaded"
+        raise ModelError(what, found=found, fix="fetch the folder again") from None
 
 
 @contextlib.contextmanager
@@ -352,10 +377,25 @@ def read_json(path: Path) -> dict:
     except FileNotFoundError:
         raise ModelError(f"{path} is missing", fix="give a folder that `save_pretrained` wrote") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} cannot be read as JSON", found=_first_line(error)) from None
+        raise not_permitted(path) or ModelError(f"{path} cannot be read as JSON", found=_first_line(error)) from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object", found=type(value).__name__)
     return value
+
+
+def open_tensors(path: Path) -> Any:
+    """An open safetensors file.
+
+    Raises:
+        UserError: this user may not read it, or it cannot be read as one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        what = f"{path} cannot be read as safetensors"
+        raise not_permitted(path) or ModelError(what, found=str(error), fix="fetch or export it again") from None
 
 
 def weight_files(folder: Path, variant: str | None = None) -> list[Path]:

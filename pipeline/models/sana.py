@@ -56,32 +56,11 @@ class SanaTransformer(SanaEnds):
                 plan |= {f"{attention}.{name}": "norm" for name in ("norm_q", "norm_k")}
         return plan | {"ff.conv_inverted": "column", "ff.conv_depth": "column", "ff.conv_point": "row"}
 
-    @property
-    def context_parallel_plan(self) -> dict[str, str]:
-        """Where rows of a picture meet in a block: attribute and what it is set to under context parallelism
-        (`pipeline.parallel.context_parallel`)."""
-        return {"attn1.total": "total", "ff.surround": "surround", "ff.conv_depth.margins": "margins"}
-
-    def rows(self, latents: Tensor) -> int:
-        """Rows of tokens of latents (.., H, W)."""
-        return latents.shape[-2] // self.config.patch_size
-
-    def crop(self, latents: Tensor, first: int, last: int) -> Tensor:
-        """Rows [first, last) of tokens of latents or of a flow (.., H, W)."""
-        return latents[..., first * self.config.patch_size : last * self.config.patch_size, :]
-
     def stage(self, start: int, stop: int) -> SanaStage:
         """Blocks [start, stop) as a pipeline stage that shares this model's parameters."""
         return SanaStage(self, start, stop)
 
-    def forward(
-        self,
-        latents: Tensor,
-        captions: Tensor,
-        mask: Tensor,
-        timesteps: Tensor,
-        band: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def forward(self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor) -> Tensor:
         """Predict the flow (noise minus data).
 
         Args:
@@ -92,8 +71,6 @@ class SanaTransformer(SanaEnds):
                 rows as if none were masked, and yields no NaN. For captions without padding the True of each sample
                 come first, and there is at least one.
             timesteps: (B,) float32 in [0, 1000).
-            band: for latents that are some rows of a picture (`crop`): (the first row of tokens, rows of tokens of the
-                picture).
 
         Returns:
             (B, C, H, W) in the model's dtype.
@@ -103,7 +80,7 @@ class SanaTransformer(SanaEnds):
             ValueError: sides that the patch size does not divide.
         """
         height, width = self.grid(latents, mask)
-        hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps, band)
+        hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
         modulation = modulation.to(hidden.dtype)
         for block in self.transformer_blocks:
             hidden = block(hidden, context, bias, modulation, height, width)

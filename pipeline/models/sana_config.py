@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ArchConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, UserError, not_permitted
 
 CLASS_NAME = "SanaTransformer2DModel"
 
@@ -198,7 +198,7 @@ def read_config(folder: Path) -> SanaConfig:
             fix="name the subfolder too, e.g. model.weights.subfolder: transformer",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise not_permitted(path) or UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} is not a JSON object", found=type(data).__name__)
     return SanaConfig.from_dict(data, source=str(path))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -102,14 +101,9 @@ class _Attention(nn.Module):
 
 class SelfAttention(_Attention):
     """Linear attention over image tokens. Plain projections are computed as one product; a strategy that replaces their
-    class (tensor parallelism, compressed activations) has three.
-
-    Attributes:
-        total: where the tokens are a part of a picture: adds up attention's state over all parts.
-    """
+    class (tensor parallelism, compressed activations) has three."""
 
     eps: float
-    total: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.output(self._attended(x).to(x.dtype))
@@ -118,12 +112,12 @@ class SelfAttention(_Attention):
     def _attended(self, x: Tensor) -> Tensor:
         layers = self.to_q, self.to_k, self.to_v
         if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
-            return linear_attention(*self.project(x, x), self.head_dim, self.eps, self.total)
+            return linear_attention(*self.project(x, x), self.head_dim, self.eps)
         joined = joined_linear(x, *(layer.weight for layer in layers))
-        if self.norm_q is None and self.total is None:
+        if self.norm_q is None:
             return joined_linear_attention(joined, self.head_dim, self.eps)
         query, key, value = joined.chunk(3, dim=-1)
-        return linear_attention(*self.normalise(query, key), value, self.head_dim, self.eps, self.total)
+        return linear_attention(*self.normalise(query, key), value, self.head_dim, self.eps)
 
 
 class CrossAttention(_Attention):
@@ -152,32 +146,19 @@ class _Pointwise(nn.Conv2d):
 
 
 class _GatedDepthwise(nn.Conv2d):
-    """(B, height, width, 2H) -> (B, height, width, H): SiLU, 3x3 depthwise, value * SiLU(gate).
-
-    Attributes:
-        margins: rows above and below that the input has and the result lacks.
-    """
-
-    margins = (0, 0)
+    """(B, height, width, 2H) -> (B, height, width, H): SiLU, 3x3 depthwise, value * SiLU(gate)."""
 
     def __init__(self, hidden: int):
         super().__init__(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden)
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None
-        return gated_convolution(input, weight, bias, *self.margins)
+        return gated_convolution(input, weight, bias)
 
 
 class GLUMBConv(nn.Module):
     """Gated inverted bottleneck: 1x1 up to 2H, SiLU, 3x3 depthwise, value * SiLU(gate), 1x1 down. Channels of the first
-    two convolutions are interleaved: value i is channel 2i, its gate channel 2i+1.
-
-    Attributes:
-        surround: where the tokens are some rows of a picture: (tokens, width) -> the same with the rows next to them,
-            as many as the margins of `conv_depth`.
-    """
-
-    surround: Callable[[Tensor, int], Tensor] | None = None
+    two convolutions are interleaved: value i is channel 2i, its gate channel 2i+1."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -188,9 +169,7 @@ class GLUMBConv(nn.Module):
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         """(B, height*width, D) -> (B, height*width, D)."""
         batch, tokens, _ = x.shape
-        if self.surround is not None:
-            x = self.surround(x, width)
-        x = self.conv_depth(self.conv_inverted(x).unflatten(1, (height + sum(self.conv_depth.margins), width)))
+        x = self.conv_depth(self.conv_inverted(x).unflatten(1, (height, width)))
         return self.conv_point(x.view(batch, tokens, -1))
 
 
@@ -279,16 +258,9 @@ def timestep_sinusoid(timesteps: Tensor) -> Tensor:
 
 
 def position_embedding(
-    height: int,
-    width: int,
-    dim: int,
-    *,
-    base: int,
-    scale: float,
-    device: torch.device | None = None,
-    rows: slice = slice(None),
+    height: int, width: int, dim: int, *, base: int, scale: float, device: torch.device | None = None
 ) -> Tensor:
-    """Sine/cosine position embedding of a token grid, or of some of its rows, (height*width, dim) float32.
+    """Sine/cosine position embedding of a token grid, (height*width, dim) float32.
 
     Coordinates are stretched so that any grid spans `base / scale` units. The first half of the channels carries the
     column and the second half the row, each half sines then cosines. Angles in float64.
@@ -302,8 +274,8 @@ def position_embedding(
         angle = position.double()[:, None] * omega[None]
         return torch.cat([angle.sin(), angle.cos()], dim=1).float().to(device)
 
-    by_row = table(height)[rows, None].expand(-1, width, -1)
-    by_column = table(width)[None].expand(len(by_row), -1, -1)
+    by_row = table(height)[:, None].expand(-1, width, -1)
+    by_column = table(width)[None].expand(height, -1, -1)
     return torch.cat([by_column, by_row], dim=-1).flatten(0, 1)
 
 
@@ -324,22 +296,16 @@ class PatchEmbed(nn.Module):
         self.scale = config.interpolation_scale
         self.proj = nn.Conv2d(config.in_channels, config.inner_dim, config.patch_size, stride=config.patch_size)
 
-    def forward(self, latents: Tensor, dtype: torch.dtype | None = None, band: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, latents: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """(B, C, H, W) -> (B, H/p * W/p, D) in `dtype` (None: the convolution's), contiguous: torch's
-        `save_on_cpu` rebuilds saved tensors contiguous, and recomputation would otherwise find other strides.
-
-        Args:
-            band: see `SanaTransformer.forward`.
-        """
+        `save_on_cpu` rebuilds saved tensors contiguous, and recomputation would otherwise find other strides."""
         x = self.proj(latents)
         height, width = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)
         x = x if dtype is None else x.to(dtype)
         if self.scale is not None:
-            first, whole = band or (0, height)
-            rows = slice(first, first + height)
             embedding = position_embedding(
-                whole, width, x.shape[-1], base=self.base, scale=self.scale, device=x.device, rows=rows
+                height, width, x.shape[-1], base=self.base, scale=self.scale, device=x.device
             )
             x = (x + embedding).to(x.dtype)
         return x.contiguous()
@@ -431,12 +397,7 @@ class SanaEnds(nn.Module, ABC):
         return latents.shape[-2] // p, latents.shape[-1] // p
 
     def embed(
-        self,
-        latents: Tensor,
-        captions: Tensor,
-        mask: Tensor,
-        timesteps: Tensor,
-        band: tuple[int, int] | None = None,
+        self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | PackedRows, Tensor, Tensor]:
         """What precedes the blocks; arguments as in `SanaTransformer.forward`.
 
@@ -444,7 +405,7 @@ class SanaEnds(nn.Module, ABC):
             hidden (B, N, D), float32 if `numerics` says so, captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or
             `PackedRows`, modulation (B, 6, D), embedded (B, D).
         """
-        hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None, band)
+        hidden = self.patch_embed(latents, torch.float32 if self.numerics.fp32_residual else None)
         context, bias, modulation, embedded = self.conditions(captions, mask, timesteps, latents.dtype)
         return hidden, context, _packed(mask, hidden.shape[1]) if bias is None else bias, modulation, embedded
 

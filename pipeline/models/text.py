@@ -43,7 +43,7 @@ import torch
 import xxhash
 
 from pipeline.config import TextConfig
-from pipeline.models.hub import ModelError, no_progress_bars, read_json, read_settings, resolve, weight_files
+from pipeline.models.hub import ModelError, load, read_json, read_settings, resolve, weight_files
 from pipeline.models.weights import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
 
 SELECTION = "sana"
@@ -396,23 +396,16 @@ class TextEncoder:
         _text_settings(folder)
         weight_files(folder, config.variant)
         tokenizer = _load_tokenizer(_tokenizer_folder(config))
-        try:
-            with no_progress_bars():
-                model, report = transformers.Gemma2Model.from_pretrained(
-                    folder,
-                    dtype=DTYPES[config.dtype],
-                    attn_implementation="eager",
-                    variant=config.variant,
-                    local_files_only=True,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
-        except (RuntimeError, OSError, ValueError) as error:
-            raise ModelError(
-                f"the text encoder in {folder} cannot be loaded",
-                found=" ".join(str(error).split())[:600],
-                fix="fetch the folder again",
-            ) from None
+        model, report = load(
+            transformers.Gemma2Model,
+            folder,
+            "text encoder",
+            dtype=DTYPES[config.dtype],
+            attn_implementation="eager",
+            variant=config.variant,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
         missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
         if missing:  # transformers only warns and fills in random values
             raise ModelError(
@@ -600,12 +593,7 @@ def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     _tokenizer_digest(folder)  # a ModelError if files are missing or broken
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(
-            f"the tokenizer in {folder} cannot be loaded", found=" ".join(str(error).split())[:600]
-        ) from None
+    tokenizer = load(AutoTokenizer, folder, "tokenizer")
     tokenizer.padding_side = "right"
     for text in ("", "a"):
         ids = tokenizer.encode(text)

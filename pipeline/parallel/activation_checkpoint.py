@@ -1,19 +1,18 @@
-"""Activation checkpointing, compression and offload: what each block keeps for the backward pass.
+"""Activation checkpointing and compression: what each block keeps for the backward pass.
 
-What: `apply_activation_checkpointing` sets up each block by `train.activation_checkpointing`,
-`train.activation_compression` and `train.activation_offload`.
+What: `apply_activation_checkpointing` sets up each block by `train.activation_checkpointing` and
+`train.activation_compression`.
 - full: save the block's input, recompute the rest. every-k: the same for each k-th block.
 - selective: also save the results of matrix products and ungrouped convolutions whose contraction is at least as long
   as their result is wide. Wide or cheap results are recomputed: the widening convolution, norms, gates, attention over
   the short text. For Sana two thirds of the matrix arithmetic is then not repeated.
 - compression: of a recomputed block, its first input in 8 bits (the tokens; the other inputs are shared by all blocks);
   of any other block, what its Linear layers and groups of convolutions save.
-- offload: saved tensors go to host memory (recomputed blocks: their inputs). Tensors added by `selective` stay.
 Why by replacing the block's class with a subclass: parameter names and state dict stay as they are (a wrapper module
 would rename them), a deep copy recomputes the copy, `fully_shard` gathers the parameters once for the recomputation,
 and there is no flag that can be set without effect, as in diffusers.
 Price: full costs one more forward pass of each block per step, about a third of the step's arithmetic, selective about
-an eighth; see `compression` and `saved_tensors` for theirs.
+an eighth; see `compression` for its.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.config import TrainConfig
 from pipeline.kernels import joined_linear  # noqa: F401  registers the operation
-from pipeline.parallel.saved_tensors import Offloader
+from pipeline.layer_classes import LayerMixin, add_mixin
+from pipeline.parallel.saved_tensors import Compressor
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -47,61 +47,48 @@ _PRODUCTS = {  # operation: which argument holds the second factor, (contracted,
 class ActivationPolicy:
     """How one block treats its activations.
 
-    checkpointing: none, full or selective. random: the block draws random numbers (dropout), so the state of the
+    checkpointing: full or selective. random: the block draws random numbers (dropout), so the state of the
     generators is restored for the recomputation; on a GPU saving it takes a copy to the host per block.
     """
 
-    checkpointing: str = "none"
-    offloader: Offloader | None = None
+    checkpointing: str
+    compressor: Compressor | None = None
     random: bool = True
 
 
-class ManagedActivations:
+class ManagedActivations(LayerMixin):
     """Mixin before a block's class: the forward pass follows `activation_policy`."""
 
+    place = "activations"
     activation_policy: ActivationPolicy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward, policy = super().forward, self.activation_policy  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        recomputed = policy.checkpointing != "none"
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=policy.random)
         if policy.checkpointing == "full":
             forward = partial(again, forward)
         elif policy.checkpointing == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
             forward = partial(again, forward, context_fn=contexts)
-        if policy.offloader is None:
+        if policy.compressor is None:
             return forward(*args, **kwargs)
-        only = args[0] if recomputed else None
-        with policy.offloader.hooks(self, only=only, compress=recomputed):  # type: ignore[arg-type]
+        with policy.compressor.hooks(self, only=args[0]):  # type: ignore[arg-type]
             return forward(*args, **kwargs)
 
 
-class CompressedActivations:
+class CompressedActivations(LayerMixin):
     """Mixin before the class of a Linear or a group of convolutions: its saved tensors are compressed."""
 
-    offloader: Offloader
+    place = "compression"
+    compressor: Compressor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        with self.offloader.hooks(self):  # type: ignore[arg-type]
+        with self.compressor.hooks(self):  # type: ignore[arg-type]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-_CLASSES: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
-
-
-def _add_mixin(module: nn.Module, mixin: type) -> None:
-    """Replace the module's class by a subclass that has `mixin` first. Idempotent."""
-    cls = type(module)
-    if isinstance(module, mixin):
-        return
-    if (mixin, cls) not in _CLASSES:
-        _CLASSES[mixin, cls] = type(mixin.__name__ + cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    module.__class__ = _CLASSES[mixin, cls]
 
 
 def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConfig) -> None:
@@ -112,22 +99,17 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
     """
     mode, compress = train.activation_checkpointing, train.activation_compression
     assert mode != "auto", "pipeline.planning.auto.decide comes first"
-    offloader = None
-    if compress != "none" or train.activation_offload:
-        offloader = Offloader(None if compress == "none" else compress, train.activation_offload)
+    compressor = None if compress == "none" else Compressor(compress)
     every = int(mode.removeprefix("every-")) if mode.startswith("every-") else None
     for number, block in enumerate(blocks, start=1):
         checkpointing = mode if every is None else ("full" if number % every == 0 else "none")
-        if checkpointing == "none" and offloader is not None and offloader.compress is not None:
+        if checkpointing != "none":
+            add_mixin(block, ManagedActivations)
+            block.activation_policy = ActivationPolicy(checkpointing, compressor, _is_random(block))  # type: ignore[assignment]
+        elif compressor is not None:
             for module in compressible_modules(block):
-                _add_mixin(module, CompressedActivations)
-                module.offloader = offloader  # type: ignore[assignment]
-        whole_block = offloader is not None and (checkpointing != "none" or offloader.offload)
-        if checkpointing != "none" or whole_block:
-            _add_mixin(block, ManagedActivations)
-            block.activation_policy = ActivationPolicy(  # type: ignore[assignment]
-                checkpointing, offloader if whole_block else None, _is_random(block)
-            )
+                add_mixin(module, CompressedActivations)
+                module.compressor = compressor  # type: ignore[assignment]
 
 
 def _is_random(block: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import UserError
+from pipeline.errors import NoSpaceError, UserError, machine_error
 
 Value = TypeVar("Value")
 
@@ -73,7 +73,9 @@ def _raise(error: Exception | None) -> None:
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    """Our own errors as they are, any other as a RuntimeError with its text."""
+    """Our own errors and that of a full disk as they are, any other as a RuntimeError with its text."""
     if error is None or isinstance(error, UserError):
         return error
+    if isinstance(full := machine_error(error), NoSpaceError):
+        return full
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -3,11 +3,10 @@
 What: `parallelize` applies the strategies of the configuration to a model and returns a `ParallelModel`, which runs the
 forward and backward passes of a step's microbatches and computes the norm of the gradient.
 Why: the training step then has no branch for any strategy, and a strategy knows no objective and no optimizer.
-The order is fixed here. Tensor parallelism comes first, because it replaces parameters. Context parallelism joins the
-bands of a picture within the blocks; float8 replaces the classes of layers. Activation checkpointing follows, because
-it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it, so that the
-checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each stage as if it
-were a whole model.
+The order is fixed here. Tensor parallelism comes first, because it replaces parameters. Activation checkpointing
+follows, because it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it,
+so that the checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each
+stage as if it were a whole model.
 Price: the norm takes one reduction for each mesh dimension that parameters are sharded over.
 """
 
@@ -24,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import TrainConfig
-from pipeline.parallel import context_parallel, data_parallel, float8, pipeline_parallel, tensor_parallel
+from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
-from pipeline.parallel.shards import all_reduce, local
+from pipeline.parallel.shards import local
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(output, target) -> (b,) fp32 losses of the samples, each a mean over the sample's values."""
@@ -46,9 +45,7 @@ class Microbatch(NamedTuple):
 
 class Model(Protocol):
     """What `parallelize` needs of a model: its blocks in order, the role of each submodule of a block under tensor
-    parallelism (`tensor_parallel`), blocks [start, stop) as a separate module (`pipeline_parallel.Stage`), where
-    rows of a picture meet in a block (`context_parallel`), and how many rows a picture has. The first input, the output
-    and the target are pictures; `band` of the forward pass is the first row and the number of all rows."""
+    parallelism (`tensor_parallel`), blocks [start, stop) as a separate module (`pipeline_parallel.Stage`)."""
 
     @property
     def blocks(self) -> list[nn.Module]: ...
@@ -57,13 +54,6 @@ class Model(Protocol):
     def tensor_parallel_plan(self) -> Mapping[str, str]: ...
 
     def stage(self, start: int, stop: int) -> nn.Module: ...
-
-    @property
-    def context_parallel_plan(self) -> Mapping[str, str]: ...
-
-    def rows(self, picture: Tensor) -> int: ...
-
-    def crop(self, picture: Tensor, first: int, last: int) -> Tensor: ...
 
 
 class ParallelModel:
@@ -155,50 +145,9 @@ class ParallelModel:
         return squares
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradient by an fp32 scalar; one pass."""
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in map(local, self.gradients()):
-            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), gradients in by_kind.items():
-            moved = factor.to(device)
-            if dtype == factor.dtype:
-                torch._foreach_mul_(gradients, moved)
-            else:  # the product for many tensors would round the factor to their dtype
-                for gradient in gradients:
-                    gradient.mul_(moved)
-
-
-class ContextParallelModel(ParallelModel):
-    """A model of which every process computes a band of rows of each picture.
-
-    Args:
-        bands: one dimension, the processes that share pictures.
-    """
-
-    def __init__(self, module: nn.Module, bands: DeviceMesh, data_world: int, keep_gathered: bool):
-        super().__init__(module, data_world, keep_gathered)
-        self.bands = bands
-
-    def _losses(self, inputs: tuple[Tensor, ...], target: Tensor, loss: Loss) -> Tensor:
-        output, (first, last), rows = self._band(inputs)
-        losses = loss(output, self.module.crop(target, first, last))  # type: ignore[operator]
-        return all_reduce(losses * ((last - first) / rows), self.bands)
-
-    def predict(self, *inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            output, (first, last), _ = self._band(inputs)
-            whole = output.new_zeros(inputs[0].shape)
-            self.module.crop(whole, first, last).copy_(output)  # type: ignore[operator]
-            dist.all_reduce(whole, group=self.bands.get_group())
-            return whole
-
-    def _band(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int], int]:
-        """The model's output for this process's rows; first and last (exclusive) of them; how many there are."""
-        picture, *others = inputs
-        rows = self.module.rows(picture)  # type: ignore[operator]
-        first, last = context_parallel.band(rows, self.bands)
-        cropped = self.module.crop(picture, first, last)  # type: ignore[operator]
-        return self.module(cropped, *others, band=(first, rows)), (first, last), rows
+        """Multiply an fp32 gradient by an fp32 scalar; one pass."""
+        gradients = [local(gradient) for gradient in self.gradients()]
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 class PipelineParallelModel(ParallelModel):
@@ -242,9 +191,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Paral
     model.to(data_parallel.STORED.get(train.precision, torch.float32))
     blocks = blocks_of(model)
     tensor_parallel.apply(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
-    bands = context_parallel.apply(blocks, model.context_parallel_plan, mesh[SHARD], train.parallel)  # type: ignore[arg-type]
-    if train.float8 != "none":
-        float8.apply(blocks, train.float8, mesh.device_type)
     apply_activation_checkpointing(blocks, train)
     if train.compile == "block":
         compile_blocks(blocks, train.compile_backend, train.compile_max_graphs)
@@ -253,12 +199,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Paral
         if train.compile == "block":
             compile_conditions(stage, train.compile_backend)
         data_parallel.apply_fsdp(stage, blocks if stage is model else blocks_of(stage), mesh, train)
-    data_world = data_parallel.data_mesh(mesh).size() // train.parallel.cp_size
+    data_world = data_parallel.data_mesh(mesh).size()
     if mesh[PP].size() > 1:
         return PipelineParallelModel(pipeline_parallel.Pipeline(stages, mesh[PP], train.parallel), data_world)
     keep_gathered = not train.parallel.reshards(mesh[SHARD].size())
-    if bands is not None:
-        return ContextParallelModel(model, bands, data_world, keep_gathered)
     return ParallelModel(model, data_world, keep_gathered)
 
 

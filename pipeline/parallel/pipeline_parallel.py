@@ -6,8 +6,8 @@ applied, and FSDP2 shards it like a whole model.
 Why the shapes are declared: otherwise torch runs every stage once more to infer them, for every new shape, and drops
 FSDP2's gradients afterwards. A schedule has buffers for one shape only (another shape ends the whole process from
 within gloo), and buckets change shapes, so the last few shapes have one schedule each.
-Price: a process idles for (pp_size - 1) / (microbatches + pp_size - 1) of a step under `1f1b` and `gpipe`, less under
-the others, and torch allocates a receive buffer per stage for every microbatch of each cached shape. All microbatches
+Price: a process idles for (pp_size - 1) / (microbatches + pp_size - 1) of a step under `1f1b` and `gpipe`, less
+interleaved, and torch allocates a receive buffer per stage for every microbatch of each cached shape. All microbatches
 of a step must have one size. It pays where the links between nodes are slow, or for a model whose blocks do not fit
 (Sana 4.8B); elsewhere FSDP2 alone is faster and simpler.
 """
@@ -29,16 +29,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved_1f1b": "Interleaved1F1B",
-    "interleaved_zero_bubble": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-}
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
 """`train.parallel.pp_schedule` -> torch's name."""
-_V_SHAPED = ("zbv",)
-_IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 _CACHED_SHAPES = 4
 _SHOWN = 8
 
@@ -84,9 +76,7 @@ def build_stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: Para
 
 
 def stage_numbers(rank: int, size: int, parallel: ParallelConfig) -> list[int]:
-    """The stages of process `rank` of `size`: every `size`-th one; for a V-shaped schedule one from each end."""
-    if parallel.pp_schedule in _V_SHAPED:
-        return [rank, 2 * size - 1 - rank]
+    """The stages of process `rank` of `size`: every `size`-th one."""
     return [rank + size * turn for turn in range(parallel.stages_per_rank)]
 
 
@@ -143,7 +133,7 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
     fixes = [f"train.microbatch = {', '.join(map(str, near))}"] if near else []
     fixes += [f"train.parallel.pp_schedule = {', '.join(others)}"] if others else []
     least = f"bucket.batch_multiple = {size} x the data-parallel processes, and sana-pipe bucket"
-    rules = {"1f1b": f", at least {size} of them", "gpipe": "", "zbv": ""}
+    rules = {"1f1b": f", at least {size} of them", "gpipe": ""}
     raise ConfigError(
         f"bucket {wrong[0]}: {first} samples per step and pipeline cannot go through {size} processes by {schedule}"
         + (f" (nor can those of {len(wrong) - 1} other buckets)" if wrong[1:] else ""),
@@ -160,7 +150,7 @@ def _fits(schedule: str, size: int, share: int, microbatch: int) -> bool:
         return False
     if schedule == "1f1b":
         return count >= size
-    return count % max(1, count // size) == 0 if schedule in _IN_ROUNDS else True
+    return schedule == "gpipe" or count % max(1, count // size) == 0
 
 
 class Pipeline:
@@ -293,7 +283,7 @@ class Pipeline:
             for stage, number in zip(self.stages, self.numbers, strict=True)
         ]
         kind = get_schedule_class(SCHEDULES[self.schedule])
-        takes_list = self.schedule not in ("1f1b", "gpipe")
+        takes_list = self.schedule == "interleaved_1f1b"
         return kind(stages if takes_list else stages[0], count, loss_fn=self._call_loss, scale_grads=False)
 
     def _call_loss(self, prediction: Tensor, target: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeline.errors import ConfigError
+from pipeline.layer_classes import LayerMixin, add_mixin
 from pipeline.parallel.shards import all_reduce, local, reduce_backward, reduce_forward
 
 
@@ -78,7 +79,7 @@ def apply(blocks: Iterable[nn.Module], plan: Mapping[str, str], mesh: DeviceMesh
             module = block.get_submodule(name)
             for parameter, dim in _SHARD_DIMS[role].items():
                 _shard_parameter(module, parameter, dim, mesh)
-            module.__class__ = _sharded_class(_ROLES[role], type(module))
+            add_mixin(module, _ROLES[role])
             module._mesh = mesh  # type: ignore[assignment]
 
 
@@ -97,15 +98,17 @@ def _apply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return F.linear(x, weight, bias)
 
 
-class _Sharded:
-    """Mixin before a module's class."""
-
+class Sharded(LayerMixin):
+    place = "sharding"
+    replaces = True
     _mesh: DeviceMesh
     weight: Tensor
     bias: Tensor | None
 
 
-class _Region(_Sharded):
+class Region(Sharded):
+    replaces = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def enter(value: Any) -> Any:
             differentiable = isinstance(value, Tensor) and value.is_floating_point()
@@ -115,12 +118,12 @@ class _Region(_Sharded):
         return super().forward(*map(enter, args), **entered)  # type: ignore[misc]
 
 
-class _Column(_Sharded):
+class ShardedColumns(Sharded):
     def forward(self, x: Tensor) -> Tensor:
         return _apply(self, x, local(self.weight), local(self.bias))  # type: ignore[arg-type]
 
 
-class _Row(_Sharded):
+class ShardedRows(Sharded):
     def forward(self, x: Tensor) -> Tensor:
         summed = reduce_forward(_apply(self, x, local(self.weight), None), self._mesh)  # type: ignore[arg-type]
         if self.bias is None:
@@ -128,7 +131,7 @@ class _Row(_Sharded):
         return summed + self.bias
 
 
-class _Norm(_Sharded):
+class ShardedNorm(Sharded):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,19 +141,15 @@ class _Norm(_Sharded):
         return full.to(weight.dtype) * weight
 
 
-_ROLES: dict[str, type[_Sharded]] = {"region": _Region, "column": _Column, "row": _Row, "norm": _Norm}
+_ROLES: dict[str, type[Sharded]] = {
+    "region": Region,
+    "column": ShardedColumns,
+    "row": ShardedRows,
+    "norm": ShardedNorm,
+}
 _SHARD_DIMS: dict[str, dict[str, int]] = {
     "region": {},
     "column": {"weight": 0, "bias": 0},
     "row": {"weight": 1},
     "norm": {"weight": 0},
 }
-_CLASSES: dict[tuple[type[_Sharded], type[nn.Module]], type[nn.Module]] = {}
-
-
-def _sharded_class(role: type[_Sharded], cls: type[nn.Module]) -> type[nn.Module]:
-    if issubclass(cls, _Sharded):
-        raise ValueError(f"{cls.__name__} is sharded already")
-    if (role, cls) not in _CLASSES:
-        _CLASSES[role, cls] = type(f"Sharded{cls.__name__}", (role, cls), {"__module__": cls.__module__})
-    return _CLASSES[role, cls]

@@ -4,8 +4,7 @@ What: `decide` searches the options that are `auto` by the code of `plan --searc
 values, and lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values; code
 that reads these options must call both first (`TrainConfig.undecided`). A resumed run on as many processes keeps the
 values of its checkpoint.
-Without a search, microbatch and checkpointing are `FIXED`: on a CPU, whose memory is no limit, and with context
-parallelism or float8, which are not predicted.
+Without a search, microbatch and checkpointing are `FIXED`: on a CPU, whose memory is no limit.
 The memory that may be used: on a GPU all but `MARGIN`; for `parallel` on a CPU half of the main memory (or of the
 control group's limit), divided by the node's processes.
 In a launch the first process decides, for the smallest memory of all (`stages.train`).
@@ -28,7 +27,6 @@ from pipeline.launch import Launch
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import cards
-from pipeline.planning.calibration import constants_or_default
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.search import NothingFitsError, search
 
@@ -62,15 +60,12 @@ def decide(
     if not undecided:
         return config, []
     values = as_it_began(config, earlier, machine.gpus, processes)
-    unpredicted = "parallel" not in undecided and (
-        "with context parallelism" if train.parallel.cp_size > 1 else train.float8 != "none" and "with float8"
-    )
-    if values is None and (unpredicted or not machine.card.is_gpu):
+    if values is None and not machine.card.is_gpu:
         fixed = {name: value for name, value in FIXED.items() if name in undecided}
         if fixed:
             config, searched = decide(config.with_train(**fixed), shape, data, machine, log=log)
             values_text = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
-            return config, [f"auto: {values_text} ({unpredicted or 'on a CPU'})", *searched]
+            return config, [f"auto: {values_text} (on a CPU)", *searched]
     reason = "as in the checkpoint"
     if values is None:
         log(f"auto: predicting memory and speed, to choose {', '.join(f'train.{name}' for name in undecided)}")
@@ -93,9 +88,9 @@ def _fastest(
     """The values of the fastest configuration that leaves `MARGIN` of the memory free, and why they were chosen."""
     roomy = replace(machine, memory=round(machine.memory * (1 - MARGIN)))
     # What the compiler saves is not predicted; it is about as much.
-    plain, constants = train.model_copy(update={"compile": "none"}), constants_or_default(machine)
+    plain = train.model_copy(update={"compile": "none"})
     try:
-        best = search(plain, architecture, data, roomy, axes=undecided, constants=constants, verified=1)[0]
+        best = search(plain, architecture, data, roomy, axes=undecided, verified=1)[0]
     except NothingFitsError as error:
         names = " and ".join(f"train.{name}" for name in undecided)
         fix = f"{error.fix}; or give {names} values, which are tried without a prediction"
@@ -143,9 +138,8 @@ def as_it_began(
     except KeyError:  # of a version without one of these options
         return None
     sizes = [values["parallel"][name] for name in _SIZES]
-    cp_size = earlier["train"]["parallel"].get("cp_size", 1)
     try:
-        before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True)), cp_size=cp_size), world)
+        before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True))), world)
         if "parallel" not in config.train.undecided and check_sizes(config.train.parallel, world) != before:
             return None
     except ConfigError:

@@ -44,7 +44,7 @@ class Card:
 
     @property
     def is_gpu(self) -> bool:
-        """False for `CPU`, whose speeds are no data sheet's: they are of use after `plan --calibrate` only."""
+        """False for `CPU`, whose speed is in no data sheet."""
         return self.name != CPU
 
 

@@ -1,9 +1,7 @@
 """Time and cost of a step: operations and bytes of the traced step against a card's peaks.
 
 What: `Time.of` gives each class of kernels the longer of its arithmetic and its memory traffic, at stated efficiencies,
-adds communication that arithmetic cannot hide and the pipeline's bubble, and scales to an epoch.
-It is an estimate until `plan --calibrate` has run real steps on such a device: `Constants.corrected` scales each class
-to them.
+adds communication that arithmetic cannot hide and the pipeline's bubble, and scales to an epoch. It is an estimate.
 Assumptions (`Constants`): the share of a peak that kernels reach in practice; a start of 4 microseconds a kernel;
 all-gathers, reduce-scatters and all-reduces over replicas overlap with arithmetic, those of tensor parallelism do not.
 With tensor parallelism and replicas together, no all-reduce overlaps.
@@ -11,11 +9,10 @@ With tensor parallelism and replicas together, no all-reduce overlaps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.config import TrainConfig
 from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import Layout
 from pipeline.planning.predict import Data, Prediction
@@ -32,8 +29,6 @@ class Constants:
 
     Attributes:
         start_s: seconds to start a kernel.
-        factors, starts: calibrated, by class of kernels (`optimizer` with its name): measured / data sheet's seconds,
-            and the seconds of a kernel beyond them. factor: of all classes together, for the others.
     """
 
     matmul: float = 0.60
@@ -43,57 +38,6 @@ class Constants:
     link: float = 0.70
     overlap: float = 0.80
     start_s: float = 4e-6
-    factors: Mapping[str, float] = field(default_factory=dict)
-    starts: Mapping[str, float] = field(default_factory=dict)
-    factor: float = 1.0
-
-    @property
-    def calibrated(self) -> bool:
-        return bool(self.factors)
-
-    def seconds(self, kind: str, load: Load) -> float:
-        """Of the kernels of a class."""
-        if kind in self.factors:
-            return self.factors[kind] * load.busy + self.starts[kind] * load.calls
-        return max(load.busy, load.calls * self.start_s) * self.factor
-
-    def corrected(self, steps: Sequence[tuple[Mapping[str, float], Mapping[str, Load]]]) -> Constants:
-        """After real steps of one configuration with different microbatches: (measured seconds, loads) by class."""
-        factors, starts = {}, {}
-        for kind in steps[0][0]:
-            times = [(measured[kind], loads[kind]) for measured, loads in steps if kind in measured and kind in loads]
-            if times:
-                factors[kind], starts[kind] = _line(times)
-        measured_s = sum(sum(measured.values()) for measured, _ in steps)
-        expected_s = sum(max(load.busy, load.calls * self.start_s) for _, loads in steps for load in loads.values())
-        return replace(
-            self,
-            factors={**self.factors, **factors},
-            starts={**self.starts, **starts},
-            factor=measured_s / expected_s,
-        )
-
-
-def _line(times: Sequence[tuple[float, Load]]) -> tuple[float, float]:
-    """Factor and start through (seconds, load), neither negative."""
-    (t, first), (u, last) = times[0], times[-1]
-    determinant = first.busy * last.calls - last.busy * first.calls
-    if abs(determinant) > 0.1 * first.busy * last.calls:
-        factor = (t * last.calls - u * first.calls) / determinant
-        start = (first.busy * u - last.busy * t) / determinant
-        if factor >= 0 and start >= 0:
-            return factor, start
-    busy = sum(load.busy for _, load in times)
-    whole = sum(seconds for seconds, _ in times)
-    return (whole / busy, 0.0) if busy else (0.0, whole / max(1.0, sum(load.calls for _, load in times)))
-
-
-@dataclass(frozen=True)
-class Load:
-    """busy: seconds that kernels take by the data sheet and the uncalibrated shares. calls: their number."""
-
-    busy: float
-    calls: float
 
 
 @dataclass(frozen=True)
@@ -153,7 +97,6 @@ class Time:
             "traffic_s": self.traffic,
             "exposed_s": self.exposed,
             "bubble_s": self.bubble,
-            "calibrated": self.constants.calibrated,
             "constants": asdict(self.constants),
         }
 
@@ -165,11 +108,10 @@ class Time:
         shape = prediction.shape
         count = -(-prediction.share // shape.microbatch)
         repeats = count / shape.count
-        work = loads(prediction, constants)
-        kernels = {name.partition(" ")[0]: constants.seconds(name, load) for name, load in work.items()}
+        kernels = _kernels(prediction, constants)
         traffic = _traffic(prediction, repeats, constants)
         busy = sum(kernels.values())
-        divided = prediction.layout.tp * prediction.layout.cp > 1  # blocks wait for sums of activations
+        divided = prediction.layout.tp > 1  # blocks wait for sums of activations
         beside = ("gather", "scatter") if divided else ("gather", "reduce")
         hidden = sum(s for name, s in traffic.items() if any(word in name for word in beside))
         exposed = max(0.0, hidden - constants.overlap * busy) + sum(traffic.values()) - hidden
@@ -196,9 +138,9 @@ def tflops_of(prediction: Prediction) -> float:
     return card.fp32_tflops if prediction.train.precision == "fp32" else card.bf16_tflops
 
 
-def loads(prediction: Prediction, constants: Constants) -> dict[str, Load]:
-    """The work of a step by class: the longer of arithmetic and memory traffic, at the uncalibrated shares."""
-    train, shape, card = prediction.train, prediction.shape, prediction.machine.card
+def _kernels(prediction: Prediction, constants: Constants) -> dict[str, float]:
+    """Seconds of a step by class: the longest of arithmetic, memory traffic and the starts of kernels."""
+    shape, card = prediction.shape, prediction.machine.card
     repeats = -(-prediction.share // shape.microbatch) / shape.count
     reached = {MATMUL: constants.matmul, ATTENTION: constants.attention, KERNELS: constants.matmul}
     result = {}
@@ -207,23 +149,18 @@ def loads(prediction: Prediction, constants: Constants) -> dict[str, Load]:
         arithmetic = work.flops / (tflops_of(prediction) * _TERA * reached.get(name, 1.0))
         share = constants.depthwise if name == DEPTHWISE else constants.memory
         moved = work.bytes / (card.memory_gbs * _GB * share)
-        result[class_of(name, train)] = Load(times * max(arithmetic, moved), times * work.calls)
+        result[name] = times * max(arithmetic, moved, work.calls * constants.start_s)
     return result
-
-
-def class_of(name: str, train: TrainConfig) -> str:
-    """The name under which a class is calibrated: optimizers differ."""
-    return f"{UPDATE} {train.optim.name}" if name == UPDATE else name
 
 
 def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> dict[str, float]:
     """Seconds of each collective: bytes over the slowest link that its group uses. Groups that share a node share its
     network. One group over whole nodes uses the full link: its ring crosses each node boundary once."""
     machine, layout = prediction.machine, prediction.layout
-    gathers_once = not prediction.train.parallel.reshards(layout.shards)
+    gathers_once = not prediction.train.parallel.reshards(layout.dp_shard)
     seconds: dict[str, float] = {}
     for (name, size), (payload, _) in prediction.traced.sent.items():
-        group = size or layout.shards
+        group = size or layout.dp_shard
         if group < 2 and name not in ("send", "recv"):
             continue
         span = _span(name, group, layout)
@@ -240,16 +177,16 @@ def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> di
 
 
 def _span(name: str, group: int, layout: Layout) -> int:
-    """Consecutive processes from a group's first to its last; the order is pp, dp_replicate, dp_shard, cp, tp."""
+    """Consecutive processes from a group's first to its last; the order is pp, dp_replicate, dp_shard, tp."""
     if _over_replicas(name, group, layout):
-        return group if layout.dp_replicate == 1 else group * layout.shards * layout.tp
+        return group if layout.dp_replicate == 1 else group * layout.dp_shard * layout.tp
     return group if "all" in name and "reduce" in name else group * layout.tp
 
 
 def _over_replicas(name: str, group: int, layout: Layout) -> bool:
-    """Whether a collective sums gradients over replicas, and not activations over tensor or context parallelism."""
-    sums, divided = "all" in name and "reduce" in name, [size for size in (layout.tp, layout.cp) if size > 1]
-    return sums and (REPLICAS in name or group not in divided)
+    """Whether a collective sums gradients over replicas, and not activations over tensor parallelism."""
+    sums = "all" in name and "reduce" in name
+    return sums and (REPLICAS in name or layout.tp == 1 or group != layout.tp)
 
 
 def by_share(times: Mapping[str, float]) -> list[tuple[str, float]]:

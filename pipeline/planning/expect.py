@@ -1,8 +1,8 @@
 """The prediction that a run is compared with when it starts.
 
 What: `expect` predicts the run of this launch on this device, for `pipeline.training.expectation`.
-When: on a GPU always. On a CPU only where there is something to compare: a calibrated speed, or 2 GiB and more of
-predicted parameters and states (`closed_form`, which takes milliseconds). So small runs on a CPU pay nothing.
+When: on a GPU always. On a CPU memory only, from 2 GiB of predicted parameters and states (`closed_form`, which takes
+milliseconds). So small runs on a CPU pay nothing.
 Price: two to four seconds for Sana 1.6B, on the first process; the others wait for it where they meet. Whatever fails
 is a note: a prediction never ends a training.
 """
@@ -15,14 +15,17 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import Config
+from pipeline.amounts import amount
+from pipeline.cache.local_files import free_at
+from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import check_sizes
-from pipeline.planning import auto, calibration
+from pipeline.planning import auto
 from pipeline.planning.cost import Time
-from pipeline.planning.predict import Data, as_new_run, closed_form, predict
+from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, closed_form, predict
 from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
+from pipeline.training.checkpoint import complete
 from pipeline.training.expectation import MEANINGFUL, Expected
 
 
@@ -40,27 +43,40 @@ def expect(
         config: decided, with `train.residual`. shape: gives the model's shape.
     """
     try:
-        return _expect(config, shape(), data, device, launch)
+        architecture = shape()
+        if (note := _short_of_space(config.train, architecture)) is not None:
+            log(note)
+        return _expect(config, architecture, data, device, launch)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         log(f"note: memory and speed are not predicted: {reason}")
         return None
 
 
+def _short_of_space(train: TrainConfig, shape: SanaConfig) -> str | None:
+    """A note if the disk holds fewer checkpoints than the run keeps and the one that it writes."""
+    root, size = Path(train.output) / "checkpoints", checkpoint_bytes(shape, train)
+    there, free = len(complete(root)), free_at(root)
+    wanted = min(train.keep_checkpoints + 1, there + -(-train.steps // train.save_every)) - there
+    if wanted * size <= free:
+        return None
+    return (
+        f"note: {amount(free)} are free on the disk of {root}; the checkpoints still to come (train.keep_checkpoints = "
+        f"{train.keep_checkpoints}, and the one that is being written) take {wanted} x {amount(size)}"
+    )
+
+
 def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device, launch: Launch) -> Expected | None:
     machine, given = auto.present(device, launch), config.train
-    is_bound = given.compile != "none" or given.float8 != "none"
-    train = as_new_run(given).model_copy(update={"compile": "none", "float8": "none"})
+    is_bound = given.compile != "none"
+    train = as_new_run(given).model_copy(update={"compile": "none"})
     layout = check_sizes(train.parallel, launch.world)
     on_gpu = machine.card.is_gpu
-    # Of this very card; processes that share a CPU have parts of what was calibrated.
-    fits = not machine.assumed and (on_gpu or launch.local_world == 1)
-    constants = calibration.find(machine.card, train) if fits else None
-    if not on_gpu and constants is None and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:
+    if not on_gpu and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:
         return None
     prediction = predict(train, shape, data, machine, layout=layout)
-    time = Time.of(prediction, data, constants)
-    known = not is_bound and (constants is not None or (on_gpu and not machine.assumed))
+    time = Time.of(prediction, data)
+    known = on_gpu and not is_bound and not machine.assumed
     peak = prediction.traced.peak
     lasting = sum(peak[kind] for kind in (*LASTING, GRADIENTS, BUFFERS))
     return Expected(
@@ -68,7 +84,6 @@ def _expect(config: Config, shape: SanaConfig, data: Data, device: torch.device,
         prediction.traced.total - lasting,
         prediction.shape.microbatch * prediction.shape.tokens(shape),
         time.flops / time.step if known else None,
-        constants is not None,
         None if on_gpu else _resident(),
         {"prediction": prediction.as_dict(), **({"time": time.as_dict()} if known else {})},
         is_bound,

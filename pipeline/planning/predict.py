@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from pipeline.config import Config, TrainConfig
+from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.images import buckets
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel import context_parallel, pipeline_parallel, tensor_parallel
+from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning.cards import GIB, Card
 from pipeline.planning.trace import Shape, Traced
@@ -194,9 +194,6 @@ def check(train: TrainConfig, shape: SanaConfig, data: Data, gpus: int) -> Layou
         ConfigError: with the values that would work.
     """
     layout = check_sizes(train.parallel, gpus)
-    side = data.compression * shape.patch_size
-    rows = {f"bucket {height}x{width}": height // side for height, width in data.buckets}
-    context_parallel.check(rows, train.parallel, shape.dropout)
     tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
     uneven = {f"{h}x{w}": batch for (h, w), batch in data.buckets.items() if batch % layout.data_world}
     if uneven:
@@ -238,8 +235,8 @@ def predict(
     height, width = (side // data.compression for side in bucket)
     traced_count = min(count, 2) if layout.pp == 1 else min(count, 2 * layout.pp)
     work = Shape(height, width, data.rows, microbatch, traced_count)
-    # A last band has as many rows as any; a first stage has the most microbatches, a last stage the model's end.
-    ranks = [layout.cp - 1] if layout.pp == 1 else [0, layout.world - 1]
+    # A first stage has the most microbatches, a last stage the model's end.
+    ranks = [0] if layout.pp == 1 else [0, layout.world - 1]
     on_gpu = machine.card.is_gpu
     traces = {rank: Traced.of(shape, train, layout, work, rank=rank, on_gpu=on_gpu) for rank in ranks}
     rank, traced = max(traces.items(), key=lambda item: item[1].total)
@@ -275,7 +272,7 @@ _STATE_BYTES = {"adamw": 8.0, "came": 4.0, "adamw8bit": 2 * (1 + 4 / 256)}
 def closed_form(shape: SanaConfig, train: TrainConfig, layout: Layout) -> dict[str, float]:
     """Bytes per GPU of what lasts, from counts of parameters alone.
 
-    parameters: 4 bytes (2 in bf16_pure) over dp_shard x cp x tp x pp. optimizer: by its bytes per parameter (half in
+    parameters: 4 bytes (2 in bf16_pure) over dp_shard x tp x pp. optimizer: by its bytes per parameter (half in
     bf16_pure but for adamw8bit). gradients: as the parameters, all of them at the end of the backward pass; none if
     the update is in the backward pass. ema: 4 bytes. buffers: gathered parameters in the dtype of the computation, of
     one block, or of all where `reshard_after_forward` is off.
@@ -283,21 +280,28 @@ def closed_form(shape: SanaConfig, train: TrainConfig, layout: Layout) -> dict[s
     counts = parameter_counts(shape)
     pure = train.precision == "bf16_pure"
     whole = (counts.blocks * counts.block / layout.pp + counts.ends) / layout.tp
-    shard = whole / layout.shards
+    shard = whole / layout.dp_shard
     each = 2.0 if pure else 4.0
     state = _STATE_BYTES[train.optim.name] / (2 if pure and train.optim.name != "adamw8bit" else 1)
     compute = 4.0 if train.precision == "fp32" else 2.0
-    gathered = counts.block / layout.tp if train.parallel.reshards(layout.shards) else whole
+    gathered = counts.block / layout.tp if train.parallel.reshards(layout.dp_shard) else whole
     sizes = {
         PARAMETERS: each * shard,
         GRADIENTS: 0.0 if train.optim.in_backward else each * shard,
         OPTIMIZER: state * shard,
         EMA: 4.0 * shard if train.ema is not None and train.ema.device == "same" else 0.0,
-        BUFFERS: compute * gathered if layout.shards > 1 or compute == 2.0 else 0.0,
+        BUFFERS: compute * gathered if layout.dp_shard > 1 or compute == 2.0 else 0.0,
     }
     if train.parallel.offload == "all":
         sizes |= dict.fromkeys((PARAMETERS, GRADIENTS, OPTIMIZER, EMA), 0.0)
     return sizes
+
+
+def checkpoint_bytes(shape: SanaConfig, train: TrainConfig) -> float:
+    """Bytes of a checkpoint: the whole model's parameters, moments and averages, wherever they lie."""
+    ema = None if train.ema is None else train.ema.model_copy(update={"device": "same"})
+    sizes = closed_form(shape, train.model_copy(update={"parallel": ParallelConfig(), "ema": ema}), Layout(1, 1, 1, 1))
+    return sum(sizes[kind] for kind in (PARAMETERS, OPTIMIZER, EMA))
 
 
 @dataclass(frozen=True)

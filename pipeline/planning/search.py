@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
-from pipeline.planning.cost import REPLICAS, Constants, Time
+from pipeline.planning.cost import REPLICAS, Time
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.trace import Shape, Traced
 from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING, UPDATE
@@ -36,7 +36,6 @@ _ACTIVATIONS: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": "selective"},
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "none", "activation_compression": "int8"},
-    {"activation_checkpointing": "full", "activation_offload": True},
 )
 _OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {},
@@ -53,7 +52,6 @@ WEIGHT_OF_A_CHANGE = 0.95
 _TRACED_AT = 4  # samples, beside one
 _AUTO = ("parallel", "activation_checkpointing", "microbatch")
 _SHOWN = 12
-ConstantsOf = Callable[[TrainConfig], Constants]
 
 
 class NothingFitsError(UserError):
@@ -88,12 +86,10 @@ class Candidate:
             "train.parallel.dp_replicate": parallel.dp_replicate,
             "train.parallel.dp_shard": parallel.dp_shard,
             "train.parallel.tp_size": parallel.tp_size,
-            "train.parallel.cp_size": parallel.cp_size,
             "train.parallel.pp_size": parallel.pp_size,
             "train.parallel.offload": parallel.offload,
             "train.activation_checkpointing": train.activation_checkpointing,
             "train.activation_compression": train.activation_compression,
-            "train.activation_offload": train.activation_offload,
             "train.optim.name": train.optim.name,
             "train.optim.in_backward": train.optim.in_backward,
             "train.precision": train.precision,
@@ -109,7 +105,6 @@ def search(
     *,
     axes: Collection[str] = AXES,
     bears: Callable[[str], bool] = lambda precision: True,
-    constants: ConstantsOf = lambda train: Constants(),
     verified: int = 2,
 ) -> list[Candidate]:
     """What fits, the fastest first (see `WEIGHT_OF_A_CHANGE`).
@@ -122,14 +117,8 @@ def search(
     Raises:
         NothingFitsError: it says what is missing in the best case.
     """
-    if train.parallel.cp_size > 1 and "parallel" not in axes:
-        raise ConfigError(
-            f"train.parallel.cp_size = {train.parallel.cp_size} is not covered by the search, nor by auto",
-            fix="values instead of auto, such as --set train.microbatch=4 --set train.activation_checkpointing=full "
-            "(sana-pipe plan predicts each), or --set train.parallel.cp_size=1",
-        )
     train = with_placeholders(predicting.as_new_run(train))
-    pieces = _Pieces(train, shape, data, constants, machine)
+    pieces = _Pieces(train, shape, data, machine)
     candidates, smallest = _candidates(pieces, axes, bears)
     best, rest, needed = trace_best(pieces, candidates, axes, verified)
     if not best and smallest == float("inf"):
@@ -180,7 +169,7 @@ def trace_best(
         tried += 1
         prediction = predicting.predict(candidate.train, pieces.shape, data, machine, layout=candidate.layout)
         if prediction.fits:
-            step = Time.of(prediction, data, pieces.constants(candidate.train)).step
+            step = Time.of(prediction, data).step
             best.append(replace(candidate, prediction=prediction, total=prediction.total, step=step))
             continue
         needed.append(prediction.total)
@@ -238,7 +227,7 @@ def variants_of(
     whole, given = train.model_dump(), train.parallel.model_dump()
     activations: Sequence[dict[str, Any]] = [{}]
     if "activation_checkpointing" in axes:
-        plain = {"activation_compression": "none", "activation_offload": False}
+        plain = {"activation_compression": "none"}
         activations = [{**plain, **change} for change in _ACTIVATIONS] if "compression" in axes else _CHECKPOINTING
     optimizers: Sequence[dict[str, Any]] = _OPTIMIZERS if "optimizer" in axes else _OPTIMIZERS[:1]
     precisions: list[str] = [train.precision]
@@ -259,7 +248,6 @@ def variants_of(
                 "dp_replicate": layout.dp_replicate,
                 "dp_shard": layout.dp_shard,
                 "tp_size": layout.tp,
-                "cp_size": layout.cp,
                 "pp_size": layout.pp,
                 "offload": offload,
             }
@@ -271,9 +259,9 @@ def variants_of(
 class _Pieces:
     """Traces of one process without parallelism, from which candidates are added up."""
 
-    def __init__(self, train: TrainConfig, shape: SanaConfig, data: Data, constants: ConstantsOf, machine: Machine):
-        self.train, self.shape, self.data, self.constants, self.machine = train, shape, data, constants, machine
-        self._traced: dict[tuple[str, str, bool, str], tuple[Traced, Traced]] = {}
+    def __init__(self, train: TrainConfig, shape: SanaConfig, data: Data, machine: Machine):
+        self.train, self.shape, self.data, self.machine = train, shape, data, machine
+        self._traced: dict[tuple[str, str, str], tuple[Traced, Traced]] = {}
 
     def microbatches(self, layout: Layout) -> list[int]:
         """Sizes of nearly equal microbatches, the largest first; in a pipeline divisors of every bucket's share."""
@@ -317,7 +305,7 @@ class _Pieces:
 
     def _traces(self, train: TrainConfig) -> tuple[Traced, Traced]:
         precision = "bf16" if train.precision == "bf16_pure" else train.precision  # activations are the same
-        key = train.activation_checkpointing, train.activation_compression, train.activation_offload, precision
+        key = train.activation_checkpointing, train.activation_compression, precision
         if key not in self._traced:
             bucket, _ = self.data.worst(1, 1)
             height, width = (side // self.data.compression for side in bucket)
@@ -377,7 +365,7 @@ class _Pieces:
         prediction = Prediction(
             train, layout, self.shape, self.machine, {}, "", 0.0, bucket, shape, microbatch * count, 0, traced
         )
-        return Time.of(prediction, self.data, self.constants(train)).step
+        return Time.of(prediction, self.data).step
 
 
 def _brief(traced: Traced) -> float:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _sharding_prop
@@ -35,7 +35,7 @@ from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel import data_parallel, saved_tensors
+from pipeline.parallel import data_parallel
 from pipeline.parallel.mesh import DIMS, Layout
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.shards import local
@@ -122,11 +122,6 @@ def refuse(train: TrainConfig) -> None:
     Raises:
         ConfigError: names it.
     """
-    if train.float8 != "none":
-        raise ConfigError(
-            f"train.float8: {train.float8} is not covered by the prediction: its casts are fused by the compiler only",
-            fix="plan with --set train.float8=none; float8 saves time, and no memory worth planning with",
-        )
     if train.compile == "block":
         raise ConfigError(
             f"train.compile: {train.compile} is not covered by the prediction: the compiler decides what is saved",
@@ -138,7 +133,7 @@ def block_numbers(blocks: int, train: TrainConfig, layout: Layout) -> tuple[int,
     """Two numbers of blocks, from which `blocks` is extrapolated: 3 and 5, or more where blocks take turns; 2 and 3
     where nothing spans blocks (one process, AdamW, nothing gathered or offloaded ahead)."""
     plain = train.optim.name == "adamw" and not train.optim.in_backward and train.precision != "bf16_pure"
-    ahead = train.parallel.prefetch_blocks or train.activation_offload or train.parallel.offload != "none"
+    ahead = train.parallel.prefetch_blocks or train.parallel.offload != "none"
     if layout.world == 1 and plain and not ahead and not train.activation_checkpointing.startswith("every-"):
         return (2, 3) if blocks > 3 else (blocks, blocks)
     period = 1
@@ -180,12 +175,11 @@ def trace(
         UserError: this process belongs to a process group already; torchao is missing.
     """
     optimizers.check(train.optim)  # imports it: what a module computes there must not be of fake tensors
-    # Packed captions without padding have the shapes of padded ones that fill all rows.
-    train = train.model_copy(update={"packed_attention": False})
+    # Packed captions have the shapes of padded ones that fill all rows.
     sizes = [shape.microbatch] * shape.count
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
         tracker = Tracker(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
-        with tracker, _two_memories(tracker) if on_gpu else contextlib.nullcontext():
+        with tracker:
             whole = _on_fake_tensors(architecture, train)
             model = parallelize(whole, mesh, train)
             del whole
@@ -299,29 +293,6 @@ def watch_updates(optimizer: torch.optim.Optimizer, tracker: Tracker) -> Iterato
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _two_memories(tracker: Tracker) -> contextlib.AbstractContextManager[Any]:
-    """Saved tensors that are offloaded go to another memory, and come back as copies."""
-
-    class Transfers(saved_tensors.Transfers):
-        def __init__(self, device: torch.device):
-            self.device = device
-
-        def empty(self, like: Tensor, device: torch.device | None) -> Tensor:
-            target = torch.empty_like(like)
-            if device is None:
-                tracker.mark(kinds.HOST, [target])
-            return target
-
-        def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source)
-
-        def wait(self, event: Any) -> None:
-            """Nothing is pending."""
-
-    return mock.patch.object(saved_tensors, "transfers", Transfers)
 
 
 @contextlib.contextmanager

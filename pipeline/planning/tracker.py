@@ -12,7 +12,6 @@ Price: a step passes through Python twice, about 0.3 ms an operation.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -28,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_leaves
@@ -263,75 +261,6 @@ class Tracker(TorchDispatchMode):
             entry = self.sent[name.strip("_"), size]
             entry[0] += largest
             entry[1] += 1
-
-
-@dataclass(eq=False)
-class Stopwatch(Tracker):
-    """The seconds of each operation of a real step, by the classes of `Tracker`. Enter it without a FakeTensorMode.
-
-    Args:
-        device: CUDA operations are timed by events, and `seconds` is complete after `finish`; those of the CPU by
-            `clock`.
-    """
-
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    clock: Callable[[], float] = time.perf_counter
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._timed: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._storages = [_Storage("", 0)]
-
-    def mark(self, kind: str, tensors: Iterable[Any], only_new: bool = False) -> None:
-        """Memory is not tracked."""
-
-    def finish(self) -> dict[str, float]:
-        """The seconds by class."""
-        if self._timed:
-            torch.cuda.synchronize(self.device)
-        for kind, start, end in self._timed:
-            self.seconds[kind] += start.elapsed_time(end) / 1000
-        self._timed.clear()
-        return dict(self.seconds)
-
-    def whole(self, kind: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Time a call as one operation of a class, with the operations in it unwatched."""
-        with _disable_current_modes():
-            return self._time(lambda: call(*args), lambda result: kind)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if active_fake_mode() is not None:
-            return func(*args, **kwargs)  # DTensor's sharding propagation
-        if func.namespace in self.inside:
-            with self:
-                return _python_code(func)(*args, **kwargs)
-        return self._time(
-            lambda: func(*args, **kwargs), lambda result: self._count(func, args, kwargs, _tensors(result))
-        )
-
-    def _time(self, call: Callable[[], Any], class_of: Callable[[Any], str | None]) -> Any:
-        """class_of: of the call's result; None: its time does not count."""
-        if self.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = call()
-            end.record()
-            if (kind := class_of(result)) is not None:
-                self._timed.append((kind, start, end))
-            return result
-        began = self.clock()
-        result = call()
-        seconds = self.clock() - began
-        if (kind := class_of(result)) is not None:
-            self.seconds[kind] += seconds
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> int:
-        return 0
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from pipeline.cache.prompts import NAME, PromptSet, newest
 from pipeline.cache.root import Cache
 from pipeline.config import Config, dump
-from pipeline.errors import UserError
+from pipeline.errors import NoSpaceError, UserError
 from pipeline.processes import command
 
 
@@ -38,7 +38,7 @@ def decode(config: Config, tensors: dict[str, torch.Tensor], work: Path) -> Path
         DecodeError: the decoding process failed.
     """
     latents, pictures = work / "latents.safetensors", work / "pictures"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, latents)
+    latents.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
     arguments = ("--latents", str(latents), "--out", str(pictures))
     _run(config, work, "decode", *arguments, what="the process that decodes the latents")
     return pictures
@@ -68,6 +68,8 @@ def _run(config: Config, work: Path, *words: str, what: str) -> None:
     settings = work / "config.yaml"
     settings.write_text(dump(config), encoding="utf-8")
     done = subprocess.run(command(*words, "--config", str(settings)), check=False)
+    if done.returncode == NoSpaceError.exit_code:
+        raise NoSpaceError(f"{what} met a full disk", fix="see its message above")
     if done.returncode:
         raise DecodeError(
             f"{what} ended with an error",

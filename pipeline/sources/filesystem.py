@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import posixpath
+import re
 import stat as stat_module
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -23,9 +24,21 @@ from pipeline import retrying
 from pipeline.cache.local_files import raise_if_of_machine
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import AwayError, UserError
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, spellings, unsafe_reason
 
 T = TypeVar("T")
+
+LEADS_OUT = "a link leads out of the source folder; give a copy without links (cp -rL)"
+MAX_POINTER = 1024
+POINTERS = (
+    (rb"version https://git-lfs\.github\.com/", "is a pointer of Git LFS, not the file: fetch it with `git lfs pull`"),
+    (rb"/annex/objects/", "is a pointer of git-annex, not the file: fetch it with `git annex get`"),
+    (
+        rb"(\.\./)+(blobs|\.git)/\S+\Z",
+        "is a link that was copied as text: copy the files (cp -rL), or fetch them anew (hf download --local-dir DIR)",
+    ),
+)
+"""What small files hold that stand in place of a file, and the reason."""
 
 LINES = 1 << 20
 """Bytes of a file that are read at once for its lines."""
@@ -70,6 +83,28 @@ class Filesystem(ABC):
     def is_remote(self) -> bool:
         """Whether every read is a network round trip, so that many should be in flight at once."""
         return False
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The root as absolute names may write it."""
+        return (self.location,)
+
+    def key(self, name: str, folder: str) -> str:
+        """The name within the root of a file that a table names: relative to `folder`, or absolute and below the root.
+
+        Raises:
+            ValueError: it must not be used; the message is the reason.
+        """
+        path = name.removeprefix("file://")
+        roots = [f"{root.rstrip('/')}/" for root in self.roots]
+        named = ((full, root) for full in (path, posixpath.join(folder, path)) for root in roots)
+        inside = next((full.removeprefix(root) for full, root in named if full.startswith(root)), None)
+        if inside is None and is_url(path):
+            raise ValueError("is a URL, not a name within the data")
+        problem = unsafe_reason(path if inside is None else inside)
+        if problem is not None:
+            raise ValueError(problem)
+        return posixpath.normpath(posixpath.join(folder, path) if inside is None else inside)
 
     @abstractmethod
     def find(self) -> Iterator[str]:
@@ -190,33 +225,53 @@ def mode_of(path: Path | str, patience_s: float) -> int:
         return 0
 
 
+def _blobs(root: str) -> list[str]:
+    """The folder that the links of a snapshot in the Hugging Face hub's cache lead to, if the root is in one."""
+    parents = (folder.parent for folder in (Path(root), *Path(root).parents) if folder.name == "snapshots")
+    return [str(parent / "blobs") for parent in parents if (parent / "blobs").is_dir()]
+
+
 class LocalFilesystem(Filesystem):
-    """A local folder. Only links to files inside it are followed.
+    """A local folder. Only links to files inside it are followed, and those of the Hugging Face hub's cache
+    (`snapshots/REVISION/...`) to its `blobs`.
+
+    A file that is missing is looked for in the other Unicode forms of its name. A pointer in place of a large file (Git
+    LFS, git-annex) cannot be read.
 
     Args:
+        named: files that the user named; links among them are followed.
         patience_s: how long to wait for a network file system that does not answer; then `AwayError`.
 
     Raises:
         UserError: the path is not UTF-8, so that no document can name it.
     """
 
-    def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
+    def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S, named: Iterable[str] = ()):
         self.root, self.patience_s = Path(root), patience_s
         self.location = self._real_root = os.path.realpath(self.root)
         refuse_surrogates(self.location)
+        self._inside = [self._real_root, *_blobs(self._real_root)]
+        self._inside += [real for name in named if (real := os.path.realpath(self.root / name)) not in self._inside]
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        return os.path.abspath(self.root), self.location
 
     def path(self, name: str) -> Path:
         problem = unsafe_reason(name)
         if problem:
             raise Unreadable(f"{escaped(name)}: {problem}")
-        path = os.path.join(self.root, name)
+        forms = [os.path.join(self.root, form) for form in spellings(name)]
+        path = next(filter(os.path.lexists, forms), forms[0]) if len(forms) > 1 else forms[0]
         if not self.inside(path):
-            raise Unreadable(f"{escaped(name)}: a link leads out of the source folder")
+            raise Unreadable(f"{escaped(name)}: {LEADS_OUT}")
         return Path(path)
 
     def inside(self, path: str) -> bool:
+        """Whether a path is below the root once all its links are followed, or where else links may lead."""
         try:
-            return os.path.commonpath((self._real_root, os.path.realpath(path))) == self._real_root
+            real = os.path.realpath(path)
+            return any(os.path.commonpath((root, real)) == root for root in self._inside)
         except (OSError, ValueError):
             return False
 
@@ -308,9 +363,13 @@ class LocalFilesystem(Filesystem):
         def opened() -> int:
             # Not blocking: opening a pipe without a writer would hang the run.
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-            if not stat_module.S_ISREG(os.fstat(handle).st_mode):
+            try:
+                problem = _problem_of(handle)
+                if problem is not None:
+                    raise Unreadable(f"{escaped(name)}: {problem}")
+            except OSError:
                 os.close(handle)
-                raise Unreadable(f"{escaped(name)}: is not a regular file")
+                raise
             return handle
 
         try:
@@ -319,6 +378,15 @@ class LocalFilesystem(Filesystem):
             raise
         except (OSError, ValueError) as error:
             raise Unreadable.of(name, error) from None
+
+
+def _problem_of(handle: int) -> str | None:
+    """Why an open file holds no data, or None."""
+    status = os.fstat(handle)
+    if not stat_module.S_ISREG(status.st_mode):
+        return "is not a regular file"
+    text = os.pread(handle, MAX_POINTER, 0) if status.st_size <= MAX_POINTER else b""
+    return next((reason for pattern, reason in POINTERS if re.match(pattern, text)), None)
 
 
 class PatientFile(io.FileIO):

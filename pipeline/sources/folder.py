@@ -1,4 +1,4 @@
-"""A folder of image files with captions in .txt or .json files beside them, or in metadata.jsonl / metadata.csv."""
+"""A folder of image files with captions in text or .json files beside them, or in metadata.jsonl / metadata.csv."""
 
 from __future__ import annotations
 
@@ -25,8 +25,20 @@ from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, stem, unsafe_reason
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, mode_of
+from pipeline.sources.filenames import (
+    EXTENSIONS,
+    base,
+    composed,
+    error_text,
+    escaped,
+    extension,
+    kind_of_file,
+    lost_picture,
+    spellings,
+    stem,
+    unsafe_reason,
+)
+from pipeline.sources.filesystem import LEADS_OUT, Filesystem, LocalFilesystem, mode_of
 from pipeline.sources.metadata_files import (
     FILE_COLUMN,
     METADATA_NAMES,
@@ -36,8 +48,10 @@ from pipeline.sources.metadata_files import (
     Pictures,
 )
 from pipeline.sources.range_prefetch import FileRange
-from pipeline.sources.sidecars import MAX_CAPTION_BYTES, SampleColumns, read_sidecar
+from pipeline.sources.reasons import EXAMPLES, Kinds
+from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
 from pipeline.sources.source import Item, Part, PartRange, PrefetchedSource, Reject, Seen
+from pipeline.sources.unread import explain
 
 METADATA_BATCH = 4096
 """Rows of a metadata file whose pictures are looked up at once."""
@@ -47,7 +61,7 @@ SIDECAR_BATCH = 256
 
 
 _TEXT, _OBJECT, _PREFIXED = range(3)
-"""Kinds of caption files, by precedence: X.txt, X.json, and .json with a longer name than the picture's."""
+"""Kinds of caption files, by precedence: text, X.json, and .json with a longer name than the picture's."""
 
 _PICTURES = pa.schema([("item", pa.string())])
 FILES = pa.schema([("kind", pa.int8()), ("name", pa.string())])
@@ -73,7 +87,8 @@ class Listing:
         rows: what the metadata files say about them; set before items are asked for.
 
     Attributes:
-        rejects: ascending by item. orphans: caption files without a picture, by kind.
+        rejects: ascending by item. orphans: caption files without a picture, by their ending. orphan_examples: some of
+            them.
     """
 
     def __init__(
@@ -86,7 +101,8 @@ class Listing:
         self.rows = rows
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
-        self.orphans: Counter[int] = Counter()
+        self.orphans: Counter[str] = Counter()
+        self.orphan_examples: dict[str, list[str]] = {}
         self._scratch = scratch
         self._assign(captions())
 
@@ -131,15 +147,17 @@ class Listing:
             keys, row = fixed(part.column("key")), part.column("row").to_numpy()
             rows, kinds, names = (part.column(name).to_pylist() for name in _SIDECARS.names)
             for first, after in pairwise([*np.flatnonzero(is_first(keys)).tolist(), len(rows)]):
-                pictures = [rows[at] for at in range(first, after) if rows[at] >= 0]
+                pictures = [(rows[at], names[at]) for at in range(first, after) if rows[at] >= 0]
                 for at in range(first, after):
                     if rows[at] >= 0:
                         continue
-                    for picture in pictures:
+                    for picture in _owners(names[at], pictures):
                         sidecars.add(picture, kinds[at], names[at])
                     if not pictures and kinds[at] == _OBJECT:
                         others.add(names[at])
-                    self.orphans[kinds[at]] += not pictures
+                    self.orphans[extension(names[at])] += not pictures
+                    if not pictures and kinds[at] != _OBJECT:
+                        self._orphan(names[at])
             for name, values in zip(stems, (*halves(keys[row >= 0]), row[row >= 0]), strict=True):
                 stems[name].add(values)
         columns = {name: writer.finish() for name, writer in stems.items()}
@@ -154,27 +172,34 @@ class Listing:
         rows = ({"row": batch["row"].to_numpy()} for batch in batches(self._sidecars))
         self._rows = scratch.arrays(rows, {"row": np.int64})["row"]
 
+    def _orphan(self, name: str) -> None:
+        examples = self.orphan_examples.setdefault(extension(name), [])
+        if len(examples) < EXAMPLES:
+            examples.append(name)
+
     def _by_stem(self, captions: pa.Table) -> Iterator[pa.Table]:
         first = 0
         for batch in batches(self.pictures):
             names = batch["item"]
             rows, none = np.arange(first, first + len(batch)), pa.nulls(len(batch), pa.int8())
-            columns = [binary(item_keys(map(stem, names.to_pylist()))), rows, none, names]
+            columns = [binary(item_keys(map(base, names.to_pylist()))), rows, none, names]
             yield pa.table(columns, ["key", *_SIDECARS.names])
             first += len(batch)
         for batch in batches(captions):
-            keys, rows = item_keys(map(stem, batch["name"].to_pylist())), np.full(len(batch), -1)
+            keys, rows = item_keys(map(base, batch["name"].to_pylist())), np.full(len(batch), -1)
             yield pa.table([binary(keys), rows, *batch.columns], ["key", *_SIDECARS.names])
 
     def _assign_prefixed(self, others: pa.Table, stems: SortedKeys, rows: np.ndarray, sidecars: RowWriter) -> None:
         """Assign .json files without a picture of their name. stems, rows: of the pictures, by key."""
         for start in range(0, len(others), SIDECAR_BATCH):
             for name in others.column("item").slice(start, SIDECAR_BATCH).to_pylist():
-                longer = stem(name)
+                longer = base(name)
                 prefixes = [longer[:n] for n in range(len(longer) - 1, longer.rfind("/") + 1, -1)]
                 matches = stems.find(item_keys(prefixes))
                 at = int(matches[matches >= 0][0]) if (matches >= 0).any() else len(rows)
-                self.orphans[_OBJECT] -= at < len(rows)
+                self.orphans["json"] -= at < len(rows)
+                if at == len(rows):
+                    self._orphan(name)
                 high, low = stems.high[at : at + 1], stems.low[at : at + 1]
                 while at < len(rows) and stems.high[at] == high and stems.low[at] == low:
                     sidecars.add(int(rows[at]), _PREFIXED, name)
@@ -201,15 +226,16 @@ class FolderSource(PrefetchedSource):
     Captions of `dir/X.jpg`: the text of `dir/X.txt` (UTF-8, all of it, surrounding whitespace removed; NVlabs' loader
     takes the first line only), the caption columns of the JSON object in `dir/X.json`, and those of every row that
     names the file in a `metadata.jsonl` or `metadata.csv` (`file_name` is relative to the metadata file's folder, which
-    may be a subfolder). Different captions all become candidates, weighted as `CaptionRule` says. The other columns
-    become the item's `meta` (the first value of a column counts; JSON files come before rows).
+    may be a subfolder, or absolute). `X.jpg.txt`, `X.caption` and the like are read as `X.txt` (see `sidecars`).
+    Different captions all become candidates, weighted as `CaptionRule` says. The other columns become the item's `meta`
+    (the first value of a column counts; JSON files come before rows).
 
     Files of NVlabs' SanaImgDataset are recognised by their content: `dir/X<anything>.json` with {"X": {column: text}}
     or {"X": {column: score}}; a score of `prompt` is that of `X.txt`.
 
     Hidden files and folders, and files that are not pictures, are ignored and counted. Links are followed to files
-    inside the root only; linked folders are not entered. Names are used unchanged: no Unicode or case folding, except
-    that extensions may be in any case.
+    inside the root only (`LocalFilesystem.inside`); linked folders are not entered. Keys are names as the disk has
+    them; captions and rows may write them in another Unicode form, and extensions may be in any case.
 
     Args:
         root: the folder, or another filesystem.
@@ -242,7 +268,7 @@ class FolderSource(PrefetchedSource):
         self.location = root.location
         self.rule: CaptionRule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
         self.name = name
-        self.ignored_kinds = Counter()
+        self.ignored = Kinds()
 
     def items(self) -> Iterator[Item | Reject]:
         listing = self._list()  # errors of the whole folder are raised here, before the iteration
@@ -304,12 +330,13 @@ class FolderSource(PrefetchedSource):
         listing = Listing(self.scratch, pictures, found.captions.finish)
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch)
         if not len(listing) and not found.refused:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.ignored_kinds.items()))
+            what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
+            kinds = "\n" + "\n".join(self.ignored.ranked().lines()) if self.ignored.total else "an empty folder"
             raise UserError(
                 f"the data folder {metadata.root!r} holds no picture",
                 expected="files that end in .jpg, .png, .webp, .tif, ... (in subfolders, too)",
-                found=kinds or "an empty folder",
-                fix="sana-pipe encode --data DIR with the folder that holds the pictures",
+                found=": ".join(filter(None, [what, kinds])),
+                fix=way,
             )
         rows = ItemRows(listing.pictures, self.scratch) if found.metadata else None
         for file in sorted(found.metadata):
@@ -317,9 +344,9 @@ class FolderSource(PrefetchedSource):
             self._read_metadata(metadata, file, rows)
         _, listing.rows, rejects = metadata.finish()
         listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
-        for kind, name in ((_TEXT, "txt"), (_OBJECT, "json")):
-            if listing.orphans[kind]:
-                self._ignore(f".{name} file without a picture", listing.orphans[kind])
+        for kind, count in sorted(listing.orphans.items()):
+            if count:
+                self._ignore(f".{kind} file without a picture", count, listing.orphan_examples[kind])
         return listing
 
     def _walk(self, disk: LocalFilesystem, found: _Found) -> Iterator[tuple[str, str | None]]:
@@ -330,7 +357,7 @@ class FolderSource(PrefetchedSource):
             for entry in disk.entries(folder):
                 key = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.name.startswith("."):
-                    self._ignore("hidden")
+                    self._ignore("hidden", 1, [key])
                 elif not disk.is_folder(entry):
                     yield key, _problem(entry, key, disk) if _is_data(entry.name) else None
                 elif entry.is_symlink():
@@ -344,16 +371,21 @@ class FolderSource(PrefetchedSource):
         must not be used."""
         kind, name = extension(key), posixpath.basename(key)
         if not _is_data(name):
-            self._ignore(f".{escaped(kind)} file" if kind else "file without an extension")
-        elif kind == "txt" and self.rule.text_weight is None:
-            self._ignore(".txt file (data.caption_weights does not list txt)")
+            problem = lost_picture(name)
+            if problem is not None:
+                found.rejects.add(escaped(key), problem)
+                found.refused += 1
+            else:
+                self._ignore(kind_of_file(key), 1, [key])
+        elif kind in TEXT_ENDINGS and self.rule.text_weight is None:
+            self._ignore(f".{kind} file (data.caption_weights does not list txt)", 1, [key])
         elif problem is not None:
             found.rejects.add(escaped(key), problem)
             found.refused += kind in EXTENSIONS
         elif name.lower() in METADATA_NAMES:
             found.metadata.append(key)
-        elif kind in ("txt", "json"):
-            found.captions.add(_TEXT if kind == "txt" else _OBJECT, key)
+        elif kind in (*TEXT_ENDINGS, "json"):
+            found.captions.add(_OBJECT if kind == "json" else _TEXT, key)
         else:
             return True
         return False
@@ -373,22 +405,25 @@ class FolderSource(PrefetchedSource):
         metadata.check_columns(file, columns, FILE_COLUMN, alternative)
         folder = posixpath.dirname(file)
 
-        def names() -> Iterator[tuple[str, dict[str, Any], str, str]]:
+        def names() -> Iterator[tuple[str, dict[str, Any], str]]:
             for line, row in rows:
-                name = metadata.file_name(f"{file}:{line}", row, FILE_COLUMN)
-                if name is not None:
-                    yield f"{file}:{line}", row, name, posixpath.normpath(posixpath.join(folder, name))
+                key = metadata.key(f"{file}:{line}", row, FILE_COLUMN, folder)
+                if key is not None:
+                    yield f"{file}:{line}", row, key
 
         source = names()
         while named := list(islice(source, METADATA_BATCH)):
-            known = pictures.find([key for *_, key in named]) >= 0
-            for (where, row, name, key), usable in zip(named, known.tolist(), strict=True):
+            spelled = [spellings(key) for *_, key in named]
+            known = iter((pictures.find(list(chain.from_iterable(spelled))) >= 0).tolist())
+            for (where, row, key), forms in zip(named, spelled, strict=True):
+                usable = [form for form, is_known in zip(forms, islice(known, len(forms)), strict=True) if is_known]
                 if usable:
-                    metadata.add(where, row, FILE_COLUMN, key)
+                    metadata.add(where, row, FILE_COLUMN, usable[0])
                     continue
                 disk = self.filesystem if isinstance(self.filesystem, LocalFilesystem) else None
                 exists = disk is not None and os.path.lexists(os.path.join(disk.root, key))
                 state = "is not usable" if exists else "does not exist"
+                name = row[FILE_COLUMN]
                 reason = f"names {name!r}, which {state} as a picture under {posixpath.dirname(key) or '.'}"
                 metadata.reject(where, reason)
 
@@ -418,17 +453,19 @@ class FolderSource(PrefetchedSource):
             picture.problems += [Reject(key, reason) for reason in captions.problems]
         for file, content in contents.items():
             self._add_content(picture, file, content, columns.scores)
-        row_problems: list[str] = []
+        row_problems: list[tuple[str, str]] = []
         if rows is not None:
             picture.candidates += rows.candidates
             picture.meta = {**rows.meta, **picture.meta}
             row_problems = rows.problems
         weighted = self._weighted(picture.candidates, key)
         if weighted:
-            yield from picture.problems
+            for file, problem in [(p.key, p.reason) for p in picture.problems] + row_problems:
+                self._note(file, problem)
             yield Item(key, weighted, picture.meta)
             return
-        reasons = [f"{p.key} {p.reason}" for p in picture.problems] + picture.without + row_problems
+        reasons = [f"{p.key} {p.reason}" for p in picture.problems] + picture.without
+        reasons += [f"{where} {problem}" for where, problem in row_problems]
         if reasons:
             yield Reject(key, "has no usable caption: " + "; ".join(reasons))
         else:
@@ -444,10 +481,10 @@ class FolderSource(PrefetchedSource):
         for file, content in contents.items():
             if isinstance(content, dict) and isinstance(content.get(name), dict):
                 columns.add(content[name])
-            elif stem(file) == stem(key):
+            elif base(file) == base(key):
                 others[file] = content
             else:
-                self._ignore(".json file without a picture")
+                self._ignore(".json file without a picture", 1, [file])
         return columns, others
 
     def _add_content(
@@ -485,7 +522,18 @@ def _identity_of(rejects: Callable[[], Iterator[Reject]], stats: Seen) -> bytes:
 
 def _is_data(name: str) -> bool:
     kind = extension(name)
-    return kind in EXTENSIONS or kind in ("txt", "json") or name.lower() in METADATA_NAMES
+    return kind in EXTENSIONS or kind in (*TEXT_ENDINGS, "json") or name.lower() in METADATA_NAMES
+
+
+def _owners(file: str, pictures: list[tuple[int, str]]) -> list[int]:
+    """The pictures (row, name) that a caption file with the same `base` belongs to: `X.jpg.txt` to X.jpg, else to those
+    whose name it has up to the ending, as written or in another Unicode form; else to all."""
+    name = stem(file)
+    for form in (str, composed):
+        owners = [row for row, picture in pictures if form(name) in (form(picture), form(stem(picture)))]
+        if owners:
+            return owners
+    return [row for row, _ in pictures]
 
 
 def _problem(entry: os.DirEntry[str], key: str, disk: LocalFilesystem) -> str | None:
@@ -495,7 +543,7 @@ def _problem(entry: os.DirEntry[str], key: str, disk: LocalFilesystem) -> str | 
         return problem
     if entry.is_symlink():
         if not disk.inside(entry.path):
-            return "a link leads out of the source folder"
+            return LEADS_OUT
         if not mode_of(entry.path, disk.patience_s):
             return "is a broken link"
     try:

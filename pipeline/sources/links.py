@@ -4,6 +4,8 @@
 them are under way at once. A link without a picture raises `DeadLink` and never ends the job: in tables of the web a
 tenth of the links and more are dead. If `SILENT` links in a row get no answer at all, the last link that did answer is
 asked again, for up to `patience_s`: either those hosts are dead, or the network is, which ends the job.
+A table is often made by others, so it reaches public web servers only, unless `data.allow_links` opens more: each
+socket's address is checked before it is connected, so also behind a redirect or a name that changes.
 Why not `RemoteFilesystem`: it serves one server, which is worth waiting for; here every picture may have its own.
 Why a loop of our own: drivers look up names in a few threads, where some dead name servers would hold up everything.
 Price: a slow host counts as dead after the time limit. Only the name of the host appears in messages and documents:
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import socket
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
 import fsspec
@@ -51,18 +55,29 @@ DEAD = "no picture behind the link"
 """What the reason of every reject for a `DeadLink` begins with."""
 
 
+REFUSED = "a link that is not followed"
+"""What the reason of every reject for a `RefusedLink` begins with."""
+
+_PUBLIC_V6, _NAT64 = IPv6Network("2000::/3"), IPv6Network("64:ff9b::/96")
+
+
 class DeadLink(Unreadable):
     """There is no picture behind a link. The message begins with `DEAD` and names the host alone."""
+
+
+class RefusedLink(DeadLink):
+    """A link leads to what `data.allow_links` does not open. The message begins with `REFUSED`."""
 
 
 @dataclass(frozen=True)
 class _Answer:
     """What a request gave. data: None without a picture; reason: why; heard: whether somebody answered, None if nobody
-    was asked."""
+    was asked; to_open: the value of `data.allow_links` without which nobody was."""
 
     data: bytes | None
     reason: str = ""
     heard: bool | None = True
+    to_open: str = ""
 
 
 class Links:
@@ -72,6 +87,7 @@ class Links:
         max_bytes: limit on a picture's bytes.
         timeout_s: limit on the time for one picture of a web server, with redirects.
         patience_s: how long to wait for an object store, and for the network, to answer again.
+        allowed: `data.allow_links`.
 
     Attributes:
         witness: the last link that answered.
@@ -79,9 +95,13 @@ class Links:
     """
 
     def __init__(
-        self, max_bytes: int = MAX_BYTES, timeout_s: float = TIMEOUT_S, patience_s: float = retrying.PATIENCE_S
+        self,
+        max_bytes: int = MAX_BYTES,
+        timeout_s: float = TIMEOUT_S,
+        patience_s: float = retrying.PATIENCE_S,
+        allowed: str = "none",
     ):
-        self.max_bytes, self.timeout_s, self.patience_s = max_bytes, timeout_s, patience_s
+        self.max_bytes, self.timeout_s, self.patience_s, self.allowed = max_bytes, timeout_s, patience_s, allowed
         self._lock = threading.Lock()
         self._checking = threading.Lock()
         self._stores: dict[str, Connection] = {}
@@ -103,6 +123,9 @@ class Links:
             with self._lock:
                 self.silent += 1
             self._check_network(answer.reason)
+        if answer.to_open:
+            fix = f"--set data.allow_links={answer.to_open if self.allowed == 'none' else 'all'}"
+            raise RefusedLink(f"{REFUSED}: {answer.reason}; if you trust the table: {fix} ({host(url)!r})")
         if answer.data is None:
             raise DeadLink(f"{DEAD}: {answer.reason} ({host(url)!r})")
         return answer.data
@@ -129,9 +152,11 @@ class Links:
     def _ask(self, url: str) -> _Answer:
         scheme = url.partition("://")[0].lower()
         if scheme in WEB:
-            return _web().run(_get(url, self.max_bytes, self.timeout_s))
+            return _web(self.allowed in ("private", "all")).get(url, self.max_bytes, self.timeout_s)
         if scheme in STORES:
-            return self._ask_store(url)
+            if self.allowed in ("stores", "all"):
+                return self._ask_store(url)
+            return _Answer(None, "objects of stores are read with your credentials", None, "stores")
         return _Answer(None, f"addresses of the kind {escaped(scheme)}:// are not fetched", None)
 
     def _ask_store(self, url: str) -> _Answer:
@@ -164,10 +189,41 @@ def _too_large(limit: int) -> str:
     return f"more than {limit:,} bytes (data.max_picture_mib)"
 
 
-class _Web:
-    """An event loop in a thread, with a session for all web servers. Cookies are not kept."""
+class _NotPublic(OSError):
+    """A socket was to be connected to an address that is not public."""
 
-    def __init__(self) -> None:
+
+def is_public(address: str) -> bool:
+    """Whether an address is of the public internet, and so is the IPv4 address in it, if any."""
+    try:
+        ip = ip_address(address)
+    except ValueError:  # a short form, such as 127.1
+        return False
+    if isinstance(ip, IPv6Address):
+        ip = ip.ipv4_mapped or ip.sixtofour or (IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip)
+    return ip.is_global and not ip.is_multicast and (ip.version == 4 or ip in _PUBLIC_V6)
+
+
+def _public_socket(info: tuple[Any, ...]) -> socket.socket:
+    """A socket for an address that a name was resolved to. info: as of `getaddrinfo`.
+
+    Raises:
+        _NotPublic: see there.
+    """
+    family, kind, protocol, _, address = info
+    if not is_public(address[0]):
+        raise _NotPublic("not public")
+    return socket.socket(family, kind, protocol)
+
+
+class _Web:
+    """An event loop in a thread, with a session for web servers. Cookies are not kept.
+
+    Args:
+        private: also for those that are not public. Each has its own session: an open connection is used again.
+    """
+
+    def __init__(self, private: bool) -> None:
         try:
             import aiohttp
         except ImportError:
@@ -178,14 +234,15 @@ class _Web:
         given = dict(fsspec.config.conf.get("http", {}).get("client_kwargs", {}))
 
         async def opened() -> aiohttp.ClientSession:
-            connector = aiohttp.TCPConnector(limit=REQUESTS, use_dns_cache=False)
-            return aiohttp.ClientSession(**{"connector": connector, "cookie_jar": aiohttp.DummyCookieJar(), **given})
+            checked = None if private else _public_socket
+            connector = aiohttp.TCPConnector(limit=REQUESTS, use_dns_cache=False, socket_factory=checked)
+            return aiohttp.ClientSession(**{"cookie_jar": aiohttp.DummyCookieJar(), **given, "connector": connector})
 
         self.session = self._run(opened())
         atexit.register(self._close)
 
-    def run(self, request: Coroutine[Any, Any, _Answer]) -> _Answer:
-        answer: _Answer = self._run(request)
+    def get(self, url: str, limit: int, timeout_s: float) -> _Answer:
+        answer: _Answer = self._run(_get(self.session, url, limit, timeout_s))
         return answer
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -197,30 +254,30 @@ class _Web:
 
 
 @cache
-def opened() -> _Web:
+def opened(private: bool) -> _Web:
     """This process's loop and session; a forked process has others."""
-    return _Web()
+    return _Web(private)
 
 
 _opening = threading.Lock()
 
 
-def _web() -> _Web:
+def _web(private: bool) -> _Web:
     with _opening:
-        return opened()
+        return opened(private)
 
 
 os.register_at_fork(after_in_child=opened.cache_clear)  # threads do not survive a fork
 
 
-async def _get(url: str, limit: int, timeout_s: float) -> _Answer:
+async def _get(session: Any, url: str, limit: int, timeout_s: float) -> _Answer:
     """Fetch from a web server. aiohttp follows redirects to web servers only."""
     import aiohttp
 
     within = aiohttp.ClientTimeout(total=timeout_s)
     heard = False
     try:
-        async with opened().session.get(url, timeout=within, max_redirects=REDIRECTS) as response:
+        async with session.get(url, timeout=within, max_redirects=REDIRECTS) as response:
             heard = True
             if response.status != HTTPStatus.OK:
                 return _Answer(None, f"HTTP {response.status} {_phrase(response.status)}".rstrip())
@@ -239,9 +296,11 @@ async def _get(url: str, limit: int, timeout_s: float) -> _Answer:
     except aiohttp.ClientPayloadError:
         return _Answer(None, "the answer broke off")
     except aiohttp.ClientConnectorError as error:
+        if isinstance(error.os_error, _NotPublic):
+            return _Answer(None, "it leads to this machine or into a private network", None, "private")
         known = not isinstance(error.os_error, OSError) or type(error.os_error).__name__ != "gaierror"
         return _Answer(None, "no connection" if known else "the host is not known", False)
-    except (ValueError, getattr(aiohttp, "NonHttpUrlClientError", ValueError)):  # aiohttp 3.9 has ValueErrors alone
+    except (ValueError, aiohttp.NonHttpUrlClientError):
         return _Answer(None, "no valid address, or redirected to one that is not of the web", None)
     except aiohttp.ClientError as error:
         return _Answer(None, type(error).__name__, heard or not isinstance(error, aiohttp.ClientConnectionError))

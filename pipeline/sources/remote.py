@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
@@ -128,7 +129,7 @@ class RemoteFilesystem(Filesystem):
         """`find`. Where its beginning is cheap (`Connection.is_paged`), the files of the root itself come before it."""
         if self.connection.is_paged:
             yield from (name for name, _ in self._find(deep=False))
-        yield from self.find()
+        yield from (name for name in self.find() if "/" in name or not self.connection.is_paged)
 
     def _find(self, deep: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
@@ -418,7 +419,7 @@ def read_file(location: str, patience_s: float) -> bytes:
         UserError: the URL holds credentials, its server as a whole cannot be used, or a home folder is not known.
     """
     if not is_url(location) or location.startswith("file://"):
-        return expanded(location.removeprefix("file://")).read_bytes()
+        return Path(expanded(location.removeprefix("file://"))).read_bytes()
     refuse_credentials(location)
     folder, _, name = location.rpartition("/")
     files = RemoteFilesystem(folder, patience_s)

@@ -1,4 +1,7 @@
-"""Caption files beside a picture or a tar: text, a JSON object, or the JSON files of NVlabs' datasets."""
+"""Caption files beside a picture or a tar: text, a JSON object, or the JSON files of NVlabs' datasets.
+
+Of `X.jpg` they are `X.txt` and `X.json`; other tools write `X.caption` (kohya's sd-scripts), `X.cap` or `X.jpg.txt`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.source import Reject
 
 MAX_CAPTION_BYTES = 1 << 20
+TEXT_ENDINGS = ("txt", "caption", "cap")
+"""Files that hold one caption."""
 
 
 @dataclass
@@ -30,7 +35,7 @@ class SampleColumns:
 
 
 def read_sidecar(name: str, data: bytes | Unreadable) -> str | dict[str, Any] | Reject:
-    """The text of a .txt file or the object of a .json file, given its bytes."""
+    """The text of a text file or the object of a .json file, given its bytes."""
     if isinstance(data, Unreadable):
         return Reject(name, f"cannot be read: {str(data).removeprefix(escaped(name) + ': ')}")
     if len(data) > MAX_CAPTION_BYTES:

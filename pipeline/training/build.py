@@ -95,7 +95,7 @@ def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed:
         in_backward.fuse(optimizer, model)
     log(
         f"training {parameters / 1e6:.1f} M parameters on {context.launch.world} x {device.type} ({context.layout}), "
-        f"{train.precision}, steps {run.done + 1} to {train.steps}, run directory {context.folder}"
+        f"{train.precision}, steps {run.done + 1} to {train.steps}, run directory {context.folder.resolve()}"
     )
     return run
 
@@ -174,6 +174,26 @@ def with_residual(config: Config, earlier: dict[str, Any] | None) -> Config:
     return config.with_train(residual=residual)
 
 
+def with_text(config: Config, device: torch.device, earlier: dict[str, Any] | None) -> Config:
+    """The configuration with `train.text` decided: as given, else as the run began, else packed where a kernel is.
+
+    Args:
+        earlier: the configuration in the checkpoint to be resumed.
+    """
+    train = config.train
+    if train.text is not None:
+        return config
+    fits = train.parallel.pp_size == 1 and has_packed_kernel(train, device)
+    text = earlier["train"].get("text") if earlier is not None and train.parallel.pp_size == 1 else None
+    return config.with_train(text=text or ("packed" if fits else "padded"))
+
+
+def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
+    """Whether torch's attention without padding runs on a GPU in this precision."""
+    fits = device.type == "cuda" and train.precision != "fp32"
+    return fits and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def numerics(train: TrainConfig) -> Numerics:
     """The model's numerics under `train.residual` (decided by `with_residual`) and `train.recipe`."""
     epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
@@ -207,8 +227,9 @@ def architecture_of(config: Config, task: TrainingTask) -> SanaConfig:
 
 def architecture_of_weights(config: Config) -> SanaConfig:
     """The shape of `model.weights`, from its `config.json`."""
-    assert config.model.weights is not None
-    return architecture_at(hub.resolve(config.model.weights, ("config.json",)))
+    weights = config.model.weights
+    assert weights is not None
+    return architecture_at(hub.resolve(weights, ("config.json",)), weights.variant)
 
 
 def changed_options(earlier: dict[str, Any], config: Config) -> list[str]:

@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from pipeline.cache.local_files import make_folder, replacing, sync_path
 from pipeline.config import Config, written
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError, writing
 from pipeline.loader.loader import LoaderState
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
@@ -70,7 +70,8 @@ LAYOUT = (
 )
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?\.(tmp|removing)")
-_FIX = "check the disk's space and rights, then --resume auto"
+_AGAIN = "--resume auto"
+_FIX = f"check the disk and the rights, then {_AGAIN}"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Sections = Mapping[str, Mapping[str, Tensor]]
 
@@ -200,10 +201,22 @@ class Saver:
                 self._thread.shutdown()
 
     def _write(self, tensors: dict[str, Any], state: LoaderState) -> Path:
-        group, final = self._group, folder_of(self._root, state.step)
+        final = folder_of(self._root, state.step)
         work = final.with_name(f"{final.name}.{self._lock.token}.tmp")
+        try:
+            self._write_into(work, final, tensors, state)
+        except UserError:  # the same on every process
+            if dist.get_rank() == 0:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+        broadcast_from_rank_0(self.remove_old, self._group)
+        self._log(f"saved {final}")
+        return final
+
+    def _write_into(self, work: Path, final: Path, tensors: dict[str, Any], state: LoaderState) -> None:
+        group = self._group
         broadcast_from_rank_0(lambda: self.prepare(final, work), group)
-        writer = _writer(work)
+        writer = _Writer(work)
         _dcp(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), f"{work}: could not be written")
         files = self._read_back(work)
         document = {
@@ -219,9 +232,6 @@ class Saver:
             **({"began_from": self._began_from} if self._began_from else {}),
         }
         broadcast_from_rank_0(lambda: publish(work, final, document, self._lock), group)
-        broadcast_from_rank_0(self.remove_old, group)
-        self._log(f"saved {final}")
-        return final
 
     def _read_back(self, work: Path) -> dict[str, list[Any]]:
         """Size and digest of every file, each read by one process."""
@@ -241,12 +251,10 @@ class Saver:
         self._lock.check()
         if final.exists():
             raise CheckpointError(f"{final} exists already", fix="resume from it, or set another train.output")
-        try:
+        with _writing(work):
             make_folder(self._root)
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
-        except OSError as error:
-            raise CheckpointError(f"{work}: cannot be made: {error}", fix="check the disk's space and rights") from None
 
     def remove_old(self) -> None:
         """Remove all checkpoints but the newest `keep_checkpoints` and those of every `keep_every`th step, and the
@@ -282,10 +290,24 @@ def _thread_of_this_device() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
-def _writer(folder: Path) -> dcp.FileSystemWriter:
+def _writing(place: Path) -> contextlib.AbstractContextManager[None]:
+    return writing(place, _FIX, CheckpointError, again=_AGAIN)
+
+
+class _Writer(dcp.FileSystemWriter):
     """DCP's writer without copies ahead: with them it takes a loader that synchronises the GPU about every 10 MB, also
-    where all tensors are in host memory."""
-    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    where all tensors are in host memory. It names a full disk, which torch's errors do not."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, per_thread_copy_ahead=0)
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with _writing(Path(self.path)):
+            return super().write_data(*args, **kwargs)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        with _writing(Path(self.path)):
+            super().finish(*args, **kwargs)
 
 
 def _dcp(call: Callable[[], Any], what: str) -> None:
@@ -293,7 +315,11 @@ def _dcp(call: Callable[[], Any], what: str) -> None:
     try:
         call()
     except CheckpointException as error:
-        reasons = {f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()}
+        errors = [failure[0] for failure in error.failures.values()]
+        for one in errors:
+            if isinstance(one, UserError):
+                raise one from None
+        reasons = {f"{type(one).__name__}: {one}" for one in errors}
         raise CheckpointError(what, found="; ".join(sorted(reasons)), fix=_FIX) from None
 
 
@@ -307,7 +333,7 @@ def publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> No
             fix="put train.output on a file system that all nodes share",
         )
     document = {**document, "digest": digest_of(document)}
-    try:
+    with _writing(final):
         with (work / DOCUMENT).open("w", encoding="utf-8") as file:
             json.dump(document, file, indent=1)
             file.flush()
@@ -316,8 +342,6 @@ def publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> No
         lock.check()
         os.rename(work, final)
         sync_path(final.parent)
-    except OSError as error:
-        raise CheckpointError(f"{final}: could not be published: {error}", fix=_FIX) from None
 
 
 # ------------------------------------------------------------------------------------------------------- finding
@@ -345,12 +369,33 @@ def newest(root: Path) -> Path | None:
     return published[-1] if published else None
 
 
+@contextlib.contextmanager
+def _there(folder: Path) -> Iterator[None]:
+    """Raise errors of reading a checkpoint that is not there any more as that: its training may remove it meanwhile."""
+    try:
+        yield
+    except CheckpointError:
+        if folder.exists():
+            raise
+        last = newest(folder.parent)
+        raise CheckpointError(
+            f"{folder}: is not there any more: a training removes all but its newest checkpoints",
+            found=None if last is None else f"the newest is {last}",
+            fix="run the command again with the newest; train.keep_checkpoints and train.keep_every keep more of them",
+        ) from None
+
+
 def read_document(folder: Path) -> Document:
     """Read and check `checkpoint.json`; names and sizes of the files are checked, too, their digests by `verify`.
 
     Raises:
         CheckpointError: no checkpoint, one of another version, or a damaged one.
     """
+    with _there(folder):
+        return _document(folder)
+
+
+def _document(folder: Path) -> Document:
     path = folder / DOCUMENT
     hint = "give another checkpoint; remove this folder, and --resume auto takes the one before it"
     try:
@@ -403,10 +448,11 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
     for name, (size, digest) in sorted(document.files.items()):
         if _reader(name, world) != rank:
             continue
-        try:
-            found = fingerprint_of(folder / name)
-        except OSError as error:
-            raise unreadable(folder / name, error) from None
+        with _there(folder):
+            try:
+                found = fingerprint_of(folder / name)
+            except OSError as error:
+                raise unreadable(folder / name, error) from None
         if found != [size, digest]:
             raise CheckpointError(
                 f"{folder / name}: is damaged: its bytes have changed since they were written",
@@ -493,7 +539,8 @@ def load(
     sections: set[str] = set()
     try:
         verify(folder, document, dist.get_rank(), world)
-        sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
+        with _there(folder):
+            sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
     except CheckpointError as caught:
         error = caught
     raise_first_error(error)
@@ -501,10 +548,11 @@ def load(
     tensors: dict[str, Any]
     tensors = state_tensors(model, optimizer, present) if moments else {"model": get_model_state_dict(model), **present}
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS) if moments else (None, {})
-    _dcp(
-        lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
-        f"{folder}: could not be read into this model",
-    )
+    with _there(folder):
+        _dcp(
+            lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
+            f"{folder}: could not be read into this model",
+        )
     if moments:
         state = {**settings, **tensors["optim"]}
         set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=state, options=_OPTIONS)
@@ -532,7 +580,8 @@ class ModelTensors(Mapping[str, Tensor]):
         verify(self.folder, document)
         self.architecture = document.architecture
         self._reader = TensorOnlyReader(str(self.folder))
-        self._metadata = self._reader.read_metadata()
+        with _there(self.folder):
+            self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._entries = {
             name.removeprefix(self._section): entry
@@ -546,6 +595,10 @@ class ModelTensors(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
+        with _there(self.folder):
+            return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=torch.float32)
         planner = dcp.DefaultLoadPlanner()
@@ -630,7 +683,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
         )
     resumed = start_checkpoint(run, resume, begin)
     if resumed is None:
-        notes += [f"no checkpoint in {root} yet: starting from the beginning"] if resume is not None else []
+        notes += [f"no checkpoint in {root.resolve()} yet: starting from the beginning"] if resume is not None else []
         return None, notes
     if not resumed.begins and begin is not None:
         notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {resumed.folder.name}")

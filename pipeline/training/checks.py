@@ -6,20 +6,17 @@ What: `check_inputs` needs no other process: it runs before the process group is
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
-from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel import context_parallel, float8, pipeline_parallel, tensor_parallel
+from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import all_gather_objects, run_on_all
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.training import checkpoint, drawings, optimizers, trackers
-from pipeline.training.build import architecture_of
+from pipeline.training.build import architecture_of, has_packed_kernel
 from pipeline.training.checkpoint import Resumed
 from pipeline.training.optimizers import in_backward
 from pipeline.training.task import Context, Log, TrainingTask
@@ -43,17 +40,13 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
             fix="start the run by sana-pipe train, or call pipeline.planning.auto.decide before",
         )
     layout = check_sizes(train.parallel, launch.world)
-    names = "dp_replicate", "dp_shard", "tp", "cp"
+    names = "dp_replicate", "dp_shard", "tp"
     check_accelerate(train, launch, sizes={name: getattr(layout, name) for name in names})
     check_restart()
     optimizers.check(train.optim)
     trackers.check(train.trackers)
     device = resolve_device(train.device, launch)
-    check_packed_attention(train, device)
-    if train.float8 != "none":
-        float8.check(train.float8, device)
-        one_block = SanaTransformer.on_meta(replace(architecture_of(config, task), num_layers=1))
-        float8.check_sizes(one_block.blocks[0], train.float8)
+    check_text(train, device)
     task.check(layout)
     if layout.model_parallel_size > 1:
         _check_model_parallel(config, task, layout)
@@ -85,23 +78,19 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
 
 def _check_model_parallel(config: Config, task: TrainingTask, layout: Layout) -> None:
     train, architecture = config.train, architecture_of(config, task)
-    rows = {name: height // architecture.patch_size for name, height in task.heights.items()}
-    context_parallel.check(rows, train.parallel, architecture.dropout)
     tensor_parallel.check(architecture.tensor_parallel_parts, layout.tp, architecture.dropout)
     shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
     pipeline_parallel.check(architecture.num_layers, shares, train.microbatch, train.parallel)
 
 
-def check_packed_attention(train: TrainConfig, device: torch.device) -> None:
-    if train.packed_attention and device.type == "cuda":
-        capable = torch.cuda.get_device_capability(device) >= (8, 0)
-        if train.precision == "fp32" or not capable:
-            raise ConfigError(
-                "train.packed_attention: true has no kernel here",
-                expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
-                found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
-                fix="--set train.packed_attention=false",
-            )
+def check_text(train: TrainConfig, device: torch.device) -> None:
+    if train.text == "packed" and device.type == "cuda" and not has_packed_kernel(train, device):
+        raise ConfigError(
+            "train.text: packed has no kernel here",
+            expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
+            found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
+            fix="--set train.text=padded",
+        )
 
 
 def check_alike(train: TrainConfig) -> None:
@@ -113,8 +102,7 @@ def check_alike(train: TrainConfig) -> None:
             "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing "
             "or train.compile",
             found=f"process {different[0]}: {chosen[different[0]]}, process 0: {chosen[0]}",
-            fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs "
-            "or calibrations (~/.config/sana-pipe/calibration)",
+            fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs",
         )
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipeline.cache.local_files import make_folder, sync_path
 from pipeline.config import Config, PicturesConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models.sampler import pad_rows, prompt_noise, sample
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
@@ -147,6 +147,14 @@ class Drawings:
         path, token = self._path(step), self.lock.token
         work = path.with_name(f"{path.name}.{token}.tmp")
         try:
+            self._write(path, work, latents, step)
+        finally:
+            with suppress(OSError):
+                work.unlink(missing_ok=True)
+        return path
+
+    def _write(self, path: Path, work: Path, latents: dict[int, Tensor], step: int) -> None:
+        with writing(path, "check the rights, then --resume auto", again="--resume auto"):
             self.lock.check()
             make_folder(path.parent)
             for leftover in path.parent.glob("step-*.safetensors.*.tmp"):
@@ -162,14 +170,6 @@ class Drawings:
             self.lock.check()
             work.replace(path)
             sync_path(path.parent)
-        except OSError as error:
-            raise UserError(
-                f"{path}: could not be written: {error}", fix="check the disk's space and rights, then --resume auto"
-            ) from None
-        finally:
-            with suppress(OSError):
-                work.unlink(missing_ok=True)
-        return path
 
     def _path(self, step: int) -> Path:
         return self.run.context.folder / FOLDER / f"step-{step:08d}.safetensors"

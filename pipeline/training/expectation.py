@@ -27,8 +27,7 @@ class Expected:
         lasting, brief: bytes of the fullest process, whatever the bucket, and in proportion to the image tokens of a
             forward pass. tokens: of the worst bucket's.
         flops_per_s: model FLOPs of all processes together; None: the device's speed is not known.
-        calibrated: by `plan --calibrate`.
-        is_bound: predicted without compiled blocks and float8, which need about as much memory or less.
+        is_bound: predicted without compiled blocks, which need about as much memory or less.
         before: on the CPU, resident bytes of this process before the model was built; None on a GPU.
         document: of the run directory.
     """
@@ -37,7 +36,6 @@ class Expected:
     brief: float
     tokens: int
     flops_per_s: float | None
-    calibrated: bool
     before: float | None
     document: dict[str, Any]
     is_bound: bool = False
@@ -64,8 +62,6 @@ class Expected:
             deviation = measured / predicted - 1
             parts.append(f"{name} {predicted:.3g} and {measured:.3g} {unit} ({deviation:+.0%})")
             if abs(deviation) > TOLERANCE and not (self.is_bound and deviation < 0):
-                advice = "; sana-pipe plan --calibrate measures this device" if kind == "images_per_s" else ""
                 side = "above" if deviation > 0 else "below"
-                advice = "" if self.calibrated else advice
-                warnings.append(f"warning: the {name} is {abs(deviation):.0%} {side} the prediction{advice}")
+                warnings.append(f"warning: the {name} is {abs(deviation):.0%} {side} the prediction")
         return [f"predicted and measured until step {step}: {', '.join(parts)}", *warnings] if parts else []

@@ -24,14 +24,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
 from pipeline.amounts import duration
 from pipeline.cache import process_identity as processes
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import make_folder, now_in
-from pipeline.errors import CacheError, UserError
+from pipeline.cache.local_files import make_folder, now_in, replacing
+from pipeline.errors import CacheError, UserError, machine_error
 from pipeline.launch import scheduled_attempt
 from pipeline.parallel.collectives import broadcast_from_rank_0
 
@@ -219,28 +220,34 @@ def _make(run: Path) -> bool:
 
 
 def _unwritable(run: Path, error: BaseException) -> UserError:
-    return UserError(f"{run}: cannot be written: {error}", fix="check the rights, or set train.output")
+    what = f"{run}: cannot be written"
+    fix = "check the rights, or set train.output"
+    return machine_error(error, what, "--resume auto") or UserError(f"{what}: {error}", fix=fix)
 
 
 def _create(path: Path, owner: Owner) -> bool:
     try:
-        with path.open("x", encoding="utf-8") as file:
-            _write(file.fileno(), owner)
+        file = path.open("x", encoding="utf-8")
     except FileExistsError:
         return False
+    try:
+        with file:
+            _write(file, owner)
+    except OSError:
+        path.unlink(missing_ok=True)  # a lock without an owner would hold up the next attempt
+        raise
     return True
 
 
 def _replace(path: Path, owner: Owner) -> None:
-    fresh = path.with_name(f"{NAME}.{owner.token}")
-    with fresh.open("w", encoding="utf-8") as file:
-        _write(file.fileno(), owner)
-    fresh.replace(path)
+    with replacing(path) as fresh, fresh.open("w", encoding="utf-8") as file:
+        _write(file, owner)
 
 
-def _write(descriptor: int, owner: Owner) -> None:
-    os.write(descriptor, (json.dumps(asdict(owner), indent=1) + "\n").encode())
-    os.fsync(descriptor)
+def _write(file: TextIO, owner: Owner) -> None:
+    file.write(json.dumps(asdict(owner), indent=1) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _owner(path: Path) -> Owner | None:

@@ -11,7 +11,6 @@ GiB are 2^30 bytes.
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from pipeline.config import TrainConfig
-from pipeline.errors import UserError
+from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.parallel.mesh import check_sizes
 
 NEARLY_FULL = 0.92
@@ -123,7 +122,6 @@ OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
         lambda train: {"activation_compression": "int8", **_uncompiled(train)},
         "saved tensors in half the bytes or less; rounds the gradients",
     ),
-    (lambda train: {"activation_offload": True, **_uncompiled(train)}, "saved tensors in host memory; slower"),
     (lambda train: {"parallel.offload": "all"}, "parameters and optimizer in host memory; much slower"),
 )
 _SMALL_STATE = ("adamw8bit", "came")
@@ -185,7 +183,7 @@ def sharing_processes(train: TrainConfig) -> int:
     return check_sizes(train.parallel, world).dp_shard if world > 1 else 1
 
 
-class OutOfMemory(UserError):
+class OutOfMemory(ResourceError):
     """An allocation failed."""
 
 
@@ -199,16 +197,10 @@ def memory_errors(train: TrainConfig) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemory(
             "there is not enough memory for this configuration",
             found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             fix="one or more of these, cheapest first:\n    " + "\n    ".join(memory_advice(train)),
         ) from None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return re.search("out of memory|can't allocate memory", str(error)) is not None

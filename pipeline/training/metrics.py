@@ -31,6 +31,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -38,7 +39,7 @@ from typing import Any
 
 from pipeline.amounts import duration
 from pipeline.cache.local_files import replacing
-from pipeline.errors import UserError
+from pipeline.errors import UserError, writing
 from pipeline.terminal import LiveLine
 from pipeline.training.expectation import Expected
 from pipeline.training.loss_band import LossBand
@@ -73,17 +74,18 @@ class Metrics:
         self._validations: list[dict[str, Any]] = []
         self._drawn: set[int] = set()
         self._last: tuple[int, float] | None = None
-        try:
+        with self._writing():
             torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error}") from None
-        if torn:
-            self._file.write("\n")
+            self._file = path.open("ab", buffering=0)
+        self._unwritten = b"\n" if torn else b""
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path, "check the rights, or set train.output", again="--resume auto")
 
     def start(self, **facts: Any) -> None:
         """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot."""
-        self._write({"event": "start", **facts, "time": _now()})
+        with self._writing():
+            self._append({"event": "start", **facts, "time": _now()})
         self._last, self._band = (facts["step"], 0.0), LossBand()
         events = read_events(self.path)
         self._validations = events.get("validation", [])
@@ -172,13 +174,30 @@ class Metrics:
 
     def close(self) -> None:
         self._line.end()
+        try:
+            self._append()
+        except OSError as error:
+            rows = self._unwritten.count(b"\n")
+            self._log(f"warning: {self.path}: {rows} rows are lost: {error.strerror}")
         self._file.close()
         if self._trackers is not None:
             self._trackers.close()
 
     def _write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._file.flush()
+        """Append a row. A journal that cannot be written (a full disk) does not end the run: its rows wait for the next
+        row."""
+        late = bool(self._unwritten)
+        try:
+            self._append(values)
+        except OSError as error:
+            if not late:
+                self._log(f"warning: {self.path}: cannot be written: {error.strerror}; its rows wait until it can be")
+
+    def _append(self, values: dict[str, Any] | None = None) -> None:
+        if values is not None:
+            self._unwritten += json.dumps(values, allow_nan=False).encode() + b"\n"
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def read(path: Path) -> list[dict[str, Any]]:

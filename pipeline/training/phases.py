@@ -20,7 +20,7 @@ from pipeline.amounts import duration
 from pipeline.cache.local_files import replacing
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, writing
 from pipeline.loader.schedule import Schedule
 from pipeline.training import checkpoint
 from pipeline.training.build import changed_options
@@ -52,6 +52,7 @@ class PhaseState:
         decided = (
             "train.phase: ",
             "train.residual: ",
+            *(("train.text: ",) if config.train.text is None else ()),
             "train.pictures.prompts: ",
             "train.validation.old: ",
             *undecided,
@@ -117,11 +118,9 @@ def summarize(place: PhaseState, head: Head | None) -> dict[str, Any]:
         "validation": next(reversed(events.get("validation", [])), None),
         "checkpoint": place.last.folder.name,
     }
-    try:
-        with replacing(place.folder / NAME) as work:
-            work.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{place.folder / NAME}: cannot be written: {error}", fix="--resume auto goes on") from None
+    path = place.folder / NAME
+    with writing(path, "check the rights, then --resume auto", again="--resume auto"), replacing(path) as work:
+        work.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary
 
 

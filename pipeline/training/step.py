@@ -112,7 +112,6 @@ class TrainStep:
     ):
         self.model, self.objective, self.optimizer, self.names = model, objective, optimizer, names
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
-        self.packed = train.packed_attention
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.stop_wanted = False
         self.scale = LossScale(train.precision == "fp16")
@@ -146,8 +145,10 @@ class TrainStep:
     def _update(self, factor: Tensor | None) -> None:
         """Step the optimizer on the gradient times `factor`, an fp32 scalar on the device (None: 1).
 
-        A fused optimizer multiplies in its kernel, which saves a pass over all gradients.
+        Our optimizers and torch's fused ones multiply in their fp32 arithmetic, which saves a pass over all gradients.
         """
+        if hasattr(self.optimizer, "gradient_factor"):
+            self.optimizer.gradient_factor, factor = factor, None
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # torch would copy it to offloaded gradients without waiting for the copy
             where = self.optimizer.param_groups[0]["params"][0].device
@@ -175,7 +176,7 @@ class TrainStep:
         noised = objective.noised(latents, noise, sigma).to(self.dtype)
         captions, mask = self._to_device(batch.captions), self._to_device(batch.mask)
         # An empty caption attends to its padding, as if nothing were masked: then padding rows are needed.
-        if batch.cu_seqlens is not None and not (self.packed and bool(batch.mask.any(1).all())):
+        if batch.cu_seqlens is not None and not bool(batch.mask.any(1).all()):
             captions = unpack(captions, self._to_device(batch.cu_seqlens), mask)
         inputs = noised, captions.to(self.dtype), mask, timesteps
         return Microbatch(inputs, objective.target(latents, noise))

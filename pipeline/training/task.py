@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ class TrainingTask:
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
         batches: global batch by bucket name.
-        heights: of the latents of all pictures, of validation and of `pictures`, too, by what they are.
         names: sample ids -> names for error messages, as far as they are known.
         validation: layout -> this process's microbatches of the held-out samples, the same in every iteration, and how
             many samples at the beginning of each count; equally many on every process. None: no validation.
@@ -77,7 +76,6 @@ class TrainingTask:
     check: Callable[[Layout], None] = lambda layout: None
     expect: Callable[[Context], Expected | None] = lambda context: None
     accepted: Callable[[], None] = lambda: None
-    heights: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Throughput:
             samples, _, height, width = batch.latents.shape
             tokens = height * width // self.architecture.patch_size**2
             unmasked = int(batch.mask.sum())
-            computed = unmasked if self.train.packed_attention else batch.mask.numel()
+            computed = unmasked if self.train.text == "packed" else batch.mask.numel()
             window.forward_tokens = max(window.forward_tokens, samples * tokens)
             window.padded += batch.mask.numel() - unmasked
             window.tokens += samples * tokens + unmasked

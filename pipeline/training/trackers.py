@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, machine_error
 
 PROJECT = "sana-pipe"
 
@@ -64,8 +64,9 @@ class Trackers:
                 tracker.start()
                 tracker.store_init_configuration(_flat(config))
             except Exception as error:
-                raise UserError(
-                    f"the tracker {name} cannot be opened: {type(error).__name__}: {error}",
+                what = f"the tracker {name} cannot be opened"
+                raise machine_error(error, what, "--resume auto") or UserError(
+                    f"{what}: {type(error).__name__}: {error}",
                     fix="mend that, or take it out of train.trackers",
                 ) from None
             self._open[name] = tracker

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from pipeline.cache.local_files import make_folder, replacing
 from pipeline.config import Config, TrainConfig, dump, written
-from pipeline.errors import UserError, printed_first
+from pipeline.errors import UserError, printed_first, writing
 from pipeline.launch import Launch, set_tf32
 from pipeline.loader.loader import Batch, LoaderState
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
@@ -124,15 +124,13 @@ def _open_run_directory(run: TrainingRun, expected: Expected | None, progress: L
     """Make the run directory, rename an earlier configuration that differs, open the journal."""
     context, folder = run.context, run.context.folder
     text, path = dump(context.config), folder / "config.yaml"
-    try:
+    with writing(folder, "check the rights, or set train.output", again="--resume auto"):
         make_folder(folder)
         if path.exists() and (earlier := path.read_bytes()) != text.encode():
             (folder / f"config-until-step-{run.done:08d}.yaml").write_bytes(earlier)
         checkpoint.record(folder, run.resumed)
         with replacing(path) as work:
             work.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error}", fix="check the rights, or set train.output") from None
     services = trackers.Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)
     journal = Metrics(folder / "metrics.jsonl", context.log, services, expected, progress)
     journal.start(

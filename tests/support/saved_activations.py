@@ -13,7 +13,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
 from pipeline.parallel.activation_checkpoint import ManagedActivations, apply_activation_checkpointing
-from pipeline.parallel.saved_tensors import Offloader
+from pipeline.parallel.saved_tensors import Compressor
 from tests.support.workers import tiny_run
 
 SHAPE = SanaConfig(
@@ -30,10 +30,8 @@ SHAPE = SanaConfig(
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def settings(checkpointing: str = "none", compression: str = "none", offload: bool = False) -> Any:
-    return tiny_run.config(
-        activation_checkpointing=checkpointing, activation_compression=compression, activation_offload=offload
-    ).train
+def settings(checkpointing: str = "none", compression: str = "none") -> Any:
+    return tiny_run.config(activation_checkpointing=checkpointing, activation_compression=compression).train
 
 
 def model(dtype: torch.dtype, *way: Any, layers: int = 4) -> SanaTransformer:
@@ -50,20 +48,19 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
     return [latents, captions, mask, torch.tensor([300.0, 900.0])]
 
 
-def measure(module: SanaTransformer, dtype: torch.dtype) -> tuple[int, int, dict[str, Tensor]]:
-    """Bytes kept on the device, bytes kept in host memory, gradients."""
+def measure(module: SanaTransformer, dtype: torch.dtype) -> tuple[int, dict[str, Tensor]]:
+    """Bytes kept, gradients."""
     given = inputs(dtype)
-    total, out = saved_bytes(lambda: module(*given), [*module.parameters(), *given])
-    host = sum(offloader.host_bytes() for offloader in offloaders(module))
+    kept, out = saved_bytes(lambda: module(*given), [*module.parameters(), *given])
     out.float().square().mean().backward()
-    return total - host, host, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return kept, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def offloaders(module: nn.Module) -> set[Offloader]:
+def compressors(module: nn.Module) -> set[Compressor]:
     managed = [m for m in module.modules() if isinstance(m, ManagedActivations)]
     compressed = [m for m in module.modules() if isinstance(m, activation_checkpoint.CompressedActivations)]
-    every = {m.activation_policy.offloader for m in managed} | {m.offloader for m in compressed}
-    return {offloader for offloader in every if offloader is not None}
+    every = {m.activation_policy.compressor for m in managed} | {m.compressor for m in compressed}
+    return {compressor for compressor in every if compressor is not None}
 
 
 # least number of times fewer bytes in fp32 and bf16 (all of the model, its ends included), gradients exact?
@@ -75,9 +72,4 @@ WAYS = {
     "fp8": (("none", "fp8"), 1.5, 1.25, False),
     "full, int8": (("full", "int8"), 17.5, 14.2, False),
     "every-2, int8": (("every-2", "int8"), 2.75, 2.3, False),
-    "offload": (("none", "none", True), 21, 20, True),
-    "full, offload": (("full", "none", True), 23, 22, True),
-    "selective, offload": (("selective", "none", True), 2.8, 2.8, True),
-    "full, int8, offload": (("full", "int8", True), 23, 22, False),
-    "int8, offload": (("none", "int8", True), 21, 20, False),
 }

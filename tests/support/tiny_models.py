@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.models import tiny
+from pipeline.demo import small_models
 from pipeline.sources.caption_rules import INSTRUCTIONS
 
 CAPTIONS = (
@@ -25,8 +25,8 @@ def build(folder: Path, seed: int = 0) -> Path:
     The weights are random: enough for every test that is not about pictures. `id: FOLDER` in a configuration with the
     default subfolders names them all.
     """
-    tiny.make_vae(folder / "vae", [], steps=0, seed=seed)
+    small_models.make_vae(folder / "vae", [], steps=0, seed=seed)
     instruction = INSTRUCTIONS["diffusers"]
-    tiny.make_text(folder / "text_encoder", CAPTIONS, instruction=instruction, seed=seed, layers=2, heads=2)
-    tiny.make_scheduler(folder / "scheduler")
+    small_models.make_text(folder / "text_encoder", CAPTIONS, instruction=instruction, seed=seed, layers=2, heads=2)
+    small_models.make_scheduler(folder / "scheduler")
     return folder

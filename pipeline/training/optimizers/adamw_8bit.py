@@ -28,7 +28,7 @@ from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from pipeline.parallel.shards import local
-from pipeline.training.optimizers.stochastic_rounding import RoundingAdamW, to_bf16
+from pipeline.training.optimizers.stochastic_rounding import RoundingAdamW, scaled, to_bf16
 
 BLOCK = 256
 _SMALLEST = 4096
@@ -71,10 +71,11 @@ class AdamW8bit(RoundingAdamW):
         if not stored.numel():
             return
         assert gradient is not None
+        gradient = local(gradient) if self.gradient_factor is None else scaled(local(gradient), self.gradient_factor)
         value = stored.float()
         self.update_one(
             value,
-            local(gradient),
+            gradient,
             state["step"],
             state["exp_avg"],
             state["exp_avg_sq"],

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pipeline.parallel.shards import local
-from pipeline.training.optimizers.stochastic_rounding import Noise, placement_of, to_bf16
+from pipeline.training.optimizers.stochastic_rounding import Noise, placement_of, scaled, to_bf16
 
 BETAS = (0.9, 0.999, 0.9999)
 EPS = (1e-30, 1e-16)
@@ -72,14 +72,17 @@ class _Stack:
         vector: squares are stored unfactored.
     """
 
-    def __init__(self, members: list[_Member], states: dict[Tensor, dict[str, Any]], noise: Noise):
+    def __init__(
+        self, members: list[_Member], states: dict[Tensor, dict[str, Any]], noise: Noise, factor: Tensor | None
+    ):
         first = members[0].parameter
         self.members, self.group, self._noise = members, members[0].group, noise
         self._stored = [states[member.parameter] for member in members]
         self.vector = "exp_avg_sq" in self._stored[0]
         self.values = [_matrix(local(member.parameter)) for member in members]
         self.momenta = [_matrix(local(stored["exp_avg"])) for stored in self._stored]
-        self.update = torch.stack([_matrix(_local_gradient(member.parameter)) for member in members]).float()
+        gradients = torch.stack([_matrix(_local_gradient(member.parameter)) for member in members])
+        self.update = scaled(gradients, factor)
         self.state = {name: torch.stack(self._locals(name)) for name in self._stored[0] if name not in _OTHER_STATE}
         self.momentum = self.update
         self.matrix_rows = members[0].rows
@@ -116,6 +119,9 @@ class CAME(torch.optim.Optimizer):
         joint: parameters that are treated as the rows of one matrix: they share column means and clipping. All of
             them need gradients, or none.
 
+    Attributes:
+        gradient_factor: fp32 scalar that the next `step` multiplies the gradients with, in fp32.
+
     State: `exp_avg` like the parameter; `exp_avg_sq_row` (rows,), `exp_avg_sq_col` (the other dimensions),
     `exp_avg_res_row` and `exp_avg_res_col` alike, fp32, DTensors where the parameter is one; for a vector or an
     unfactored kernel only `exp_avg_sq`, and no confidence. Joint parameters have equal `_col`.
@@ -123,6 +129,8 @@ class CAME(torch.optim.Optimizer):
     Raises:
         ValueError: a parameter that is sharded in another dimension, or of another dtype.
     """
+
+    gradient_factor: Tensor | None = None
 
     def __init__(
         self,
@@ -216,7 +224,7 @@ class CAME(torch.optim.Optimizer):
                 *(local(parameter).shape, placement_of(parameter)),
             )
             alike.setdefault(key, []).append(member)
-        return [_Stack(same, self.state, self.noise) for same in alike.values()]
+        return [_Stack(same, self.state, self.noise, self.gradient_factor) for same in alike.values()]
 
 
 # ------------------------------------------------------------------------------------------------------- the formulas

@@ -37,6 +37,12 @@ def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 
+def scaled(gradient: Tensor, factor: Tensor | None) -> Tensor:
+    """A gradient in fp32, times an fp32 scalar if there is one; in place for an fp32 gradient."""
+    gradient = gradient.float()
+    return gradient if factor is None else gradient.mul_(factor.to(gradient.device))
+
+
 _GROUP = 2**25
 """Elements per process that are updated at a time: six fp32 buffers of 128 MiB."""
 
@@ -79,6 +85,9 @@ class RoundingAdamW(torch.optim.Optimizer):
         params: plain tensors or DTensors of any placement; elementwise, so nothing is communicated.
         seed: of the rounding of bf16 parameters, see `Noise`.
     """
+
+    gradient_factor: Tensor | None = None
+    """As in `CAME`."""
 
     def __init__(
         self,
@@ -146,7 +155,7 @@ class AdamW(RoundingAdamW):
         generator = self.noise.at(first, count, index)
         means, squares = ([local(self.state[p][name]) for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
         values = [local(parameter) for parameter in parameters]
-        gradient = _flat([local(p.grad) for p in parameters if p.grad is not None])
+        gradient = scaled(_flat([local(p.grad) for p in parameters if p.grad is not None]), self.gradient_factor)
         mean = _flat(means).lerp_(gradient, 1 - beta1)
         square = _flat(squares).lerp_(gradient.square(), 1 - beta2)
         _spread(to_bf16(mean, generator), means)

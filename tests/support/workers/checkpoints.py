@@ -34,7 +34,7 @@ from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
 from tests.support.workers import strategies, tiny_run
-from tests.support.workers.strategies import CP, DDP, FSDP2, TP
+from tests.support.workers.strategies import DDP, FSDP2, TP
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 CHAIN: list[tuple[str, int, dict[str, Any]]] = [
@@ -43,8 +43,7 @@ CHAIN: list[tuple[str, int, dict[str, Any]]] = [
     ("TP", 2, TP),
     ("PP x FSDP2", 4, {"pp_size": 2}),
     ("FSDP2 x TP", 4, {"tp_size": 2}),
-    ("CP", 2, CP),
-    ("FSDP2 x CP of 3", 6, {"cp_size": 3}),
+    ("FSDP2 over 3", 3, {}),
     ("DDP", 2, DDP),
     ("one process again", 1, {}),
 ]

@@ -36,19 +36,16 @@ def _create_splat(self: Any, type_: Any, scalar: Any) -> Any:
 InterpreterBuilder.create_splat = _create_splat
 MARGIN = 4096
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CONVOLUTIONS = {  # (B, height, width, 2H), rows above and below
-    "one token, one channel": ((1, 1, 1, 2), (0, 0)),
-    "a row": ((1, 1, 5, 4), (0, 0)),
-    "a column, channels beyond a program's": ((1, 5, 1, 258), (0, 0)),
-    "odd sides, two pictures": ((2, 5, 3, 10), (0, 0)),
-    "a row between two, two pictures": ((2, 3, 3, 4), (1, 1)),
-    "the last rows of two pictures": ((2, 6, 2, 6), (1, 0)),
+CONVOLUTIONS = {  # (B, height, width, 2H)
+    "one token, one channel": (1, 1, 1, 2),
+    "a row": (1, 1, 5, 4),
+    "a column, channels beyond a program's": (1, 5, 1, 258),
+    "odd sides, two pictures": (2, 5, 3, 10),
 }
-ATTENTIONS = {  # (B, N, heads, head_dim), parts that the tokens are computed in
-    "one token": ((1, 1, 1, 32), 1),
-    "narrow heads, two samples": ((2, 67, 3, 8), 1),
-    "tokens beyond a program's": ((1, 515, 1, 20), 1),
-    "in two parts, one of them beyond a program's": ((2, 550, 1, 20), 2),
+ATTENTIONS = {  # (B, N, heads, head_dim)
+    "one token": (1, 1, 1, 32),
+    "narrow heads, two samples": (2, 67, 3, 8),
+    "tokens beyond a program's": (1, 515, 1, 20),
 }
 
 
@@ -83,10 +80,9 @@ class _Torch:
         return getattr(torch, name)
 
 
-def convolution(u: Tensor, weight: Tensor, bias: Tensor, above: int, below: int) -> Tensor:
+def convolution(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The formula, under ordinary autograd."""
     out = F.conv2d(F.silu(u).permute(0, 3, 1, 2), weight, bias, padding=1, groups=len(bias)).permute(0, 2, 3, 1)
-    out = out[:, above : out.shape[1] - below]
     return out[..., 0::2] * F.silu(out[..., 1::2])
 
 
@@ -102,39 +98,6 @@ def attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: flo
             for name, x in (("numerator", numerator), ("denominator", denominator))
         )
     return (numerator / denominator).transpose(1, 2).flatten(2)
-
-
-class InParts:
-    """Linear attention of tokens in two parts: states are summed, and so are their gradients."""
-
-    def __init__(self, module: ModuleType):
-        self.module = module
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> Tensor:
-        state = self._state(key, value, head_dim)
-        return torch.cat([self.module.read(q, state, head_dim, eps) for q in _parts(query)], dim=1)
-
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float
-    ) -> list[Tensor]:
-        state = self._state(key, value, head_dim)
-        read = [
-            self.module.read_backward(g, q, state, head_dim, eps)
-            for g, q in zip(_parts(gradient), _parts(query), strict=True)
-        ]
-        of_state = sum(part for _, part in read)
-        given = zip(_parts(key), _parts(value), strict=True)
-        parts = [self.module.state_backward(of_state, k, v, head_dim) for k, v in given]
-        return [torch.cat(x, dim=1) for x in ([q for q, _ in read], *zip(*parts, strict=True))]
-
-    def _state(self, key: Tensor, value: Tensor, head_dim: int) -> Any:
-        return sum(self.module.state(k, v, head_dim) for k, v in zip(_parts(key), _parts(value), strict=True))
-
-
-def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """The second one is larger than the first."""
-    first = max(1, x.shape[1] // 16)
-    return x.split([first, x.shape[1] - first], dim=1)
 
 
 def poisoned(x: Tensor, dtype: torch.dtype, memory: Poisoned) -> Tensor:
@@ -167,7 +130,6 @@ def errors(
     given: list[Tensor],
     *more: Any,
     sizes: Callable[..., list[float]] | None = None,
-    parts: int = 1,
 ) -> dict[str, float]:
     """L2 error of the result and of each gradient, relative to the exact one or to `sizes(leaves, *more)`; a
     gradient that is small beside the others is compared with a tenth of the largest."""
@@ -182,7 +144,7 @@ def errors(
     if sizes is not None:
         norms[1:] = sizes(leaves, *more)
     module.torch = _Torch(memory)  # type: ignore[attr-defined]
-    actual = run(module, gradient, given, *more, memory=memory, parts=parts)
+    actual = run(module, gradient, given, *more, memory=memory)
     assert [a.dtype for a in actual] == [given[0].dtype] * 4
     memory.check()
     floor = 0.1 * max(norms[1:])
@@ -192,14 +154,11 @@ def errors(
     }
 
 
-def run(
-    module: ModuleType, gradient: Tensor, given: list[Tensor], *more: Any, memory: Poisoned, parts: int
-) -> list[Tensor]:
+def run(module: ModuleType, gradient: Tensor, given: list[Tensor], *more: Any, memory: Poisoned) -> list[Tensor]:
     """The result and the gradients. Of attention: of inputs side by side, whose gradients are side by side, too, and
-    a state that the forward pass leaves to the backward pass; or of tokens in two parts."""
-    if module is not linear_attention_triton or parts > 1:
-        ours: Any = module if parts == 1 else InParts(module)
-        return [ours.forward(*given, *more), *ours.backward(gradient, *given, *more)]
+    a state that the forward pass leaves to the backward pass."""
+    if module is not linear_attention_triton:
+        return [module.forward(*given, *more), *module.backward(gradient, *given, *more)]
     whole = poisoned(torch.cat(given, dim=2), given[0].dtype, memory)
     query, key, value = whole.chunk(3, dim=2)
     value = given[2] if query.shape[1] % 2 else value  # the norms of SANA-1.5 leave the inputs apart
@@ -215,16 +174,9 @@ def cases(seed: int, more: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         return CONVOLUTIONS, ATTENTIONS
     draw = random.Random(seed)
     convolutions = [
-        (
-            (draw.randint(1, 3), draw.randint(3, 11), draw.randint(1, 11), 2 * draw.randint(1, 200)),
-            (draw.randint(0, 1), draw.randint(0, 1)),
-        )
-        for _ in "123"
+        (draw.randint(1, 3), draw.randint(3, 11), draw.randint(1, 11), 2 * draw.randint(1, 200)) for _ in "123"
     ]
-    attentions = [
-        ((draw.randint(1, 3), draw.randint(5, 1100), draw.randint(1, 4), draw.randint(1, 40)), draw.randint(1, 2))
-        for _ in "123"
-    ]
+    attentions = [(draw.randint(1, 3), draw.randint(5, 1100), draw.randint(1, 4), draw.randint(1, 40)) for _ in "123"]
     return {str(shape): shape for shape in convolutions}, {str(shape): shape for shape in attentions}
 
 
@@ -233,17 +185,17 @@ def main(seed: int, more: bool) -> None:
     found = {}
     convolutions, attentions = cases(seed, more)
     for precision, dtype in DTYPES.items():
-        for name, ((batch, height, width, channels), margins) in convolutions.items():
+        for name, (batch, height, width, channels) in convolutions.items():
             if precision == "bf16" and width == 1:
                 continue
             shapes = (batch, height, width, channels), (channels, 1, 3, 3), (channels,)
             given = [torch.randn(shape).to(dtype) for shape in shapes]
-            found[f"convolution, {name}, {precision}"] = errors(gated_convolution_triton, convolution, given, *margins)
-        for name, ((batch, tokens, heads, head_dim), parts) in attentions.items():
+            found[f"convolution, {name}, {precision}"] = errors(gated_convolution_triton, convolution, given)
+        for name, (batch, tokens, heads, head_dim) in attentions.items():
             given = [torch.randn(batch, tokens, heads * head_dim).to(dtype) for _ in range(3)]
             eps = 1e-15 if precision == "fp32" else 0.5
             found[f"attention, {name}, {precision}"] = errors(
-                linear_attention_triton, attention, given, head_dim, eps, sizes=gradient_sizes, parts=parts
+                linear_attention_triton, attention, given, head_dim, eps, sizes=gradient_sizes
             )
     print(json.dumps(found))
 

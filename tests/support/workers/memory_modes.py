@@ -37,11 +37,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "every-2": {"activation_checkpointing": "every-2"},
     "int8": {"activation_compression": "int8"},
     "full, int8": {"activation_checkpointing": "full", "activation_compression": "int8"},
-    "offload": {"activation_offload": True},
-    "full, offload": {"activation_checkpointing": "full", "activation_offload": True},
     "parameters on the host": {"parallel": {"offload": "all"}},
 }
-IN_BF16 = ("none", "full", "selective", "int8", "full, offload")
+IN_BF16 = ("none", "full", "selective", "int8")
 
 
 def settings(precision: str, **train: Any) -> Any:
@@ -61,27 +59,23 @@ def parallel_model(device_mesh: Any, train: Any, layers: int) -> ParallelModel:
     return parallelize(saved_activations.model(torch.float32, layers=layers), device_mesh, train)
 
 
-def block_bytes(
-    device_mesh: Any, train: Any, sizes: tuple[int, int] = (1, 2)
-) -> tuple[float, float, dict[str, Tensor]]:
-    """MB that one block keeps on the device and in host memory, and the gradients of the longer of two models."""
+def block_bytes(device_mesh: Any, train: Any, sizes: tuple[int, int] = (1, 2)) -> tuple[float, dict[str, Tensor]]:
+    """MB that one block keeps, and the gradients of the longer of two models."""
     dtype = saved_activations.PRECISIONS[train.precision]
     given, counts = saved_activations.inputs(dtype), []
     for layers in sizes:
         module = parallel_model(device_mesh, train, layers).module
         total, out = saved_bytes(lambda m=module: m(*given), [*module.parameters(), *given])  # type: ignore[misc]
-        host = sum(offloader.host_bytes() for offloader in saved_activations.offloaders(module))
-        counts.append((total - host, host))
+        counts.append(total)
         out.float().square().mean().backward()
     blocks = sizes[1] - sizes[0]
-    device, host = ((long - short) / blocks / 1e6 for short, long in zip(*counts, strict=True))
     gradients = {name: whole(p.grad) for name, p in module.named_parameters()}
-    return device, host, gradients
+    return (counts[1] - counts[0]) / blocks / 1e6, gradients
 
 
 def alone(precision: str, layers: int) -> dict[str, Tensor]:
     dtype = saved_activations.PRECISIONS[precision]
-    _, _, gradients = saved_activations.measure(saved_activations.model(dtype, layers=layers), dtype)
+    _, gradients = saved_activations.measure(saved_activations.model(dtype, layers=layers), dtype)
     return {name: gradient.float() for name, gradient in gradients.items()}
 
 
@@ -95,12 +89,11 @@ def sharded(device_mesh: Any) -> dict[str, Any]:
     ):
         plain = alone(precision, sizes[1])
         for name in names:
-            device, host, gradients = block_bytes(device_mesh, settings(precision, **WAYS[name]), sizes)
+            kept, gradients = block_bytes(device_mesh, settings(precision, **WAYS[name]), sizes)
             if name == "none":
                 reference = gradients
             result[f"{precision} {name}"] = {
-                "device": device,
-                "host": host,
+                "kept": kept,
                 "distance": tiny_run.distance(gradients, plain),
                 "from none": tiny_run.distance(gradients, reference),
             }
@@ -111,26 +104,23 @@ def cut(device_mesh: Any) -> dict[str, Any]:
     """The same where every process has a slice of each matrix."""
     result: dict[str, Any] = {}
     plain = alone("fp32", 2)
-    for name in ("none", "selective", "int8", "full, int8", "offload"):
+    for name in ("none", "selective", "int8", "full, int8"):
         train = settings("fp32", **WAYS[name], parallel={"dp_shard": 1, "tp_size": 2})
-        device, host, gradients = block_bytes(laid_out(train)[1], train)
-        result[name] = {"device": device, "host": host, "distance": tiny_run.distance(gradients, plain)}
+        kept, gradients = block_bytes(laid_out(train)[1], train)
+        result[name] = {"kept": kept, "distance": tiny_run.distance(gradients, plain)}
     return result
 
 
 def parameters_left_alone(device_mesh: Any) -> dict[str, Any]:
     """What would be kept if the gathered parameters were not recognised."""
     result = {}
-    for name in ("int8", "offload"):
-        for sabotaged in (False, True):
-            blind = (
-                mock.patch.object(saved_tensors, "module_storages", return_value=set()) if sabotaged else nullcontext()
-            )
-            with blind:
-                device, host, gradients = block_bytes(device_mesh, settings("fp32", **WAYS[name]))
-            result[f"{name}, {'blind' if sabotaged else 'as it is'}"] = [device, host]
+    for sabotaged in (False, True):
+        blind = mock.patch.object(saved_tensors, "module_storages", return_value=set()) if sabotaged else nullcontext()
+        with blind:
+            kept, _ = block_bytes(device_mesh, settings("fp32", **WAYS["int8"]))
+        result["blind" if sabotaged else "as it is"] = kept
     block = saved_activations.model(torch.float32).blocks[0]
-    result["parameters"] = [sum(p.numel() for p in block.parameters()) * 4 / 1e6]
+    result["parameters"] = sum(p.numel() for p in block.parameters()) * 4 / 1e6
     return result
 
 
@@ -159,7 +149,6 @@ def updates(device_mesh: Any) -> dict[str, Any]:
         "stages, on the host": {
             "parallel": {"dp_shard": 1, "pp_size": 2, "offload": "all"},
             "activation_checkpointing": "selective",
-            "activation_offload": True,
         },
     }
     for name, way in variants.items():

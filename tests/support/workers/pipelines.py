@@ -53,8 +53,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b, bf16": {"parallel": pp(), "precision": "bf16", "residual": "fp32"},
         "gpipe, microbatch 4": {"parallel": pp("gpipe"), "microbatch": 4},
         "interleaved_1f1b, every-2": {"parallel": pp("interleaved_1f1b"), "activation_checkpointing": "every-2"},
-        "interleaved_zero_bubble": {"parallel": pp("interleaved_zero_bubble"), **SHORT},
-        "zbv": {"parallel": pp("zbv")},
     },
     4: {
         "1f1b": {"parallel": pp(size=4)},
@@ -65,7 +63,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "microbatch": 1,
             **SHORT,
         },
-        "x FSDP2, zbv": {"parallel": pp("zbv", dp_shard=2), "microbatch": 1, **SHORT},
         "x FSDP2, bf16": {"parallel": pp(dp_shard=2), "precision": "bf16"},
         "x DDP": {"parallel": pp(dp_replicate=2), **SHORT},
         "x TP, norm": {"parallel": pp(tp_size=2), "norm": True},
@@ -180,7 +177,7 @@ def run(
 def resumed(launch: Launch, folder: Path) -> None:
     """The halves of runs that change their number of processes and stages; see `chains`."""
     fsdp2 = launch.world == 4
-    case = {"parallel": pp("interleaved_1f1b", dp_shard=2) if fsdp2 else pp("zbv")}
+    case = {"parallel": pp("interleaved_1f1b", dp_shard=2) if fsdp2 else pp("interleaved_1f1b")}
     name = "pp x fsdp2" if fsdp2 else "pp"
     run(folder, f"{name} first", at(launch, 1), 3, case)
     run(folder, f"one, then {name}", at(launch, 2), 6, case, resume=folder / "one first/checkpoints/step-00000003")

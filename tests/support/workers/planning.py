@@ -23,6 +23,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import load
 from pipeline.encoding import plan as planning
 from pipeline.encoding.fragments import Fragments
+from pipeline.encoding.reading import Reading
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.processes import run_and_exit
@@ -74,7 +75,9 @@ def encode_run(
 
     stages.encode.ENGINES["empty"] = engine
     table = buckets.table(config.data, latent.compression)
-    return stages.encode.EncodeRun(config, cache, text, worker, "empty", {source.name: source}, source, latent, table)
+    return stages.encode.EncodeRun(
+        config, cache, text, worker, "empty", {source.name: source}, source, Reading(config, None), latent, table
+    )
 
 
 def main(
@@ -132,7 +135,7 @@ def main(
     else:
         from pipeline.encoding import survey
 
-        source = survey.opened(config, data, "photos", None)
+        source, _ = survey.opened(config, data, "photos", None)
     run = encode_run(cache, source, task, tasks, stale_s, options or [], note)
     note(f"began {resident('RssAnon')}")
     began = time.process_time()

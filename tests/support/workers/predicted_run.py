@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from benchmarks.real_step import made_up_batch
 from pipeline.config import TrainConfig
 from pipeline.launch import detect
 from pipeline.models.objective import FlowMatching
@@ -18,7 +19,6 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.shards import local
-from pipeline.planning.calibration import made_up_batch
 from pipeline.planning.trace import trace
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers

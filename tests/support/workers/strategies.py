@@ -34,7 +34,6 @@ SHORT = {"steps": 6}
 """Of variants of a strategy that has a case of `STEPS` steps. With `--long` all have as many."""
 FSDP2, HSDP, DDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 TP = {"dp_shard": 1, "tp_size": 2}
-CP = {"dp_shard": 1, "cp_size": 2}
 UNCLIPPED = {"lr": 3e-4, "warmup_steps": 0, "clip": None}
 COMPILED = {"compile": "block", "compile_backend": "aot_eager"}
 CASES: dict[int, dict[str, dict[str, Any]]] = {
@@ -53,33 +52,22 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "DDP, bf16": {"parallel": DDP, "precision": "bf16"},
         "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED, **SHORT},
         "TP, compiled": {"parallel": TP, **COMPILED, **SHORT},
-        "CP": {"parallel": CP},
-        "CP, microbatch 3 (3 + 3 + 2), recomputed": {
-            "parallel": CP,
-            "microbatch": 3,
-            "activation_checkpointing": "full",
+        "FSDP2, fp16": {"parallel": FSDP2, "precision": "fp16", "residual": "fp32", **SHORT},
+        "FSDP2, selective, norm": {
+            "parallel": FSDP2,
+            "norm": True,
+            "activation_checkpointing": "selective",
             **SHORT,
         },
-        "CP, norm, selective": {"parallel": CP, "norm": True, "activation_checkpointing": "selective", **SHORT},
-        "CP, bf16": {"parallel": CP, "precision": "bf16", "residual": "fp32", **SHORT},
-        "CP, fp16": {"parallel": CP, "precision": "fp16", "residual": "fp32", **SHORT},
-        "CP, update in the backward pass": {
-            "parallel": CP,
+        "FSDP2, update in the backward pass": {
+            "parallel": FSDP2,
             "microbatch": 8,
             "optim": {**UNCLIPPED, "in_backward": True},
             **SHORT,
         },
-        "CP, recomputed, compiled": {"parallel": CP, "activation_checkpointing": "full", **COMPILED, **SHORT},
     },
     3: {
-        "CP of 3": {"parallel": {"dp_shard": 1, "cp_size": 3}},
-        "CP of 3, packed": {
-            "parallel": {"dp_shard": 1, "cp_size": 3},
-            "text": "packed",
-            "packed_attention": True,
-            **SHORT,
-        },
-        "CP of 3, norm": {"parallel": {"dp_shard": 1, "cp_size": 3}, "norm": True, **SHORT},
+        "FSDP2 over 3, packed": {"parallel": {}, "text": "packed", **SHORT},
     },
     4: {
         "HSDP": {"parallel": HSDP},
@@ -92,15 +80,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
         "DDP x TP": {"parallel": {**DDP, "tp_size": 2}, **SHORT},
         "FSDP2 x TP, bf16": {"parallel": {"tp_size": 2}, "precision": "bf16", "residual": "fp32", **SHORT},
-        "FSDP2 x CP": {"parallel": {"cp_size": 2}},
-        "DDP x CP, norm, recomputed": {
-            "parallel": {**DDP, "cp_size": 2},
-            "norm": True,
-            "activation_checkpointing": "full",
-            **SHORT,
-        },
-        "CP of 4": {"parallel": {"dp_shard": 1, "cp_size": 4}, **SHORT},
-        "FSDP2 x CP, bf16": {"parallel": {"cp_size": 2}, "precision": "bf16", "residual": "fp32", **SHORT},
     },
     8: {"HSDP x TP": {"parallel": {**HSDP, "tp_size": 2}}},
 }
@@ -174,7 +153,6 @@ def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
         "blocks": len(blocks),
         "compiled": sum("forward" in vars(block) for block in blocks),
         "over_tp": len(over_tp),
-        "over_cp": sum(None not in (block.attn1.total, block.ff.surround) for block in blocks),
         "dims": sorted({"/".join(names) for names in dims.values()}),
         "share": local / sum(p.numel() for p in parameters.values()),
         "data_world": parallel_model.data_world,
@@ -200,7 +178,7 @@ def pieces(settings: Config, launch: Launch) -> list[Any]:
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     whole = tiny_run.global_batch(0, logit=1.5)
     parts = tiny_run.microbatches(whole, settings.train.microbatch, layout.data_rank(launch.rank), layout.data_world)
-    return [tiny_run.packed(part) for part in parts] if settings.train.packed_attention else parts
+    return [tiny_run.packed(part) for part in parts] if settings.train.text == "packed" else parts
 
 
 def reference(folder: Path) -> None:

@@ -196,7 +196,6 @@ def task(
         validation=None if train.validation is None else lambda layout: HeldOut(settings, rank, world),
         old_samples=None if train.validation is None or train.validation.old is None else np.array(OLD, np.uint64),
         pictures=None if train.pictures is None else prompts(settings),
-        heights={f"bucket {height * 8}x{width * 8}": height for height, width, _ in SHAPES},
     )
 
 

@@ -1,7 +1,7 @@
 """Large runs before they start: storage, requests, hours, checkpoints and traffic for any number of pairs and GPUs.
 
 What: `cache_of` gives the bytes and objects of a cache and what encoding costs, `training` the speed, traffic and
-checkpoints of a launch, `reading` what its nodes ask of the object store, by `pipeline.planning.simulate`.
+checkpoints of a launch, `reading` what its nodes ask of the object store, by `benchmarks.reading_simulator`.
 Bytes, times and shards are computed elsewhere: bytes and encoding hours by `pipeline.encoding.estimate` on a few
 thousand typical items, training hours by `pipeline.planning.cost`.
 Price: every figure inherits the assumptions of those, and the constants below.
@@ -13,16 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.cache import codec, layout
-from pipeline.cache.snapshot import CHUNK_ROWS
-from pipeline.config import Config, load
-from pipeline.encoding import estimate
-from pipeline.loader.loader import LoaderSettings
-from pipeline.parallel.mesh import Layout
-from pipeline.planning.cards import card
-from pipeline.planning.cost import Constants, Time
-from pipeline.planning.predict import Data, Machine, Prediction, architecture, closed_form, predict
-from pipeline.planning.simulate import (
+from benchmarks.reading_simulator import (
     CAPTION_BYTES,
     REQUESTS,
     Imagined,
@@ -34,6 +25,15 @@ from pipeline.planning.simulate import (
     nodes,
     simulate,
 )
+from pipeline.cache import codec, layout
+from pipeline.cache.snapshot import CHUNK_ROWS
+from pipeline.config import Config, load
+from pipeline.encoding import estimate
+from pipeline.loader.loader import LoaderSettings
+from pipeline.parallel.mesh import Layout
+from pipeline.planning.cards import card
+from pipeline.planning.cost import Constants, Time
+from pipeline.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"
@@ -212,8 +212,7 @@ def training(gpus: int, layout: Layout) -> Training:
     time = Time.of(prediction, data)
     inside = Time.of(replace(prediction, machine=replace(machine, network_gbs=math.inf)), data)
     between_s = sum(s for name, s in time.traffic.items() if s > inside.traffic[name])  # at the network's rate
-    lasting = closed_form(shape, config.train, Layout(1, 1, 1, 1))
-    checkpoint = sum(lasting[kind] for kind in ("parameters", "optimizer", "ema"))
+    checkpoint = checkpoint_bytes(shape, config.train)
     rate = min(SHARED_DISK_GBS, count * NODE_DISK_GBS) * 1e9
     copy = checkpoint / layout.dp_shard
     return Training(
@@ -309,7 +308,7 @@ def reading(
         microbatch=train.microbatch,
         caption_drop=train.caption_drop,
         null_mask=train.null_mask,
-        text=train.text,
+        text=train.text or "padded",
         prefetch=train.prefetch,
         threads=train.loader_threads,
         prefetch_mib=train.prefetch_mib,

@@ -2,8 +2,7 @@
 
 What: a 4-stage (f8) `AutoencoderDC` fitted to a few pictures in a minute, a randomly initialised `Gemma2Model` with a
 tokenizer trained on the captions, and a scheduler, saved by `save_pretrained` in the layout of a diffusers Sana
-repository (`vae/`, `text_encoder/`, `tokenizer/`, `scheduler/`). Also a dozen captioned photographs that ship inside
-the scikit-image wheel.
+repository (`vae/`, `text_encoder/`, `tokenizer/`, `scheduler/`).
 Why: they have the same classes as the full-size models and are read by the same code, so the real code paths run in a
 minute without network and GPU.
 Price: the VAE reconstructs little beyond its training pictures, and the text encoder distinguishes captions without
@@ -15,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,91 +37,6 @@ SIZES = ((64, 64), (48, 80), (80, 48))
 _WIDTHS = (16, 32, 64, 256)
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 _SPACE = "▁"
-
-
-# ---------------------------------------------------------------- photographs
-
-
-class _Photo(NamedTuple):
-    """A crop of a photograph; `box` is (left, top, right, bottom) in its pixels."""
-
-    name: str
-    source: str
-    box: tuple[int, int, int, int]
-    caption: str
-
-
-_PHOTOS = (
-    _Photo("astronaut", "astronaut", (0, 0, 512, 512), "an astronaut in an orange space suit beside a US flag"),
-    _Photo("tissue", "immunohistochemistry", (0, 0, 512, 512), "stained tissue under a microscope, brown and blue"),
-    _Photo("retina", "retina", (0, 0, 1411, 1411), "the retina of an eye, a red disc on black"),
-    _Photo("galaxies", "hubble_deep_field", (64, 0, 936, 872), "distant galaxies in a black sky"),
-    _Photo("cat", "chelsea", (0, 0, 451, 300), "the face of a tabby cat"),
-    _Photo("coffee", "coffee", (0, 0, 600, 400), "a cup of espresso on a red saucer on a wooden table"),
-    _Photo("rocket", "rocket", (0, 0, 640, 427), "a rocket on its launch pad at dusk"),
-    _Photo("motorcycle", "stereo_motorcycle", (0, 0, 741, 500), "a red motorcycle in a garage"),
-    _Photo("portrait", "astronaut", (128, 0, 328, 300), "a smiling woman with short blond hair"),
-    _Photo("shuttle", "astronaut", (338, 0, 498, 240), "a model of the space shuttle against a grey wall"),
-    _Photo("wheel", "stereo_motorcycle", (500, 248, 648, 470), "the front wheel of a motorcycle"),
-    _Photo("nerve", "retina", (50, 400, 350, 850), "bright optic nerve head with red blood vessels"),
-)
-_LATER = ("retina", "motorcycle", "wheel", "nerve")
-_MARGIN = 0.01
-
-
-def _narrower(photo: _Photo) -> _Photo:
-    """The photograph without a margin: other pixels of the same view."""
-    left, top, right, bottom = photo.box
-    x, y = round(_MARGIN * (right - left)), round(_MARGIN * (bottom - top))
-    return photo._replace(box=(left + x, top + y, right - x, bottom - y))
-
-
-ROUNDS = {
-    "photos": tuple(photo for photo in _PHOTOS if photo.name not in _LATER),
-    "more": tuple(photo for photo in _PHOTOS if photo.name in _LATER),
-    "heldout": tuple(_narrower(photo) for photo in _PHOTOS if photo.name in _LATER),
-}
-"""The demonstration's folders: the pictures of the first round, the pictures that the second round adds, and other
-crops of these added pictures, for validation only."""
-
-
-def demo_photos(out: Path, photos: Sequence[_Photo] = _PHOTOS) -> list[tuple[Path, str]]:
-    """Write colour photographs (a dozen: four square, four landscape, four portrait) and a `.txt` caption beside each.
-
-    They are crops of photographs that ship inside the scikit-image wheel, so there is no download. Existing
-    files of these names are overwritten.
-
-    Returns:
-        (picture, caption), in a fixed order.
-
-    Raises:
-        UserError: scikit-image is not installed.
-    """
-    try:
-        from skimage import data
-    except ImportError:
-        raise UserError(
-            "the demonstration photographs come with scikit-image, which is not installed",
-            fix="pip install 'sana-pipe[demo]', or give your own pictures with --data DIR",
-        ) from None
-    from PIL import Image
-
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for photo in photos:
-        pixels = getattr(data, photo.source)()
-        if isinstance(pixels, tuple):  # stereo pictures: left, right, disparity
-            pixels = pixels[0]
-        crop = Image.fromarray(np.asarray(pixels)).convert("RGB").crop(photo.box)
-        large = max(crop.size) > 640
-        path = out / f"{photo.name}.{'jpg' if large else 'png'}"
-        if large:
-            crop.save(path, quality=95, subsampling=0)
-        else:
-            crop.save(path)
-        path.with_suffix(".txt").write_text(photo.caption + "\n", encoding="utf-8")
-        written.append((path, photo.caption))
-    return written
 
 
 # ---------------------------------------------------------------- image autoencoder
@@ -174,7 +89,7 @@ def make_vae(
         if not inputs:
             inputs = [torch.rand(8, 3, *size) * 2 - 1 for size in sizes]
         psnr = _set_scaling_factor(model, inputs)
-    model.save_pretrained(folder)
+    _save(model, folder)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "scaling_factor": float(model.config.scaling_factor),
@@ -437,7 +352,7 @@ def make_text(
             embedding.normal_(0.0, 4.0 / TEXT_WIDTH**0.5)
             embedding[tokenizer.pad_token_id].zero_()
     with no_progress_bars():
-        model.save_pretrained(folder)
+        _save(model, folder)
     tokenizer.save_pretrained(tokenizer_folder or folder.parent / "tokenizer")
     return {"parameters": sum(p.numel() for p in model.parameters()), "vocabulary": len(tokenizer)}
 
@@ -462,6 +377,14 @@ def new_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
     return GemmaTokenizer(
         vocab={name: i for i, name in enumerate(names)}, merges=merges, add_bos_token=True, padding_side="right"
     )
+
+
+def _save(model: Any, folder: Path) -> None:
+    """`save_pretrained`, and files with the mode that the umask says: safetensors lets only their owner read them."""
+    model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        shutil.copyfile(path, copy := path.with_suffix(".copy"))
+        copy.replace(path)
 
 
 # ---------------------------------------------------------------- a whole repository

@@ -1,0 +1,67 @@
+"""Optimizer steps of one process on made-up batches, with the run's model, strategy, step, optimizer and EMA."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeline.config import TrainConfig
+from pipeline.loader.loader import Batch
+from pipeline.models.objective import FlowMatching
+from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import SanaConfig
+from pipeline.parallel.parallelize import parallelize
+from pipeline.parallel.shards import local
+from pipeline.planning.trace import Shape
+from pipeline.training import optimizers
+from pipeline.training.build import numerics
+from pipeline.training.ema import EMA
+from pipeline.training.optimizers import in_backward
+from pipeline.training.step import TrainStep
+
+
+class RealStep:
+    """Call it for a step.
+
+    Args:
+        mesh: of this process alone or of a launch.
+    """
+
+    def __init__(
+        self, architecture: SanaConfig, train: TrainConfig, shape: Shape, device: torch.device, mesh: DeviceMesh
+    ):
+        whole = SanaTransformer.on_meta(architecture, numerics(train))
+        whole.reset_buffers()
+        self.model = parallelize(whole, mesh, train)
+        with torch.no_grad():
+            for parameter in self.model.module.parameters():
+                local(parameter).fill_(1e-3)
+        self.optimizer = optimizers.build(self.model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
+        self.ema = EMA(self.model.module, train.ema) if train.ema is not None else None
+        if train.optim.in_backward:
+            in_backward.fuse(self.optimizer, self.model)
+        self.step = TrainStep(self.model, FlowMatching(train.flow), self.optimizer, train, device)
+        self.done = 0
+        self._batches = [made_up_batch(architecture, shape, 0)] * shape.count
+
+    def __call__(self) -> None:
+        self.done += 1
+        self.step(self._batches, self.done)
+        if self.ema is not None:
+            self.ema.update(self.done)
+        self.step.await_verdict()
+
+
+def made_up_batch(architecture: SanaConfig, shape: Shape, number: int) -> Batch:
+    """Random values of a microbatch's shapes; `number` seeds them."""
+    generator = torch.Generator().manual_seed(number)
+    samples, size = shape.microbatch, (shape.microbatch, architecture.in_channels, shape.height, shape.width)
+    return Batch(
+        latents=torch.randn(size, generator=generator).bfloat16(),
+        captions=torch.randn(samples, shape.rows, architecture.caption_channels, generator=generator).bfloat16(),
+        mask=torch.ones(samples, shape.rows, dtype=torch.bool),
+        noise=torch.randn(size, generator=generator),
+        logit=torch.randn(samples, generator=generator),
+        sample_ids=tuple(range(samples)),
+        bucket=(shape.height, shape.width),
+    )

@@ -1,0 +1,1 @@
+"""The demonstration's photographs and small models; tests use them, too."""
