@@ -201,3 +201,61 @@ def test_two_processes_are_one(launched: Path, kind: str, name: str) -> None:
 def test_in_bf16_they_train_alike(launched: Path, kind: str) -> None:
     one, bf16 = losses(launched / f"{kind}, one"), losses(launched / f"{kind}, bf16")
     assert bf16 == pytest.approx(one, rel=2e-2)
+
+
+# ------------------------------------------------------------------------------------------------ another architecture
+
+
+def test_another_architecture_goes_from_the_cache_to_an_export(
+    small_cache: Path, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PixArt of diffusers: checked, planned, trained, resumed, drawn and exported; only `tests/support` names it."""
+    import stages.export
+    import stages.train
+    from pipeline.cache.root import Cache
+    from pipeline.models import spec
+    from pipeline.planning import cards, predict
+    from pipeline.reporting import drawing
+    from tests.support import pixart
+
+    monkeypatch.setitem(spec._KINDS, pixart.CLASS, "tests.support.pixart:PixArt")
+    torch.manual_seed(0)
+    start = pixart.PixArtTransformer2DModel(**pixart.asdict(pixart.PixArt()))
+    start.save_pretrained(tmp_path / "start")
+    options = ["train.device=cpu", "train.precision=fp32", "train.steps=2", "train.log_every=1", "train.ema={}"]
+    options += [f"model.weights={{id: {tmp_path / 'start'}, subfolder: null}}", "model.arch=null"]
+    options += ["train.optim.warmup_steps=0", "train.activation_checkpointing=full", "train.compile=none"]
+    config = make_config(tmp_path, f"cache={small_cache}", *options)
+    snapshot = Cache(small_cache).open_snapshot()
+
+    given = build.architecture_of_weights(config)
+    assert isinstance(given, pixart.PixArt)
+    data, machine = predict.Data.of(config, snapshot), predict.Machine(cards.card("h100"), 80 << 30, 1)
+    assert predict.predict(config.train, given, data, machine).fits
+    with pytest.raises(ConfigError, match=f"{pixart.CLASS} .*tp_size"):
+        given.check_parallel(2, 1)
+    with pytest.raises(ConfigError, match="in_channels is 16"):
+        given.check_widths("these latents", "another model", channels=4)
+
+    stages.train.run(config, log=lambda line: None)
+    more = make_config(tmp_path, f"cache={small_cache}", *options, "train.steps=3")
+    stages.train.run(more, resume="auto", log=lambda line: None)
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["model_tflops"] > 0 for row in rows)
+    place = tmp_path / "run/checkpoints/step-00000003"
+    architecture, weights = checkpoint.load_model_state(place)
+    assert architecture == given
+    moved = {name for name, p in start.named_parameters() if not torch.equal(p, weights[name])}
+    assert len(moved) > 0.9 * len(weights)
+
+    stages.export.run(more, "auto", tmp_path / "out")
+    exported = pixart.PixArtTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
+    assert all(torch.equal(p, weights[name]) for name, p in exported.named_parameters())
+    own = architecture.loaded(weights)
+    latents, rows_of = torch.randn(2, 16, 8, 4), torch.randn(2, 5, 128)
+    inputs = latents, rows_of, torch.ones(2, 5, dtype=torch.bool), torch.tensor([10.0, 900.0])
+    keys = "encoder_hidden_states", "encoder_attention_mask", "timestep"
+    expected = exported(latents, **dict(zip(keys, inputs[1:], strict=True))).sample
+    torch.testing.assert_close(own(*inputs), expected)
+    (drawn,) = drawing.draw_for(more, architecture, dict(weights), snapshot, [0], CPU)
+    assert drawn.latent.shape == drawn.cached.shape and drawn.latent.isfinite().all()

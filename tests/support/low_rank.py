@@ -76,6 +76,6 @@ class Aligned(Flow):
         return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape)))
 
     def losses(self, outputs: Outputs, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        guess = outputs.modules["head"](outputs.taps[1].mean(1))
+        guess = outputs.modules["head"](outputs.taps[1].mean(1).to(outputs.prediction.dtype))
         wanted = targets["flow"].mean((2, 3))
         return {**super().losses(outputs, targets), "aligned": (guess.float() - wanted).square().mean(1)}

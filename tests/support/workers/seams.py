@@ -39,7 +39,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
 
 
 def main() -> None:
-    folder, launch = Path(sys.argv[1]), detect()
+    folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 60)
     for kind in ("low rank", "aligned"):
         for name, parallel in PARALLEL.items():
             run(kind, settings(folder, f"{kind}, {name}", parallel=parallel), launch)
