@@ -135,7 +135,7 @@ def test_a_new_run_has_fp32_tokens_and_a_resumed_run_what_it_began_with(
         used.append(train.residual)
         return Numerics()
 
-    monkeypatch.setattr(build, "numerics", noted)
+    monkeypatch.setattr(sana_config, "numerics", noted)
     _fit(tmp_path / "new", 1)
     _fit(tmp_path / "compute", 1, residual="compute")
     _fit(tmp_path / "compute", 2, resume="auto")

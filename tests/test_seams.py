@@ -124,7 +124,7 @@ def test_an_adapter_is_exported_by_itself(folder: Path, monkeypatch: pytest.Monk
     given = seams.settings(folder, "low rank, one")
     with pytest.raises(UserError, match="unknown kind"):
         stages.export.run(given, "auto", tmp_path / "out")
-    monkeypatch.setitem(adapters._KINDS, "low rank", "tests.support.low_rank:LowRank")
+    monkeypatch.setitem(adapters.KINDS, "low rank", "tests.support.low_rank:LowRank")
     stages.export.run(given, "auto", tmp_path / "out")
     weights = checkpoint.load_model_state(folder / "low rank, one" / LAST)[1]
     stored = load_file(tmp_path / "out/low_rank.safetensors")
@@ -218,7 +218,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     from pipeline.reporting import drawing
     from tests.support import pixart
 
-    monkeypatch.setitem(spec._KINDS, pixart.CLASS, "tests.support.pixart:PixArt")
+    monkeypatch.setitem(spec.KINDS, pixart.CLASS, "tests.support.pixart:PixArt")
     torch.manual_seed(0)
     start = pixart.PixArtTransformer2DModel(**pixart.asdict(pixart.PixArt()))
     start.save_pretrained(tmp_path / "start")
