@@ -33,7 +33,7 @@ from pipeline.loader.loader import LoaderSettings
 from pipeline.parallel.mesh import Layout
 from pipeline.planning.cards import card
 from pipeline.planning.cost import Constants, Time
-from pipeline.planning.predict import Data, Machine, Prediction, architecture, closed_form, predict
+from pipeline.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"
@@ -212,8 +212,7 @@ def training(gpus: int, layout: Layout) -> Training:
     time = Time.of(prediction, data)
     inside = Time.of(replace(prediction, machine=replace(machine, network_gbs=math.inf)), data)
     between_s = sum(s for name, s in time.traffic.items() if s > inside.traffic[name])  # at the network's rate
-    lasting = closed_form(shape, config.train, Layout(1, 1, 1, 1))
-    checkpoint = sum(lasting[kind] for kind in ("parameters", "optimizer", "ema"))
+    checkpoint = checkpoint_bytes(shape, config.train)
     rate = min(SHARED_DISK_GBS, count * NODE_DISK_GBS) * 1e9
     copy = checkpoint / layout.dp_shard
     return Training(

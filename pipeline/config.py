@@ -29,7 +29,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError, expanded
+from pipeline.errors import ConfigError, expanded, not_permitted
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -118,7 +118,8 @@ class StartWeights(Weights):
     """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
     with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
-    """The variant of the weight files; null: the files of the highest precision (the run logs which)."""
+    """The variant of the weight files; null: the files of the highest precision (the run logs which). Of several models
+    in one `.pth`, the key of one, such as `state_dict_ema`."""
     runs_in: Annotated[list[Literal["fp32", "bf16", "fp16"]], Field(min_length=1)] | None = None
     """The precisions in which these weights work, the preferred one first; null: unknown. Weights trained in fp16 fail
     in bf16 (NVlabs/Sana #47, #109), and weights trained in bf16 overflow in fp16 (#65)."""
@@ -192,7 +193,8 @@ class DataConfig(_Section):
     buckets: Literal["sana"] | list[tuple[Positive, Positive]] = "sana"
     """Target sizes as [height, width]; sana: Sana's table of 40 aspect ratios at `resolution`."""
     caption_field: str = "text"
-    """The column that holds the caption."""
+    """The column that holds the caption. `tag_string_character+tag_string_general`: several columns, joined with
+    commas."""
     caption_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Several caption columns with their weights, such as `{short: 1, long: 3}`; replaces `caption_field`. `txt` is the
     text file beside a picture."""
@@ -205,8 +207,8 @@ class DataConfig(_Section):
     """Sana's rule: captions are drawn in proportion to score to this power."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
-    folder: the name of its folder (underscores become spaces in both). null: the picture is rejected. Any other text,
-    such as `a photo of sks dog`, is the caption itself."""
+    folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
+    the picture is rejected. Any other text, such as `a photo of sks dog`, is the caption itself."""
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces)."""
     caption_suffix: str = ""
@@ -354,6 +356,10 @@ class SourceConfig(_Section):
     source is left out."""
     filter: str | None = None
     """As `bucket.filter`, for this source alone."""
+    repeats: bool | None = None
+    """Whether the number that a folder begins with multiplies the visits of its pictures, as for kohya's sd-scripts
+    (`10_sks dog`: ten times an epoch; not in the held-out part). null: if all pictures of the source lie in such
+    folders; `bucket` says so."""
 
     @model_validator(mode="after")
     def _check_decimals(self) -> SourceConfig:
@@ -565,7 +571,7 @@ class OptimConfig(_Section):
 
 
 class EmaConfig(_Section):
-    """Exponential moving average of the weights in fp32, for `export --ema` and `sample --ema`."""
+    """EMA weights: an exponential moving average in fp32, for `export --ema`, `sample --ema` and `train.pictures`."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
     """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
@@ -745,7 +751,7 @@ class TrainConfig(_Section):
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     ema: EmaConfig | None = None
-    """Moving average of the weights; null: none, {}: with its defaults."""
+    """EMA weights, a moving average; null: none, {}: with its defaults."""
     validation: ValidationConfig | None = None
     """Validation on held-out samples; null: none, {}: with its defaults."""
     pictures: PicturesConfig | None = None
@@ -1297,10 +1303,10 @@ def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
 
 def _read_file(source: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(source.read_text(encoding="utf-8"), Loader=_Loader)
+        tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from None
-    except _NO_YAML as error:
+        raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
+    except NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:
         tree = {}
@@ -1334,7 +1340,7 @@ def dump(config: Config) -> str:
     return as_yaml(written(config), sort_keys=False)
 
 
-_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
@@ -1402,8 +1408,13 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
+def from_yaml(text: str) -> Any:
+    """The value that a configuration file or `--set` means. Raises one of `NO_YAML`."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def as_yaml(value: Any, **style: Any) -> str:
-    """A value as YAML that `load` reads as this value."""
+    """A value as YAML that `from_yaml` reads as this value."""
     return yaml.dump(value, Dumper=_Dumper, **style)
 
 
@@ -1414,8 +1425,8 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
     if not equals or not all(keys):
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
-        return keys, yaml.load(value, Loader=_Loader), text
-    except _NO_YAML as error:
+        return keys, from_yaml(value), text
+    except NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
 
 

@@ -10,13 +10,33 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.urls import strip_credentials
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """Foreign text for terminals, tables and messages: control characters, surrogates and invisible marks escaped.
+
+    keep: characters that stay. Spaces of other scripts and joiners, which words are written with, always stay.
+    """
+    if text.isprintable():
+        return text
+    keep += "\u200c\u200d"
+    return "".join(
+        char if char.isprintable() or char in keep or unicodedata.category(char) == "Zs" else _escape(char)
+        for char in text
+    )
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class UserError(Exception):
@@ -43,7 +63,7 @@ class UserError(Exception):
             lines.append(f"  found:    {found}")
         if fix:
             lines.append(f"  fix:      {fix}")
-        super().__init__(strip_credentials("\n".join(lines)))
+        super().__init__(escaped(strip_credentials("\n".join(lines)), "\n"))
 
     def fields(self) -> dict[str, Any]:
         """The error as JSON values, for `of`."""
@@ -90,7 +110,7 @@ class NoSpaceError(CacheError):
 
 
 class ResourceError(CacheError):
-    """This machine has no file descriptors or no memory left. It says nothing about the file that was read."""
+    """No file descriptors or memory are left, or this user may not read the file. It says nothing about its bytes."""
 
     exit_code = 2
 
@@ -105,6 +125,19 @@ class AwayError(CacheError):
     """Storage did not answer within `patience_s`. The same command may succeed later."""
 
     exit_code = 75  # EX_TEMPFAIL
+
+
+def not_permitted(path: Path, kind: type[UserError] = UserError) -> UserError | None:
+    """The error for a file or folder that this user may not read; None: that is permitted.
+
+    For the handling of an error of reading: libraries call such a file missing or damaged.
+    """
+    closed = next((folder for folder in reversed(path.absolute().parents) if not os.access(folder, os.X_OK)), None)
+    if (not os.path.isdir(closed)) if closed else (not os.path.lexists(path) or os.access(path, os.R_OK)):
+        return None
+    what = f"{path}: this user may not read it" + (f": {closed} may not be entered" if closed else "")
+    mode = "a+rx" if closed or path.is_dir() else "a+r"
+    return kind(what, fix=f"chmod {mode} {shlex.quote(str(closed or path))}, as its owner or root")
 
 
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})", re.ASCII)
@@ -160,7 +193,8 @@ _RESOURCES = {
 }
 _NO_MEMORY = re.compile(
     "memoryerror|can't allocate memory|cannot allocate memory|out of memory|bad_alloc|failed to map segment"
-    "|can't start new thread|^resource temporarily unavailable$",  # a thread needs memory, too
+    "|can't start new thread|^resource temporarily unavailable$"  # a thread needs memory, too
+    "|^could not create a primitive$",  # oneDNN
     re.IGNORECASE,
 )
 
@@ -174,7 +208,7 @@ def machine_errno(error: BaseException | None) -> int | None:
 
 def _machine_cause(error: BaseException | None) -> BaseException | None:
     while error is not None and _errno(error) not in {*NO_SPACE, *_RESOURCES}:
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or error.__context__
     return error
 
 
@@ -219,7 +253,7 @@ def machine_error(
 
 @contextmanager
 def writing(
-    place: Path, fix: str, kind: type[UserError] = UserError, again: str = "run the same command again"
+    place: Path | str, fix: str, kind: type[UserError] = UserError, again: str = "run the same command again"
 ) -> Iterator[None]:
     """Raise errors of writing to `place` with its name.
 
@@ -243,18 +277,20 @@ def writing(
 
 
 def shown(error: BaseException) -> BaseException:
-    """The error as it is printed: a UserError if the machine or another process caused it, else itself."""
-    if isinstance(error, UserError):
+    """The error as it is printed: another UserError if the machine or another process caused it, else itself."""
+    if isinstance(error, NoSpaceError | ResourceError | AwayError):
         return error
-    known = machine_error(error)
-    if known is None and isinstance(error, Exception) and _tells_of_a_peer(error):
+    known: UserError | None = machine_error(error, error.what if isinstance(error, UserError) else None)
+    if known is None and not isinstance(error, UserError) and _tells_of_a_peer(error):
+        reason = re.sub(r"^\[\S+\] ", "", str(error))  # without the place in gloo's code
         known = PeerError(
             "another process of this launch ended, or cannot be reached",
-            found=str(error).partition("\n")[0],
+            found=re.split(r"\n|\. ", reason)[0],
             fix="see the first message of the launch, then start all processes again (a training with --resume auto)",
         )
     if known is None:
         return error
+    known.everywhere = getattr(error, "everywhere", False)
     known.printed = was_printed(error)  # type: ignore[attr-defined]
     return known
 
@@ -295,7 +331,7 @@ def printed_first(rank: int, world: int) -> Iterator[None]:
         raise
 
 
-def _tells_of_a_peer(error: Exception) -> bool:
+def _tells_of_a_peer(error: BaseException) -> bool:
     """Whether a collective failed. NCCL's errors have a class, gloo's are RuntimeErrors with the place in its code."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return "DistError" in names or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

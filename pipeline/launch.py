@@ -35,6 +35,8 @@ class Launch:
         rank, world: this process and the number of processes, over all nodes.
         local_rank, local_world: the same within this node.
         rendezvous: init method of `torch.distributed`; None for a single process, which needs no port.
+        place: host and port of the rendezvous, for messages.
+        said_by: the variables that say how many processes there are, as NAME=VALUE.
         advice: remarks about the environment for the user; they change nothing.
         stores: of the process groups that this process opens one after the other (`mesh.reopening`); None: it opens
             one.
@@ -46,6 +48,8 @@ class Launch:
     local_world: int = 1
     kind: Kind = "single"
     rendezvous: str | None = None
+    place: str | None = None
+    said_by: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     stores: Iterator[Any] | None = None
 
@@ -147,7 +151,9 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     if _number(env, "TORCHELASTIC_MAX_RESTARTS", 0) > 0 and _shares_store(env):
         advice = (f"--max-restarts will not help a training run: {_STALE}; {_restart_fix(env)}",)
     kind: Kind = "accelerate" if "ACCELERATE_MIXED_PRECISION" in env else "torchrun"
-    return _checked(Launch(rank, world, local_rank, local_world, kind, "env://" if world > 1 else None, advice))
+    place, said_by = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}", _given(env, "WORLD_SIZE", "RANK")
+    rendezvous = "env://" if world > 1 else None
+    return _checked(Launch(rank, world, local_rank, local_world, kind, rendezvous, place, said_by, advice))
 
 
 _STALE = "restarted processes meet on a store that still holds the addresses of the lost processes"
@@ -184,7 +190,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if counts:
         local_world = _expand_counts(counts)[_number(env, "SLURM_NODEID", 0)]
-    rendezvous = None
+    rendezvous = place = None
     if world > 1:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         host = env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
@@ -197,8 +203,14 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         # Equal on all tasks of a step; different for other jobs and steps on the same node.
         job, step = _number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID", 0)
         port = _number(env, "MASTER_PORT", 20000 + (job * 7 + step) % 20000)
-        rendezvous = f"tcp://{host}:{port}"
-    return _checked(Launch(rank, world, local_rank, local_world, "slurm", rendezvous))
+        place = f"{host}:{port}"
+        rendezvous = f"tcp://{place}"
+    said_by = _given(env, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    return _checked(Launch(rank, world, local_rank, local_world, "slurm", rendezvous, place, said_by))
+
+
+def _given(env: Mapping[str, str], *names: str) -> tuple[str, ...]:
+    return tuple(f"{name}={env[name]}" for name in names)
 
 
 def first_host(nodes: str) -> str:

@@ -28,6 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+from pipeline.errors import escaped
+
 _ROOT = Path(__file__).resolve().parent.parent
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from pipeline.cli import console; console()"
 
@@ -78,19 +80,25 @@ def catching(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
 class Output:
     """A stream for text that drops everything once it cannot be written.
 
+    What a terminal would obey (captions, names and messages are written by others) is escaped; see `errors.escaped`.
+
+    Args:
+        keep: control characters that are written.
+
     Attributes:
         lost: something was dropped.
     """
 
-    def __init__(self, stream: TextIO):
-        self._stream, self.lost = stream, False
+    def __init__(self, stream: TextIO, keep: str = "\n\t"):
+        self._stream, self._keep, self.lost = stream, keep, False
 
     def write(self, text: str) -> int:
         """Returns the number of characters, also of those that are dropped."""
         if self.lost:
             return len(text)
         try:
-            return self._stream.write(text)
+            self._stream.write(escaped(text, self._keep))
+            return len(text)
         except UnicodeEncodeError as error:  # the terminal's encoding, or the name of a file that is not UTF-8
             return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError):  # ValueError: it was closed
@@ -115,7 +123,7 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
     written, `OUTPUT_LOST` replaces 0.
     """
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - for a stream that is None: the process began without it
-    output, errors = (Output(stream or nowhere) for stream in (sys.stdout, sys.stderr))
+    output, errors = Output(sys.stdout or nowhere), Output(sys.stderr or nowhere, "\n\t\r")  # progress lines return
     sys.stdout, sys.stderr = output, errors
     try:
         code = main()

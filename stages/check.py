@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def run(config: Config, as_json: bool = False) -> int:
     if config.vae.decoder is not None:
         parts.append(_inspect(_Part("decoder", config.vae.decoder, "sample"), encoders.decoder_shape))
     shape: ModelSpec | None = None
-    if config.model.weights is not None:
-        model = _inspect(_Part("transformer", config.model.weights, "train"), spec_at, widest=True)
+    if (weights := config.model.weights) is not None:
+        read = partial(spec_at, variant=weights.variant)
+        model = _inspect(_Part("transformer", weights, "train"), read, widest=True)
         parts.append(model)
         shape = model.facts
     problems = [part.problem for part in parts if part.problem is not None]

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.cache.local_files import replacing
 from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
 from pipeline.demo import photographs, small_models
-from pipeline.errors import UserError
+from pipeline.errors import UserError, writing
 from pipeline.images import decoding
 from pipeline.processes import command, shown
 from pipeline.sources.caption_rules import instruction
@@ -59,11 +59,12 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
     """
     began = time.monotonic()
     out = Path(out)
-    _claim(out, data, quick)
-    config = _configuration(out)
-    _photographs(out, data)
     folders = [out / name for name in ("photos", "more")] if data is None else [Path(data)]
-    _models(out, config, folders, quick)
+    with writing(out, "check the rights, or give another --out"):
+        _claim(out, data, quick)
+        config = _configuration(out)
+        _photographs(out, data)
+        _models(out, config, folders, quick)
     for arguments in _rounds(out, quick) if data is None else _single(Path(data), quick):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
@@ -142,7 +143,8 @@ def _claim(out: Path, data: Path | None, quick: bool) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out") from None
         out.mkdir(parents=True, exist_ok=True)
-        mark.write_text(json.dumps(options) + "\n", encoding="utf-8")
+        with replacing(mark) as work:
+            work.write_text(json.dumps(options) + "\n", encoding="utf-8")
         return
     except (OSError, ValueError) as error:
         raise UserError(f"{mark}: cannot be read: {error}", fix="remove the folder, or give another --out") from None

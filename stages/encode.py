@@ -141,14 +141,14 @@ def dry_run(
         times = estimate.times(survey.work, sizes, survey.probe(), config, tasks) if probe else None
         reserve = int(config.encode.min_free_gib * 2**30)
         free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
-        report = estimate.report(survey.source.name, survey.work, sizes, free, reserve, times)
-        for line in estimate.lines(report, config.cache):
+        report = estimate.report(survey.source, survey.work, sizes, free, reserve, times)
+        for line in [*estimate.lines(report, config.cache), *survey.fit_notes()]:
             click.echo(line)
     if as_json:
         click.echo(json.dumps(report))
     if report["items"] and not report["usable"]:
         return RejectRateError.exit_code
-    return 0 if report["enough_space"] else NoSpaceError.exit_code
+    return NoSpaceError.exit_code if report["enough_space"] is False else 0
 
 
 def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
@@ -185,9 +185,10 @@ class _Planned:
         table: digest of the scan's table.
         items: in the scan; rejects: those of them that the scan rejected; faults: rejects that no setting asked for.
         gone: usable pictures of the last scan that are missing now.
-        ignored: as `Source.ignored`.
+        ignored: as `Source.ignored`, its fields by name.
         new, reused: records by noun.
         plans: number of plans by recipe.
+        fit: as `surveying.fit_notes`.
     """
 
     table: str
@@ -195,10 +196,11 @@ class _Planned:
     rejects: int
     faults: int
     gone: int
-    ignored: int
+    ignored: dict[str, Any]
     new: dict[str, int]
     reused: dict[str, int]
     plans: dict[str, int]
+    fit: list[str]
 
 
 class _Work:
@@ -358,8 +360,10 @@ def encode_source(
     planned, work = _planned(run, rehash, targets, fragments)
     prompts = None if asked is None else _prompts(run, asked[1])
     further = 0 if prompts is None else planning.count_missing(cache, text, prompts.work)[0]
-    made, idle = _encode(run, planned, work, prompts)
-    fragments.finish()
+    try:
+        made, idle = _encode(run, planned, work, prompts)
+    finally:  # the scan is published, even if a signal ends the encoding
+        fragments.finish()
 
     failed = [
         reject for recipe in (latent, text) for reject in _unit_rejects(cache, recipe, partial(work.of, recipe.kind))
@@ -439,7 +443,7 @@ def _decisive(run: EncodeRun, targets: Sequence[planning.Target]) -> bytes:
 
 def _opened(run: EncodeRun, targets: Sequence[planning.Target], planned: _Planned) -> _Work:
     """What another process has planned, and the source ready to read its items."""
-    run.source.ignored = planned.ignored
+    run.source.ignored = Kinds(**planned.ignored)
     run.source.recall(scanning.places_of(run.cache, planned.table))
     work = _Work(run, targets, planned.table)
     for recipe, count in planned.plans.items():
@@ -484,10 +488,11 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         rejects=rejects,
         faults=faults,
         gone=gone,
-        ignored=source.ignored,
+        ignored=vars(source.ignored),
         new={noun: missing for noun, (missing, _) in counts.items()},
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
+        fit=surveying.fit_notes(table, run.table, config.data),
     )
 
 
@@ -503,6 +508,7 @@ def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
     new, reused = planned.new, planned.reused
     return [
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
+        *estimate.column_lines(sorted(run.source.picture_columns)),
         f"pictures: {new['images']} new, {reused['images']} reused, {planned.gone} gone",
         f"captions: {new['captions']} new, {reused['captions']} reused",
     ]
@@ -533,9 +539,9 @@ def _encode(
     if idle:
         click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
     else:
-        click.echo("\n".join(_summary(run, planned)))
-        if run.source.ignored:
-            click.echo(f"{run.source.ignored} files, members or captions of the source are not used")
+        click.echo("\n".join([*_summary(run, planned), *planned.fit]))
+    for line in estimate.ignored_lines(run.source.ignored):
+        click.echo(line)
 
     def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)

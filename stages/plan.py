@@ -222,7 +222,7 @@ def _write(config: Config, best: searching.Candidate, path: str) -> None:
     if best.train.optim.name != config.train.optim.name:
         fitted["train"]["optim"] |= {"betas": None, "eps": None}
     Config.model_validate(fitted)
-    with writing(path, "--write another name"), open(path, "x", encoding="utf-8") as file:
+    with writing(Path(path), "--write another name"), open(path, "x", encoding="utf-8") as file:
         file.write(as_yaml(fitted, sort_keys=False))
 
 

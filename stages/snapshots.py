@@ -11,7 +11,7 @@ from pipeline.cache import compare, layout
 from pipeline.cache.root import MOVING, Cache, check_snapshot_name, name_taken
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.errors import IntegrityError
+from pipeline.errors import IntegrityError, escaped
 
 SHOWN = 20
 """Samples of each kind that `diff` names without `--json`."""
@@ -103,7 +103,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     for kind, samples in kinds.items():
         click.echo(f"{len(samples)} {kind}")
         for source, item, what in samples[:SHOWN]:
-            click.echo(f"  {source}: {item}" + (f" ({', '.join(what)})" if what else ""))
+            click.echo(f"  {source}: {escaped(item)}" + (f" ({', '.join(what)})" if what else ""))
         if len(samples) > SHOWN:
             click.echo(f"  and {len(samples) - SHOWN} more (--json names all)")
     return 1 if difference else 0

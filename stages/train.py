@@ -391,13 +391,18 @@ def _heldout(
     if name is None:
         raise ConfigError(
             f"train.validation: nothing was held out of snapshot {snapshot.id[:12]}, as far as names show",
-            fix="sana-pipe bucket --set bucket.heldout=0.01, or --set train.validation.snapshot=NAME, or --set "
-            "train.validation=null",
+            fix=f"{_hold_out(snapshot)}, or --set train.validation.snapshot=NAME, or --set train.validation=null",
         )
     part = cache.open_snapshot(name)
     heldout.check(snapshot, part)
     log(f"validation: {min(len(part), validation.samples)} of {len(part)} samples of snapshot {part.id[:12]}")
     return config.with_train(validation=validation.model_copy(update={"snapshot": part.id})), part
+
+
+def _hold_out(snapshot: Snapshot) -> str:
+    """The command that makes a held-out part; for a snapshot that had one, of the same pictures."""
+    side = snapshot.head.policies.heldout
+    return f"sana-pipe bucket --set bucket.heldout={0.01 if side is None else side.share}"
 
 
 def _old_heldout(

@@ -11,6 +11,7 @@ import click
 from pipeline.amounts import amount
 from pipeline.cache.root import Cache
 from pipeline.config import Config
+from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
 from pipeline.reporting.photos import Photos
 
@@ -44,9 +45,9 @@ def run(config: Config, text: str, snapshot: str | None = None, out: Path | None
         click.echo(json.dumps(values))
         return 0
     for name, value in _rows(values):
-        click.echo(f"{name + ':':<10} {value}")
+        click.echo(f"{name + ':':<10} {escaped(value)}")
     for caption in values["captions"]:
-        click.echo(f"{'caption:':<10} {caption['text']}\n{'':<10} {_caption(caption)}")
+        click.echo(f"{'caption:':<10} {escaped(caption['text'])}\n{'':<10} {_caption(caption)}")
     if out is not None:
         click.echo(f"{'page:':<10} {out}")
     return 0

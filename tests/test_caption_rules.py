@@ -92,6 +92,34 @@ def test_tars_and_tables_without_captions(tmp_path: Path) -> None:
     assert said(tmp_path / "l.jsonl", caption="filename") == ({"a.png": {"a": 1.0}}, {})
 
 
+def test_fields_of_danbooru_are_joined(tmp_path: Path) -> None:
+    tags = {"tag_string_character": "hatsune_miku", "tag_string_general": "1girl solo", "tags_meta": ["a", "", "b"]}
+    here = put(tmp_path / "d", a_png="", a_json={**tags, "score": 7, "rating": None})
+    put(here, b_png="", b_json={"tag_string_general": "sky"})
+    field = "tag_string_character + tag_string_general+tags_meta+rating"
+    expected = {"a.png": {"hatsune_miku, 1girl solo, a, b": 1.0}, "b.png": {"sky": 1.0}}
+    assert said(here, caption_field=field) == (expected, {})
+    assert said(here, caption_weights={field: 2.0})[0]["b.png"] == {"sky": 2.0}
+    source = open_source(str(here), DataConfig(caption_field=field))
+    assert [set(item.meta) for item in source.items() if isinstance(item, Item)] == [{"score"}, set()]
+    pq.write_table(pa.Table.from_pylist([{"image": png(), **tags}]), tmp_path / "t.parquet")
+    assert list(said(tmp_path / "t.parquet", caption_field=field)[0].values()) == [expected["a.png"]]
+    put(tmp_path / "c", a_png="", a_json={"x": "left", "x+y": "the column itself"})
+    assert said(tmp_path / "c", caption_field="x+y") == ({"a.png": {"the column itself": 1.0}}, {})
+    mistyped = open_source(str(here), DataConfig(caption_field="tag_string_general+tag_string_artists"))
+    assert mistyped.rule is not None and list(mistyped.items())
+    with pytest.raises(UserError, match="tag_string_artists"):
+        mistyped.rule.check_seen()
+
+
+def test_the_number_of_a_folder_of_kohyas_is_no_caption(tmp_path: Path) -> None:
+    names = {"10_sks dog": "sks dog", "1_dog": "dog", "2023_summer": "2023 summer", "3d": "3d", "100_a_b": "a b"}
+    for name in names:
+        put(tmp_path / name, a_png="")
+    said_of = {f"{name}/a.png": {caption: 1.0} for name, caption in names.items()}
+    assert said(tmp_path, caption="folder") == (said_of, {})
+
+
 def test_text_is_put_around_every_caption(tmp_path: Path) -> None:
     put(tmp_path, a_png="", a_txt="one", a_json={"text": "two"}, b_png="")
     result, _ = said(tmp_path, caption="none", caption_prefix="sks, ", caption_suffix=" (photo)")
@@ -130,7 +158,7 @@ def test_nvlabs_folders_have_captions_and_scores_in_files_of_their_suffixes(tmp_
     assert not rejects
     source = open_source(str(tmp_path), DataConfig(caption_weights=weights))
     list(source.items())
-    assert source.ignored == 3  # the notes, the list of names, and the caption that its score rules out
+    assert source.ignored.total == 3  # the notes, the list of names, and the caption that its score rules out
     before = scan(tmp_path, weights)
     (tmp_path / "a_InternVL2-26B.json").write_text(json.dumps({"a": {"intern": "changed!"}}))
     assert scan(tmp_path, weights) != before

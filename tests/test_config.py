@@ -212,10 +212,14 @@ def test_exponents_are_numbers(tmp_path: Path, number: str) -> None:
     + [("089", 89), ("1.", 1.0), (".5", 0.5), ("1e3", 1e3), ("", None), ("~", None), ("TRUE", True), ("null ", None)],
 )
 def test_words_are_those_of_yaml_1_2_in_files_and_in_set(tmp_path: Path, text: str, value: object) -> None:
-    file = write(tmp_path, MINIMAL + f"phases: [{{name: a, snapshot: b, set: {{train.text: {text}}}}}]")
-    for read in (module._read_file(file)["phases"][0]["set"]["train.text"], module._parse_override(f"a={text}")[1]):
-        assert (read, type(read)) == (value, type(value))
-    assert yaml.load(module.as_yaml([text]), Loader=module._Loader) == [text], "written text stays text"
+    file = write(tmp_path, MINIMAL + f"train:\n  tf32: {text}")
+    for path, override in ((file, []), ("tiny", [f"train.tf32={text}"])):
+        if isinstance(value, bool):
+            assert load(path, override).train.tf32 is value
+        else:
+            with pytest.raises(ConfigError, match=naming(f"(found {value!r})")):
+                load(path, override)
+    assert module.from_yaml(module.as_yaml([text])) == [text], "written text stays text"
     assert yaml.safe_load(module.as_yaml([text, value])) == [text, value], "for other readers, too"
 
 
@@ -571,7 +575,7 @@ def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     stages.config.run(*load_given("tiny"), "train.optim")
-    tree = yaml.load(capsys.readouterr().out, Loader=module._Loader)
+    tree = module.from_yaml(capsys.readouterr().out)
     assert list(tree) == ["train"] and list(tree["train"]) == ["optim"]
     assert list(tree["train"]["optim"]) == list(module.OptimConfig.model_fields)
     with pytest.raises(ConfigError, match=r"train\.optim"):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -555,6 +559,50 @@ def test_code_of_a_model_folder_is_neither_run_nor_asked_for(
         with pytest.raises(hub.ModelError, match=naming("copy/tokenizer")) as caught:
             encoders.count_rows(TextConfig(id=str(copy)), "", ["a"])
         assert caught.value.fix and "trust_remote_code" not in str(caught.value)
+
+
+REFUSED = """
+import sys
+from pathlib import Path
+from pipeline.errors import UserError, not_permitted
+from pipeline.models import hub, sana_config, sana_files
+root = Path(sys.argv[1])
+for read, name in (
+    (hub.read_json, "file.json"), (sana_config.read_config, ""), (hub.open_tensors, "file.safetensors"),
+    (sana_files.WeightFiles, "file.pth"), (hub.open_tensors, "closed/inside.safetensors"),
+):
+    try:
+        read(root / name)
+    except UserError as error:
+        print(error.what.partition(": ")[0], error.fix.partition(", ")[0], sep="|")
+print(not_permitted(root / "absent"), not_permitted(root / "no" / "where"), not_permitted(root / ("x" * 300)))
+"""
+
+
+def test_what_this_user_may_not_read_is_not_called_missing(
+    tmp_path: Path, bound_by_permissions: Callable[[], None]
+) -> None:
+    """safetensors and torch call it so, and the fix was to fetch it again."""
+    for name in ("file.json", "config.json", "file.safetensors", "file.pth"):
+        (tmp_path / name).touch(mode=0)
+    (tmp_path / "closed").mkdir(mode=0o600)
+    told = subprocess.run(
+        [sys.executable, "-c", REFUSED, tmp_path], preexec_fn=bound_by_permissions, capture_output=True, text=True
+    ).stdout.splitlines()
+    names = ["file.json", "config.json", "file.safetensors", "file.pth"]
+    assert told[:4] == [f"{tmp_path / name}|chmod a+r {tmp_path / name}" for name in names]
+    inside = tmp_path / "closed" / "inside.safetensors"
+    assert told[4:] == [f"{inside}|chmod a+rx {tmp_path / 'closed'}", "None None None"]
+
+
+def test_others_may_read_small_models_as_the_umask_says(tmp_path: Path) -> None:
+    small_models.make_vae(tmp_path / "vae", [], steps=0)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "vae").iterdir()} == {0o666 & ~umask()}
+
+
+def umask() -> int:
+    os.umask(value := os.umask(0))
+    return value
 
 
 def test_missing_shards_are_named(folder: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -25,7 +26,7 @@ from pipeline.encoding import estimate, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.survey import recipes, survey
-from pipeline.errors import CacheError, NoSpaceError
+from pipeline.errors import CacheError, NoSpaceError, RejectRateError
 from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
@@ -52,7 +53,7 @@ def dry(config: Config, source: Path, capsys: pytest.CaptureFixture[str], **opti
     capsys.readouterr()
     code = stages.encode.dry_run(config, data=str(source), as_json=True, **options)
     summary = json.loads(capsys.readouterr().out)
-    assert code == (0 if summary["enough_space"] else 6)
+    assert code == (6 if summary["enough_space"] is False else 0)
     return summary
 
 
@@ -60,6 +61,15 @@ def picture(path: Path, seed: int, size: tuple[int, int] = (90, 70)) -> None:
     pixels = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), np.uint8)
     Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)
     path.with_suffix(".txt").write_text(f"random picture number {seed}")
+
+
+def test_an_unknown_free_space_is_not_called_enough(
+    source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Files, "free_bytes", lambda self: None)
+        summary = dry(make_config(tmp_path), source, capsys, probe=False)
+    assert summary["free_bytes"] is None and summary["enough_space"] is None
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8", "bf16-zstd"])
@@ -292,6 +302,32 @@ def test_of_many_captions_a_sample_is_tokenized(
     assert summary["tokens"]["total"] == pytest.approx(whole["tokens"]["total"], rel=0.5)
     assert stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
     assert "a sample of 4 of 12" in capsys.readouterr().out
+
+
+def test_what_is_not_used_is_named_and_captions_are_no_pictures(
+    source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for sidecar in source.glob("*.txt"):
+        sidecar.write_text("")
+    (source / "notes.md").write_text("")
+    config = make_config(tmp_path, "data.caption=none", "encode.max_reject_rate=0")
+    summary = dry(config, source, capsys, probe=False)
+    assert (summary["items"], summary["usable"], summary["rejects"]) == (12, 12, 0)
+    assert sorted(summary["ignored"]["counts"].values()) == [1, 12]
+    assert summary["ignored"]["examples"][".md file"] == ["notes.md"]
+    assert stages.encode.dry_run(config, data=str(source), probe=False) == 0
+    assert "notes.md" in capsys.readouterr().out
+    assert stages.encode.run(config, data=str(source))["rejects"] == 0
+    assert "notes.md" in capsys.readouterr().out
+    table = tmp_path / "t.parquet"
+    pictures = [path.read_bytes() for path in sorted(source.iterdir()) if path.suffix in (".jpg", ".png")]
+    pq.write_table(pa.table({"mask": pictures, "image": pictures, "text": ["said"] * len(pictures)}), table)
+    assert dry(config, table, capsys, probe=False)["picture_columns"] == ["image"]
+    assert stages.encode.dry_run(config, data=str(table), probe=False) == 0
+    assert "the column 'image'" in capsys.readouterr().out
+    (source / "lost.jpg_large").write_bytes(pictures[0])
+    with pytest.raises(RejectRateError):
+        stages.encode.run(config, data=str(source))
 
 
 def test_encode_gives_one_json_object_on_stdout(

@@ -22,7 +22,7 @@ from pipeline import cli, processes
 from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.demo import small_models
-from pipeline.errors import AwayError, ConfigError, UserError
+from pipeline.errors import AwayError, ConfigError, NoSpaceError, UserError
 from pipeline.models import encoders
 from pipeline.models import sampler as sampling
 from pipeline.models.sampler import noise_of
@@ -145,8 +145,8 @@ def test_exported_weights_are_the_checkpoints(trained: Trained, exported: Path) 
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
 
 
-def test_the_average_is_exported_and_drawn_with_when_asked_for(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_ema_weights_are_exported_and_drawn_with_when_asked_for(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(dump(trained.config))
@@ -159,6 +159,15 @@ def test_the_average_is_exported_and_drawn_with_when_asked_for(
     exported = dict(load_transformer(tmp_path / "averaged" / "transformer").named_parameters())
     assert all(torch.equal(exported[name], value) for name, value in averages.items())
     assert not all(torch.equal(last[name], value) for name, value in averages.items())
+    assert json.loads((tmp_path / "averaged" / export.MARK).read_text())["state"]["weights"] == "EMA weights"
+    assert "the EMA weights of step 3" in (tmp_path / "averaged" / "README.md").read_text()
+    with pytest.raises(UserError, match="EMA weights"):
+        export.run(trained.config, "auto", tmp_path / "averaged", overwrite=True)
+    for ema, stem in ((False, "sana_step_3"), (True, "sana_step_3_ema")):
+        export.run(trained.config, "auto", tmp_path / stem, ema=ema, form="nvlabs")
+        assert (tmp_path / stem / f"{stem}.pth").is_file()
+        name = "EMA weights" if ema else "last weights"
+        assert name in (tmp_path / stem / "README.md").read_text() and name in capsys.readouterr().out
 
     drawn: list[dict[str, torch.Tensor]] = []
 
@@ -185,6 +194,17 @@ def test_the_parts_are_those_of_the_configuration(trained: Trained, exported: Pa
     wanted = {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction", "solver_order": 2}
     assert {key: scheduler[key] for key in wanted} == wanted
     assert json.loads((exported / "transformer" / "config.json").read_text())["sample_size"] == 64 // 8
+
+
+def test_readme_says_where_the_pipeline_cannot_draw_as_sample_does(trained: Trained, tmp_path: Path) -> None:
+    """`SanaPipeline` guides above 1 only."""
+    document, compression = checkpoints.read_document(trained.checkpoint), 8
+    told = {}
+    for guidance in (0.5, 1.0, 4.5):
+        config = changed(trained.config, tmp_path, f"sample.guidance={guidance}")
+        told[guidance] = "guides only above 1" in export.readme(config, document.architecture, compression, document)
+    assert told == {0.5: True, 1.0: False, 4.5: False}
+    assert "diffusers 0.33" in export.readme(trained.config, document.architecture, compression, document)
 
 
 def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, tmp_path: Path) -> None:
@@ -308,7 +328,7 @@ def test_export_is_whole_or_not_at_all(trained: Trained, tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(export, "copy_model", full)
-        with pytest.raises(UserError, match="No space left"):
+        with pytest.raises(NoSpaceError, match=naming(out)):
             export.run(trained.config, "auto", out, overwrite=True)
     assert {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
@@ -331,7 +351,8 @@ def test_only_an_older_export_of_the_same_run_is_overwritten(
     out = tmp_path / "export"
     out.mkdir()
     mark = out / export.MARK
-    state = {"run": export.run_of(trained.checkpoint), **checkpoints.read_document(trained.checkpoint).state.as_dict()}
+    document = checkpoints.read_document(trained.checkpoint)
+    state = {"run": export.run_of(trained.checkpoint), "weights": "last weights", **document.state.as_dict()}
     written: list[Path] = []
     monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[2]))
 
@@ -350,6 +371,7 @@ def test_only_an_older_export_of_the_same_run_is_overwritten(
     for odd in ({"run": "another"}, {"seed": 1}, {"snapshot": "another"}):
         assert "another run" in run({**state, **odd, "step": 2}, True)
     assert "another run" in run({name: value for name, value in state.items() if name != "run"}, True)
+    assert "EMA weights" in run({**state, "weights": "EMA weights", "step": 2}, True)
     assert not written
     assert run({**state, "step": 2}, True) == "written"
 
@@ -498,11 +520,13 @@ def test_new_prompts_are_drawn_as_in_training(
     before = sorted(path for path in Path(trained.config.cache).rglob("*"))
     sheet = sample.run_prompts(trained.config, "auto", PROMPTS, tmp_path / "samples", height=32, width=48)
     assert sorted(path for path in Path(trained.config.cache).rglob("*")) == before, "the cache is left as it was"
-    assert "line 3 repeats" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "line 3 repeats" in printed and "--ema" in printed
     names = {path.name for path in (tmp_path / "samples").iterdir()}
     assert names == {"0000.png", "0001.png", sheet.name, "samples.jsonl"}
     rows = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
     assert [row["caption"] for row in rows] == PROMPTS[:2]
+    assert {(row["weights"], row["checkpoint"]) for row in rows} == {("last weights", trained.checkpoint.name)}
     with Image.open(tmp_path / "samples" / "0001.png") as picture:
         assert picture.size == (48, 32)
 
@@ -554,12 +578,13 @@ def test_how_the_cache_stores_text_is_no_other_text_recipe(
 def test_captions_of_other_encoders_are_refused(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    architecture, weights = checkpoints.load_model_state(trained.checkpoint)
+    stored = checkpoints.ModelTensors(trained.checkpoint)
+    architecture = stored.architecture
     monkeypatch.setattr(drawing, "draw_for", lambda *args: pytest.fail("drew"))
+    monkeypatch.setattr(checkpoints, "ModelTensors", lambda *_, **__: stored)
     others = {"in_channels": {"in_channels": 7, "out_channels": 7}, "caption_channels": {"caption_channels": 7}}
     for field, change in others.items():
-        other = replace(architecture, **change)
-        monkeypatch.setattr(checkpoints, "load_model_state", lambda *_, other=other, **__: (other, weights))
+        stored.architecture = replace(architecture, **change)
         with pytest.raises(ConfigError, match=naming(field, "7", "--snapshot")):
             sample.run(trained.config, "auto", None, tmp_path / "samples")
 

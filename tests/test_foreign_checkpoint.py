@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 
 from pipeline.launch import Launch
 from pipeline.training import checkpoint, metadata_reader
+from pipeline.training.metadata_reader import CheckpointError
 from pipeline.training.trainer import fit
+from tests.support.messages import naming
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -212,6 +214,29 @@ def test_checkpoints_of_pythons_first_3_11_are_read(
         forge(folder, lambda found, _: found, tmp_path)
     assert b"builtins\x94\x8c\x07getattr" in (folder / ".metadata").read_bytes()
     assert checkpoint.load_model_state(folder)[1]
+
+
+@pytest.mark.parametrize("read", ["document", "bytes", "metadata", "tensors"])
+def test_a_checkpoint_that_its_training_removes_meanwhile_is_not_a_foreign_one(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    """Renamed, as `train.keep_checkpoints` begins to remove it."""
+    root = tmp_path / "checkpoints"
+    folder = Path(shutil.copytree(written / "checkpoints" / "step-00000001", root / "step-00000001"))
+    shutil.copytree(folder, root / "step-00000002")
+    gone = folder.with_name("step-00000001.abc.removing")
+    if read == "bytes":
+        document = checkpoint.read_document(folder)
+        monkeypatch.setattr(checkpoint, "read_document", lambda path: document)
+    if read == "metadata":
+        monkeypatch.setattr(checkpoint, "verify", lambda *_: folder.rename(gone))
+    if read == "tensors":
+        weights = checkpoint.ModelTensors(folder)
+    if read != "metadata":
+        folder.rename(gone)
+    with pytest.raises(CheckpointError, match=naming("step-00000002", "train.keep_checkpoints")) as caught:
+        next(iter((weights if read == "tensors" else checkpoint.ModelTensors(folder)).values()))
+    assert caught.value.fix != metadata_reader.FIX
 
 
 def test_torchs_own_reader_is_used_nowhere() -> None:

@@ -284,7 +284,7 @@ def test_a_limit_of_this_machine_is_no_fault_of_a_file(cache: Cache, monkeypatch
         (local_files.Handle, "read_into", lambda: reader.read(name, row["offset"], row["key"], row["checksum"], into)),
     ):
         look()
-        with monkeypatch.context() as patch, pytest.raises(ResourceError, match=naming("no memory", "ulimit -n")):
+        with monkeypatch.context() as patch, pytest.raises(ResourceError, match=naming("ulimit -v")):
             patch.setattr(place, attribute, exhausted)
             look()
 

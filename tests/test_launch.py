@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -63,7 +65,8 @@ def test_alone() -> None:
 
 
 def test_torchrun() -> None:
-    assert detect(TORCHRUN) == Launch(5, 8, 1, 4, "torchrun", "env://")
+    said = ("WORLD_SIZE=8", "RANK=5")
+    assert detect(TORCHRUN) == Launch(5, 8, 1, 4, "torchrun", "env://", place="a:1", said_by=said)
     assert not detect(TORCHRUN).is_main
 
 
@@ -402,6 +405,57 @@ def test_one_process_needs_no_port() -> None:
         with pytest.raises(UserError, match="already"), mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")):
             pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, ("WORLD_SIZE=2", "unset WORLD_SIZE RANK")),
+        (
+            {
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_STEP_TASKS_PER_NODE": "4",
+                "MASTER_ADDR": "localhost",
+            },
+            ("SLURM_STEP_NUM_TASKS=4", "unset SLURM_STEP_NUM_TASKS"),
+        ),
+    ],
+    ids=["torchrun", "slurm"],
+)
+def test_a_process_that_waits_for_others_says_where_and_by_which_variable(
+    environ: dict[str, str],
+    named: tuple[str, ...],
+    reopened: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("", 0)) as server:
+        environ = {**environ, "MASTER_PORT": str(server.getsockname()[1])}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mesh, "WAITING_S", 0.1)
+    launch = detect(environ)
+    if reopened:
+        launch = mesh.reopening(launch, 1)
+    place = f"localhost:{environ['MASTER_PORT']}"
+    with pytest.raises(UserError, match=naming(place, *named)):
+        with mesh.open_mesh(launch, ParallelConfig(timeout_s=1, dp_shard=-1), torch.device("cpu")):
+            pass
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(naming(place, *named), line), line
+
+
+def test_a_port_in_use_is_named_with_the_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=naming(f"localhost:{port}", "--master-port", "MASTER_PORT")):
+            with mesh.open_mesh(detect(environ), ParallelConfig(timeout_s=5), torch.device("cpu")):
+                pass
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

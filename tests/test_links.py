@@ -516,12 +516,12 @@ def test_no_link_reaches_this_machine_unless_it_is_allowed(server: LinkServer, n
     ],
 )
 def test_addresses_that_are_not_public(address: str) -> None:
-    assert not links._is_public(address)
+    assert not links.is_public(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
 def test_public_addresses(address: str) -> None:
-    assert links._is_public(address)
+    assert links.is_public(address)
 
 
 def test_the_address_that_is_connected_is_checked(server: LinkServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +537,7 @@ def test_the_address_that_is_connected_is_checked(server: LinkServer, monkeypatc
     assert socket.getaddrinfo("museum.example", port)[0][4][0] == "8.8.8.8", "whoever asks first"
     with pytest.raises(RefusedLink):
         links.Links().read(f"http://museum.example:{port}/0.png")
-    monkeypatch.setattr(links, "_is_public", lambda address: not seen.append(address) and address == "127.0.0.1")
+    monkeypatch.setattr(links, "is_public", lambda address: not seen.append(address) and address == "127.0.0.1")
     with pytest.raises(RefusedLink):
         links.Links().read(f"{server.url}/moved!http://127.0.0.2:{port}/0.png")
     assert seen == ["127.0.0.1", "127.0.0.2"] and server.asked.total() == 1

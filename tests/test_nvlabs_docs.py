@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from pipeline.config import TrainConfig, _Loader, load, shipped
+from pipeline.config import TrainConfig, from_yaml, load, shipped
 from pipeline.models import objective
 from pipeline.models.sana_config import DIFFUSERS, numerics
 from pipeline.training.optimizers import came
@@ -58,7 +57,7 @@ def _ours(name: str | None, option: str) -> Any:
 
 @pytest.mark.parametrize(("name", "option", "value"), _statements())
 def test_our_side_of_the_table_is_true(name: str | None, option: str, value: str) -> None:
-    value_here, stated = _ours(name, option), yaml.load(value, Loader=_Loader)
+    value_here, stated = _ours(name, option), from_yaml(value)
     assert (list(value_here) if isinstance(value_here, tuple) else value_here) == stated
 
 

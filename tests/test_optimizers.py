@@ -707,7 +707,7 @@ def test_an_average_begins_with_the_weights_where_the_checkpoint_has_none(tmp_pa
     _, weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
     printed: list[str] = []
     _fit(tiny_run.config(tmp_path / "run", steps=3, ema={"decay": 0.9}), resume="auto", log=printed.append)
-    assert any("no running average: it starts from the weights of step 2" in line for line in printed)
+    assert any("no EMA weights: they start from the weights of step 2" in line for line in printed)
     _, last = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003")
     _, averages = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003", ema=True)
     share = 1 - 4 / 13  # step 3

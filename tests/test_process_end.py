@@ -17,6 +17,7 @@ import pytest
 from pipeline import processes
 from pipeline.cache.arrow import ParquetFile, parquet_batches
 from pipeline.config import Config
+from pipeline.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 READING_AT_THE_END = """
@@ -215,6 +216,25 @@ def test_a_character_that_the_terminal_lacks_is_escaped_and_loses_no_line() -> N
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (0, "caf\\xe9 \\udcff\nafter\n")
+
+
+def test_what_a_terminal_would_obey_is_escaped_on_both_streams() -> None:
+    """Captions, names and messages may hold it; a progress line on stderr returns to its beginning."""
+    foreign = "\x1b]0;owned\x07 \x9b31m \u202e \u3000\u06f1\u200c\u06f2\t."
+    main = f"import sys; print({foreign!r} + chr(13)); print({foreign!r} + chr(13), file=sys.stderr)"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"from pipeline.processes import run_and_exit\nrun_and_exit(lambda: exec({main!r}))"],
+        capture_output=True,
+        timeout=60,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        check=False,
+    )
+    safe = "\\x1b]0;owned\\x07 \\x9b31m \\u202e \u3000\u06f1\u200c\u06f2\t."
+    assert ended.stdout.decode() == f"{safe}\\r\n"
+    assert ended.stderr.decode() == f"{safe}\r\n"
+    error = UserError(foreign, found=foreign, fix=foreign)
+    assert not set("\x1b\x07\x9b\u202e\t") & set(str(error)) and error.what == foreign
 
 
 class Watched(io.BytesIO):

@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from pipeline.config import load
+from pipeline.config import DataConfig, load
 from pipeline.encoding.reading import as_read, settled
+from pipeline.encoding.scan import SCAN
+from pipeline.encoding.survey import fit_notes
 from tests.support.messages import naming
 
 PREFIX = "sks style, "
@@ -92,3 +95,15 @@ def test_a_configuration_that_is_asked_for_decides_and_the_shipped_default_does_
     assert read(scan, None)[0].config.data.resolution == resolution
     for second in ("sana_600m_512", "sana_1600m_1024"):
         assert read(scan, second)[0].config.data.resolution == load(second).data.resolution
+
+
+def test_pictures_that_fit_their_bucket_badly_are_counted_unless_a_limit_decides() -> None:
+    sizes = [("small.png", 400, 400), ("tiny.png", 1, 1), ("panorama.png", 10_000, 1_000), ("good.png", 1024, 1024)]
+    rows = [{"item": item, "width": width, "height": height} for item, width, height in sizes]
+    rows += [{"item": "out.png", "width": 1, "height": 1, "reject": "left out"}, {"item": "unread.png"}]
+    table = pa.Table.from_pylist([dict.fromkeys(SCAN.names) | row for row in rows], SCAN)
+    shapes = [(1024, 1024), (512, 2048)]
+    enlarged, cropped = fit_notes(table, shapes, DataConfig())
+    assert enlarged.startswith("2 ") and "tiny.png" in enlarged and "data.max_upscale" in enlarged
+    assert cropped.startswith("1 ") and "panorama.png" in cropped and "data.max_crop_loss" in cropped
+    assert fit_notes(table, shapes, DataConfig(max_upscale=1.0, max_crop_loss=0.1)) == []

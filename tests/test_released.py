@@ -4,6 +4,7 @@ files; and one run of all stages on a released layout, through `from_pretrained`
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -306,10 +307,18 @@ def test_nvlabs_files_hold_the_same_model(norm: str | None, tmp_path: Path) -> N
         assert again.config == config
         assert all(torch.equal(value, weights[name]) for name, value in again.named_parameters()), file
     state = torch.load(tmp_path / "sana.pth", weights_only=True)["state_dict"]
-    assert {name: tuple(one.shape) for name, one in state.items()} == of_nvlabs(2, 32, norm is not None, 16, 128)
+    side = config.sample_size
+    buffers = {"pos_embed": (1, side * side, 32), "y_embedder.y_embedding": (300, 128)}
+    shapes = of_nvlabs(2, 32, norm is not None, 16, 128) | buffers
+    assert {name: tuple(one.shape) for name, one in state.items()} == shapes, "as their class loads with strict=True"
+    assert not state["pos_embed"].any()
+    assert abs(float(state["y_embedder.y_embedding"].std()) * 128**0.5 - 1) < 0.02
     save_weights(weights, config, tmp_path / "diffusers", torch.float32)
     theirs = SanaTransformer2DModel.from_pretrained(tmp_path / "diffusers")
     expected = theirs.state_dict()
+    for file in ("sana.pth", "sana.safetensors") if norm is None else ():  # diffusers' reader knows no norms
+        single = SanaTransformer2DModel.from_single_file(tmp_path / file, config=str(tmp_path), local_files_only=True)
+        assert all(torch.equal(one, expected[name]) for name, one in single.state_dict().items()), file
     made = converted(state, 2, norm is not None)
     assert made.keys() == expected.keys()
     assert all(torch.equal(made[name], expected[name]) for name in expected)
@@ -355,6 +364,103 @@ def test_a_released_pth_states_its_shape(tmp_path: Path) -> None:
     torch.save(narrow, tmp_path / "narrow.pth")  # a plain dictionary is taken, too
     with pytest.raises(UserError, match="how many heads"):
         load_weights(tmp_path / "narrow.pth")
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_an_nvlabs_file_states_its_position_embedding(scale: float, tmp_path: Path) -> None:
+    """As NVlabs computes it: get_2d_sincos_pos_embed(width, side, pe_interpolation, base_size=side)."""
+    config = SanaConfig(
+        num_layers=1, num_attention_heads=36, cross_attention_dim=1152, num_cross_attention_heads=16,
+        cross_attention_head_dim=72, mlp_ratio=0.1, caption_channels=8, sample_size=6, interpolation_scale=scale,
+    )  # fmt: skip
+    weights = dict(SanaTransformer.from_scratch(config, 0).named_parameters())
+    save_nvlabs(weights, config, tmp_path, "sana", torch.float32, text_rows=77)
+    (tmp_path / "config.json").unlink()
+    for file in ("sana.pth", "sana.safetensors"):
+        assert load_weights(tmp_path / file)[0].interpolation_scale == scale
+    state = torch.load(tmp_path / "sana.pth", weights_only=True)["state_dict"]
+    assert len(state["y_embedder.y_embedding"]) == 77
+    rates = 1 / 10000 ** (np.arange(288) / 288)
+    grid = np.meshgrid(*[np.arange(6, dtype=np.float32) / scale] * 2)
+    table = np.concatenate([f(np.outer(axis.ravel(), rates)) for axis in grid for f in (np.sin, np.cos)], axis=1)
+    assert np.allclose(state["pos_embed"][0].numpy(), table, atol=1e-6)
+
+
+def of_small(folder: Path) -> dict[str, Tensor]:
+    """A small model with NVlabs' names; its `config.json` is in the folder."""
+    weights = dict(SanaTransformer.from_scratch(hub_layouts.SMALL, 0).named_parameters())
+    save_nvlabs(weights, hub_layouts.SMALL, folder, "small", torch.float32)
+    return load_file(folder / "small.safetensors")
+
+
+def released(width: int, norm: bool) -> dict[str, Tensor]:
+    """A layer of a released size, as their trainer saves it, in a few bytes."""
+    shapes = of_nvlabs(1, width, norm) | {"pos_embed": (1, 256, width)}
+    return {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
+
+
+PREFIXES = ["_orig_mod.", "module.", "model.diffusion_model.", "module._orig_mod."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_names_of_wrappers_are_no_part_of_a_parameters_name(prefix: str, tmp_path: Path) -> None:
+    plain = of_small(tmp_path)
+    state = {prefix + name: tensor for name, tensor in plain.items()}
+    torch.save({"model": state, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, tmp_path / "a.pth")
+    save_file(state, tmp_path / "a.safetensors")
+    inside = {name.replace("blocks.0.", "blocks.0._orig_mod."): tensor for name, tensor in plain.items()}
+    torch.save(inside, tmp_path / "b.pth")
+    weights = load_weights(tmp_path / "small.pth")[1]
+    save_weights(weights, hub_layouts.SMALL, tmp_path / "folder", torch.float32)
+    file = tmp_path / "folder" / "diffusion_pytorch_model.safetensors"
+    save_file({prefix + name: tensor for name, tensor in load_file(file).items()}, file)
+    for place in ("a.pth", "a.safetensors", "b.pth", "folder"):
+        again = load_weights(tmp_path / place)[1]
+        assert all(torch.equal(again[name], weights[name]) for name in weights), place
+
+
+def test_averages_in_a_pth_are_named_and_taken_when_asked_for(tmp_path: Path) -> None:
+    last, path, name = of_small(tmp_path), tmp_path / "a.pth", "proj_out.bias"
+    ema = {name: torch.ones_like(tensor) for name, tensor in last.items()}
+    torch.save({"state_dict": last, "state_dict_ema": ema, "epoch": 1}, path)
+    assert "state_dict_ema" in WeightFiles(path).description
+    for variant, value in ((None, 0), ("state_dict", 0), ("state_dict_ema", 1)):
+        assert float(WeightFiles(path, variant).read(name, [0], [1])) == value
+    for states, variant in (({"state_dict": last, "state_dict_ema": ema}, "averages"), ({"g": last, "d": ema}, None)):
+        torch.save(states, path)
+        with pytest.raises(UserError) as caught:
+            WeightFiles(path, variant)
+        assert all(f"model.weights.variant={name}" in str(caught.value.fix) for name in states)
+    torch.save({"state_dict_ema": ema}, path)
+    assert float(WeightFiles(path).read(name, [0], [1])) == 1
+
+
+def test_a_teacher_of_sprint_is_refused_by_its_name_or_shape(tmp_path: Path) -> None:
+    """It has the parameters of SANA-1.5 and reads other timesteps. A `config.json` says what it is."""
+    repository = tmp_path / "models--Efficient-Large-Model--Sana_Sprint_1.6B_1024px_teacher" / "snapshots" / "1"
+    repository.mkdir(parents=True)
+    places = [tmp_path / "Sana_Sprint_1.6B_1024px_teacher.pth", repository / "a.pth", tmp_path / "narrow.pth"]
+    for path in places:
+        torch.save(released(1152 if path.stem == "narrow" else 2240, norm=True), path)
+        with pytest.raises(UserError, match="Sprint"):
+            WeightFiles(path)
+    torch.save(released(2240, norm=True), tmp_path / "sana15.pth")
+    config = WeightFiles(tmp_path / "sana15.pth").config
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"timestep_scale": 1000.0}))
+    with pytest.raises(UserError, match="Sprint"):
+        WeightFiles(tmp_path / "sana15.pth")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert WeightFiles(places[0]).config == config
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_start_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    state = of_small(tmp_path)
+    state["blocks.0.attn.proj.bias"][17] = value
+    torch.save(state, tmp_path / "a.pth")
+    with pytest.raises(UserError, match=r"attn1\.to_out\.0\.bias") as caught:
+        load_weights(tmp_path / "a.pth")
+    assert "a.pth" in str(caught.value)
 
 
 @pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])

@@ -711,6 +711,32 @@ def test_the_kind_of_a_folder_in_s3_is_known_from_its_top_and_its_first_files(
     assert len(requests) == 1
 
 
+@pytest.mark.parametrize("place", ["disk", "s3"])
+def test_what_a_folder_is_does_not_depend_on_its_place(place: str, s3: str, tmp_path: Path) -> None:
+    table = io.BytesIO()
+    pq.write_table(pa.table({"file_name": ["pictures/0.jpg"], "text": ["of the table"]}), table)
+    files = {"pictures/0.jpg": b"x", "pictures/0.txt": b"said", "metadata.parquet": table.getvalue()}
+
+    def put(files: dict[str, bytes]) -> str:
+        for name, content in files.items():
+            if place == "s3":
+                fsspec.filesystem("s3").pipe_file(f"bucket/placed/{name}", content)
+            else:
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).write_bytes(content)
+        return "s3://bucket/placed" if place == "s3" else str(tmp_path)
+
+    source = opened(put(files))
+    assert content(source) == {"metadata.parquet/000000000": (b"x", (("of the table", 1.0),))}
+    assert source.ignored.examples == {".txt file": ["pictures/0.txt"]}
+    put({"old/0.tar": b"x", "a.jpg?x=1": b"x"})
+    with pytest.raises(UserError, match=naming("folder", "parquet", "old/0.tar")):
+        opened(put({}))
+    source = open_source(put({}), DataConfig(), None, "folder")
+    assert [(type(entry), entry.key) for entry in source.items()] == [(Reject, "a.jpg?x=1"), (Item, "pictures/0.jpg")]
+    assert source.ignored.counts == {".tar file": 1, ".parquet file": 1}
+
+
 def test_an_option_that_s3_does_not_have_is_no_traceback(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fsspec.config.conf, "s3", {"no_such_option": 1})
     with pytest.raises(UserError, match=naming(f"{s3}/folder", "no_such_option")):

@@ -15,6 +15,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ import pytest
 import yaml
 from PIL import Image
 
+from pipeline.amounts import amount
 from pipeline.cache.root import Cache
 from pipeline.config import Config, load
 from pipeline.demo import small_models
 from pipeline.errors import CacheError, UserError
-from pipeline.reporting import data_figures, run_figures, sample_view
+from pipeline.reporting import data_figures, plots, run_figures, sample_view
 from pipeline.reporting.figures import collect
 from pipeline.reporting.photos import Photos
 from pipeline.training import metrics
@@ -325,6 +327,10 @@ def test_two_runs_differ_in_these_options(made: Made, run_copy: Path) -> None:
     (run_copy / "config.yaml").write_text(yaml.safe_dump(options))
     compared = collect(made.config, compare=run_copy)[0]["compare"]
     assert compared["options"] == [{"option": "train.seed", "here": made.config.train.seed, "there": 7}]
+    lists = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghij")]
+    (run_copy / "config.yaml").write_text("a: &a [1]\n" + "".join(lists))
+    with pytest.raises(UserError, match=naming(run_copy / "config.yaml")):
+        collect(made.config, compare=run_copy)
     (run_copy / "config.yaml").unlink()
     with pytest.raises(UserError, match=r"config\.yaml"):
         collect(made.config, compare=run_copy)
@@ -436,7 +442,8 @@ def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
     from pipeline.reporting.page import TITLES
 
     page = checked(whole)
-    assert page.sections == [name for name in TITLES if name not in ("gallery", "trained-on")] + ["missing"]
+    assert page.sections == [name for name in TITLES if name not in ("pictures", "gallery", "trained-on")] + ["missing"]
+    assert page.sections[0] == "progress", "before all data"
     assert "Decoded latents: no latents were decoded. sana-pipe report --gallery 8" in page.shown
     assert whole.stat().st_size < 1 << 20
 
@@ -458,9 +465,26 @@ def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, 
     first, last, low, high = (f"{value:.4g}" for value in (losses[0], losses[-1], min(losses), max(losses)))
     assert f"run: from {first} to {last}, lowest {low}, highest {high}" in shown, "the description of the plot"
     for percent in (25, 1):  # MFU and data wait
-        assert f"first: from {percent} to {percent}, lowest {percent}, highest {percent}" in shown
+        assert f"chain: from {percent} to {percent}, lowest {percent}, highest {percent}" in shown
+    assert f"latents: {amount(data['storage']['latent']['payload'])};" in shown, "no 0.02246 MiB"
+    assert f"{data['samples']} in {len(data['buckets'])} buckets" in shown, "one of the numbers above everything"
     for entry in data["left_out"]:
         assert entry["reason"] in shown
+
+
+def test_rounds_stand_behind_one_another_on_the_axis_of_the_pictures(whole: Path) -> None:
+    """Two rounds of three steps each, drawn after steps 1 and 2 of each."""
+    text = whole.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(re.findall(r'<svg[^>]*"progress-plot-t.*?</svg>', text, flags=re.DOTALL)[0])
+    middle = str((plots.LEFT + plots.WIDE - plots.RIGHT) // 2)
+    assert [node.get("x1") for node in root.iter("line") if node.get("class") == "mark"] == [str(plots.LEFT), middle]
+    assert {"first", "second"} <= {node.text for node in root.iter("text")}
+    for line in root.iter("polyline"):
+        across = [float(point.partition(",")[0]) for point in str(line.get("points")).split()]
+        assert across == sorted(across) and across[-1] <= plots.WIDE - plots.RIGHT
+    at = [(int(first), int(span)) for first, span in re.findall(r"--from: (\d+); --span: (\d+)", text)]
+    assert len(at) == 8 and at[:4] == at[4:] and all(b[0] >= a[0] + a[1] for a, b in pairwise(at[:4]))
+    assert sum(at[0]) < 168 * 2 / 6 < at[1][0] + at[1][1] / 2 + 21 and at[3][0] + at[3][1] / 2 > 168 / 2
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(made: Made, run_copy: Path, tmp_path: Path) -> None:
@@ -492,7 +516,7 @@ def sliders(page: Page) -> dict[str, list[tuple[str, bool, str, str]]]:
     found: dict[str, list[tuple[str, bool, str, str]]] = {}
     frames = re.findall(
         r'<input type="radio" name="([^"]+)" id="([^"]+)"( checked)?><label for="([^"]+)">([^<]*)</label>'
-        r'<figure>(?:<img src="([^"]+)"[^>]*>)?\s*<figcaption>([^<]*)</figcaption></figure>',
+        r'<figure[^>]*>(?:<img src="([^"]+)"[^>]*>)?\s*<figcaption>([^<]*)</figcaption></figure>',
         page.text,
     )
     assert len(frames) == [values.get("type") for tag, values in page.tags if tag == "input"].count("radio")
@@ -547,7 +571,7 @@ def test_drawings_that_are_not_decoded_are_named_with_the_command(made: Made, ru
     command = f"sana-pipe sample --watch {run_copy} --once"
     report.run(made.config, out, run=run_copy)
     page = checked(out)
-    assert "pictures" not in page.sections and f"3 of 3 drawings of {run_copy} are not decoded" in page.shown
+    assert sliders(page) == {} and f"3 of 3 drawings of {run_copy} are not decoded" in page.shown
     drawings.paint(paths[0])
     drawings.draw(run_copy, 1, recipe, seed=1)  # drawn again: its pictures are of the earlier file
     drawings.paint(paths[1])
@@ -799,6 +823,22 @@ def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.Capture
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 3 and HOSTILE in page.shown
 
 
+def test_a_caption_commands_no_terminal_and_prints_no_line_of_its_own(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    describe = sample_view.describe
+
+    def hostile(*arguments: Any) -> Any:
+        values, latent = describe(*arguments)
+        return {**values, "captions": [{**values["captions"][0], "text": "x\nfix: rm\x1b[2J\r\x9b1m"}]}, latent
+
+    monkeypatch.setattr(sample_view, "describe", hostile)
+    assert view.run(made.config, "1.png") == 0
+    printed = capsys.readouterr().out
+    assert not any(line.startswith("fix:") for line in printed.splitlines())
+    assert not set("\x1b\r\x9b") & set(printed)
+
+
 def test_a_sample_whose_source_is_gone(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(made.root / "cache", tmp_path / "cache")
     for path in (tmp_path / "cache" / "tables").rglob("*.parquet"):
@@ -826,7 +866,9 @@ OPTIONS = (
     *("--disable-sync", "--disable-extensions"),  # nothing but the page is asked for
 )
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
-PROBE = """<script>const seen = () =>
+PROBE = r"""<script>const boxes = (what, where = document) =>
+  [...where.querySelectorAll(what)].map(e => e.getBoundingClientRect()).filter(b => b.width);
+const seen = () =>
   [...document.querySelectorAll('.slider img')].filter(i => i.offsetHeight > 20).map(i => i.alt);
 addEventListener('load', () => parent.postMessage(JSON.stringify({
   broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.alt),
@@ -835,7 +877,15 @@ addEventListener('load', () => parent.postMessage(JSON.stringify({
   sections: [...document.querySelectorAll('section')].filter(s => s.offsetHeight > 20).map(s => s.id),
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   width: document.documentElement.clientWidth,
-  plots: [...document.querySelectorAll('svg')].map(s => Math.round(s.getBoundingClientRect().width)),
+  plots: boxes('svg').map(b => Math.round(b.width)),
+  tops: ['#progress svg', '#progress img'].map(s => Math.round(boxes(s)[0].top + scrollY)),
+  rows: [...document.querySelectorAll('.slider')].map(s => boxes('img', s).map(b => [b.left, b.right])),
+  words: [...document.querySelectorAll('td, th')].flatMap(cell => [...cell.childNodes].flatMap(node =>
+    [...node.textContent.matchAll(/[\w.,]+/g)].filter(word => {
+      const range = document.createRange();
+      range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
+      return range.getClientRects().length > 1;
+    }).map(word => word[0]))),
 }), '*'))</script></body>"""
 
 
@@ -880,7 +930,16 @@ def test_a_browser_shows_every_section_and_picture(whole: Path, tmp_path: Path, 
     seen = json.loads(html.unescape(text))
     assert seen["sections"] == checked(whole).sections
     assert seen["broken"] == [] and seen["images"] == [tag for tag, _ in checked(whole).tags].count("img") == 9
-    assert seen["frames"] == ["second, step 2"] * 2, "of each prompt the last picture is in sight"
-    assert seen["clicked"] == ["first, step 1", "second, step 2"]
     assert seen["overflow"] <= 0 and width - 20 <= seen["width"] <= width
-    assert seen["plots"] and all(250 <= drawn <= 600 for drawn in seen["plots"])
+    assert seen["words"] == [], "words of tables that break"
+    assert seen["tops"][0] < 800 and seen["tops"][1] < 1200, "loss and pictures stand above all data"
+    steps = [f"{name}, step {step}" for name in ("first", "second") for step in (1, 2)]
+    whole_plot, *plots = seen["plots"]
+    assert len(plots) > 10 and all(250 <= drawn <= 600 for drawn in plots)
+    if width == 360:
+        assert seen["frames"] == ["second, step 2"] * 2, "of each prompt the last picture is in sight"
+        assert seen["clicked"] == ["first, step 1", "second, step 2"] and whole_plot < 360
+    else:
+        assert seen["frames"] == seen["clicked"] == steps * 2 and whole_plot > 1000
+        for row in seen["rows"]:
+            assert row == sorted(row) and all(b[0] >= a[1] - 1 for a, b in pairwise(row)), "side by side"

@@ -37,6 +37,7 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
+from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Item, Part, Runs, Source
 from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource
@@ -188,7 +189,7 @@ def test_what_a_broken_off_scan_has_read_is_not_read_again(folder: Path, cache: 
     assert printed[-1] == (COUNT, COUNT)
     assert {total for _, total in printed} == {COUNT}
     assert not cache.files.names("fragments/photos"), "nothing is left of a finished scan"
-    assert second.ignored == 1
+    assert second.ignored.total == 1
 
 
 @pytest.mark.parametrize("change", ["picture", "caption", "new caption file", "pixel limit", "byte limit"])
@@ -248,14 +249,14 @@ def test_two_processes_read_every_picture_once_and_have_the_same_table(folder: P
     assert tables == {0: truth, 1: truth}
     assert sorted(sources[0].reads + sources[1].reads) == [f"{n:03d}.png" for n in range(COUNT)]
     assert sources[0].reads and sources[1].reads
-    assert [source.ignored for source in sources] == [1, 1]
+    assert [source.ignored.total for source in sources] == [1, 1]
 
 
 def test_of_tars_each_is_a_fragment_and_is_neither_listed_nor_read_twice(tars: list[Path], cache: Cache) -> None:
     alone = Cache(cache.root.parent / "alone", create=True)
     whole = CountedTars(tars)
     truth = scanned(whole, alone, shared=False)
-    assert whole.ignored == 12
+    assert whole.ignored.total == 12
     first = CountedTars(tars)
     first.read = dying_read(first, 7)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
@@ -266,7 +267,7 @@ def test_of_tars_each_is_a_fragment_and_is_neither_listed_nor_read_twice(tars: l
     assert table.equals(truth)
     assert second.listed == ["2.tar", "3.tar"]
     assert len(second.reads) == 6
-    assert second.ignored == 12, "those of the fragments that were taken over count, too"
+    assert second.ignored.total == 12, "those of the fragments that were taken over count, too"
     assert second.read("0.tar/0.png") == picture(0), "where the bytes are was learnt from the fragments"
 
 
@@ -378,12 +379,12 @@ def test_who_comes_too_late_takes_over_what_the_others_have_published(folder: Pa
 
     source = Late(folder)
     assert cache.put_table(scanned(source, cache, (0, 2))) == truth
-    assert (source.reads, source.asked, source.ignored) == ([], 2, 1)
+    assert (source.reads, source.asked, source.ignored.total) == ([], 2, 1)
     assert len(cache.files.numbers("sources/photos")) == 1
 
 
 def rows_of(n: int) -> Rows:
-    return Rows(pa.table({"item": [str(n)], "reject": pa.array([None], pa.string())}), n)
+    return Rows(pa.table({"item": [str(n)], "reject": pa.array([None], pa.string())}), Kinds({"file": n}, {"file": []}))
 
 
 def test_what_is_published_is_taken_even_while_it_is_claimed(cache: Cache) -> None:
@@ -392,7 +393,7 @@ def test_what_is_published_is_taken_even_while_it_is_claimed(cache: Cache) -> No
     Fragments(cache, "photos", Worker(other, Stop(0), 0, 2)).publish("ab" * 16, rows_of(1))
     got: list[int] = []
     fragments = Fragments(cache, "photos", Worker(mine, Stop(0), 1, 2))
-    fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored), -1)
+    fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored.total), -1)
     assert got == [1]
 
 
@@ -408,7 +409,7 @@ def test_what_was_published_just_before_the_claim_is_not_made_again(
 
     monkeypatch.setattr(claims, "take", take)
     got: list[int] = []
-    fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored), -1)
+    fragments.gather(["ab" * 16], lambda one: rows_of(2), lambda one, rows: got.append(rows.ignored.total), -1)
     assert got == [1]
 
 
@@ -786,7 +787,7 @@ def test_a_process_that_helps_reads_no_rows(
     with begun(third, cache) as scan:
         scan.help()
         assert cache.put_table(scan.table()) == truth, "the helper takes over"
-    assert (third.reads, third.ignored) == ([], 1)
+    assert (third.reads, third.ignored.total) == ([], 1)
 
 
 @pytest.mark.parametrize("kind", ["folder", "tars"])
@@ -797,13 +798,13 @@ def test_a_helper_that_takes_over_makes_again_what_was_lost(
     source: Source = Counted(folder) if kind == "folder" else CountedTars(tars)
     with begun(source, cache) as scan:
         scan.help()
-        ignored = source.ignored
+        ignored = source.ignored.total
         for name in fragments_of(cache)[::2]:
             cache.files.remove(f"fragments/photos/{name}")
         table = scan.table()
     alone = Counted(folder) if kind == "folder" else CountedTars(tars)
     assert table.equals(scanned(alone, cache, shared=False, publish=False))
-    assert source.ignored == ignored == alone.ignored > 0
+    assert source.ignored.total == ignored == alone.ignored.total > 0
 
 
 def test_the_files_that_a_helper_skips_are_counted_once(tars: list[Path], cache: Cache) -> None:
@@ -811,7 +812,7 @@ def test_the_files_that_a_helper_skips_are_counted_once(tars: list[Path], cache:
     with begun(source, cache) as scan:
         scan.help()
         assert len(scan.table()) == 12
-    assert source.ignored == 12
+    assert source.ignored.total == 12
 
 
 def test_a_helper_ends_when_another_process_has_published_the_scan(folder: Path, cache: Cache) -> None:

@@ -14,6 +14,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,6 +31,7 @@ from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
+from pipeline.sources.link_tables import LinkListing
 from pipeline.sources.source import Item, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
 from tests.support.failing_reads import fail_reads
@@ -171,7 +173,7 @@ def test_pictures_json_and_text_of_one_sample(tmp_path: Path) -> None:
         "a.tar/1.webp": ["file", "object"],
     }
     assert items["a.tar/1.JPG"].meta == {"id": 7}
-    assert source.ignored == 4
+    assert source.ignored.total == 4
 
 
 def test_equal_names_in_two_tars_are_two_items(tmp_path: Path) -> None:
@@ -346,9 +348,12 @@ def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:
 
 def test_a_caption_file_that_cannot_be_used_is_reported_beside_one_that_can(tmp_path: Path) -> None:
     members: Rows = [("1.jpg", b"x"), ("1.txt", b"\xff"), ("1.json", {"text": "one"})]
-    items, rejects = listed(opened(make_tar(tmp_path / "x.tar", members)))
+    source = opened(make_tar(tmp_path / "x.tar", members))
+    items, rejects = listed(source)
     assert items["x.tar/1.jpg"].captions == (("one", 1.0),)
-    assert "its .txt is not UTF-8" in rejects["x.tar/1"]
+    assert not rejects
+    [(kind, examples)] = source.ignored.examples.items()
+    assert "its .txt is not UTF-8" in kind and examples == ["x.tar/1"]
 
 
 def test_a_listed_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -460,7 +465,7 @@ def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
     assert zero["intern 0"] / zero["vila 0"] == pytest.approx((27 / 30) ** 10)
     assert texts(items["0000.tar/1.png"]) == ["vila 1"]
     assert set(items["0000.tar/2.png"].captions) == {("prompt 2", 1.0), ("vila 2", 1.0)}
-    assert source.ignored >= 2
+    assert source.ignored.total >= 2
     before = [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()]
     (tmp_path / "0000_clip.json").write_text("{}")
     assert [part.stamp for part in opened(tmp_path, caption_weights=weights).parts()] != before
@@ -469,10 +474,12 @@ def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
 def test_a_score_of_400_digits_costs_its_caption_alone(tmp_path: Path) -> None:
     scores = {"0": {"prompt": 10**400, "VILA": 30.0}, "1": {"prompt": 26.0, "VILA": 27.0}}
     (nvlabs(tmp_path) / "0000_clip.json").write_text(json.dumps(scores))
-    items, rejects = listed(opened(tmp_path, caption_weights={"prompt": 1.0, "VILA": 1.0}))
+    source = opened(tmp_path, caption_weights={"prompt": 1.0, "VILA": 1.0})
+    items, rejects = listed(source)
     assert texts(items["0000.tar/0.png"]) == ["vila 0"]
     assert set(texts(items["0000.tar/1.png"])) == {"prompt 1", "vila 1"}
-    assert set(rejects) == {"0000.tar/0"} and "not a number" in rejects["0000.tar/0"]
+    assert not rejects
+    assert [names for kind, names in source.ignored.examples.items() if "not a number" in kind] == [["0000.tar/0"]]
 
 
 @pytest.mark.parametrize("count", [4, 2, "three"])
@@ -492,13 +499,19 @@ def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> Non
     assert (len(items), rejects) == (3, {})
 
 
-def test_so_many_files_of_no_kind_decide_that_it_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_files_decide_what_a_folder_is_and_the_rest_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(detect, "MAX_EXAMINED", 3)
+    for n in range(4):
+        (tmp_path / f"{n}.md").write_text("")
     make_tar(tmp_path / "below" / "0000.tar", [("1.jpg", b"x"), ("1.txt", "one")])
-    for number, format in ((2, "webdataset"), (3, "folder")):
-        for n in range(number):
-            (tmp_path / f"{n}.md").write_text("")
-        assert opened(tmp_path).format == format
+    assert opened(tmp_path).format == "webdataset", "no kind is known before the last file"
+    (tmp_path / "0.jpg").write_bytes(b"x")
+    (tmp_path / "0.txt").write_text("one")
+    source = opened(tmp_path)
+    assert (source.format, set(listed(source)[0])) == ("folder", {"0.jpg"})
+    assert source.ignored.examples[".tar file"] == ["below/0000.tar"]
 
 
 def test_hidden_files_are_no_data(tmp_path: Path) -> None:
@@ -713,13 +726,13 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     items, rejects = listed(source)
     assert {key: texts(item) for key, item in items.items()} == {"p/a.png": ["one", "two"], "p/b c.png": ["three"]}
     assert source.read("p/b c.png") == b"b c.png"
-    assert len(rejects) == 5 and "secret" not in str(rejects)
+    assert len(rejects) == 4 and "secret" not in str(rejects)
     assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
         "the name is absolute",
         "the name climbs with '..'",
         "is a URL, not a name within the data",
-        "has an empty 'text'",
     }
+    assert list(source.ignored.counts.values()) == [1], "the empty caption"
 
 
 def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
@@ -752,7 +765,8 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
             items = {e.key: (tuple(text for text, _ in e.captions), e.meta) for e in entries if isinstance(e, Item)}
             assert items == expected
             assert [list(meta) for _, meta in items.values()] == [list(meta) for _, meta in expected.values()]
-            assert [e.key for e in entries if not isinstance(e, Item)] == [f"{rejecting}:1"]
+            assert len(items) == len(entries)
+            assert list(source.ignored.examples.values()) == [[f"{rejecting}:1"]]
         lower_limits(monkeypatch)
 
 
@@ -817,7 +831,7 @@ def test_json_beside_pictures(tmp_path: Path) -> None:
     assert set(rejects) == {"c.png", "d.png"}
     assert "not a JSON object" in rejects["c.png"]
     assert "has no 'text'" in rejects["d.png"]
-    assert source.ignored == 1
+    assert source.ignored.total == 1
 
 
 def test_json_with_a_longer_name_belongs_to_the_pictures_with_the_longest_beginning(tmp_path: Path) -> None:
@@ -827,7 +841,7 @@ def test_json_with_a_longer_name_belongs_to_the_pictures_with_the_longest_beginn
         source = opened(tmp_path, caption_weights={"more": 1.0})
         items, rejects = listed(source)
         assert {key: texts(item) for key, item in items.items()} == {key: [key[:-4]] for key in items}
-        assert (len(items), len(rejects), source.ignored) == (count, 0, 0)
+        assert (len(items), len(rejects), source.ignored.total) == (count, 0, 0)
 
 
 def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
@@ -896,3 +910,302 @@ def test_captions_beside_a_tar_that_was_not_asked_for_are_not_taken(tmp_path: Pa
 def test_an_address_with_a_query_is_refused_before_anything_is_listed(data: str) -> None:
     with pytest.raises(UserError, match="or a query"):
         open_source(data, DataConfig(), None, None)
+
+
+# --- what a folder is, and what of it is not used ------------------------------------------------------------------
+
+JPEG = b"\xff\xd8\xff\xe0" + b"picture"
+
+
+def parquet(path: Path, **columns: Any) -> bytes:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return path.read_bytes()
+
+
+def bytes_of(count: int = 2, column: str = "image", data: bytes = JPEG) -> dict[str, Any]:
+    return {column: [data] * count, "text": ["said"] * count}
+
+
+def mixed(folder: Path, case: str) -> Path:
+    (folder / "new" / "deep").mkdir(parents=True)
+    (folder / "new" / "deep" / "0.jpg").write_bytes(JPEG)
+    (folder / "new" / "deep" / "0.txt").write_text("said")
+    if case == "tar":
+        make_tar(folder / "old.tar", [("1.jpg", JPEG), ("1.txt", "old")])
+    elif case == "table of bytes":
+        parquet(folder / "new" / "data" / "0.parquet", **bytes_of())
+    elif case == "table of links":
+        parquet(folder / "0.parquet", url=["http://host/0.jpg"], text=["said"])
+    elif case == "listing of links":
+        (folder / "0.jsonl").write_text(json.dumps({"url": "http://host/0.jpg", "caption": "said"}))
+    elif case == "index":
+        make_tar(folder / "0.tar", [("1.jpg", JPEG), ("1.txt", "old")])
+        (folder / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0.tar"}]}))
+    elif case == "two tables":
+        for name in ("a.parquet", "b.parquet"):
+            parquet(folder / name, **bytes_of())
+        parquet(folder / "a.parquet", file_name=["new/deep/0.jpg"], text=["said"])
+    return folder
+
+
+MIXED = {
+    "tar": ("webdataset", "old.tar"),
+    "table of bytes": ("parquet", "new/data/0.parquet"),
+    "table of links": ("parquet", "0.parquet"),
+    "listing of links": ("jsonl", "0.jsonl"),
+    "index": ("wids", "wids-meta.json"),
+    "two tables": ("parquet", "a.parquet"),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_a_folder_of_several_kinds_is_a_choice_at_any_depth_and_the_rest_is_named(tmp_path: Path, case: str) -> None:
+    format, file = MIXED[case]
+    mixed(tmp_path, case)
+    with pytest.raises(UserError, match=naming("new/deep/0.jpg", file)) as caught:
+        opened(tmp_path)
+    assert caught.value.fix == "--format " + "|".join(sorted({"folder", format}))
+    source = opened(tmp_path, "folder")
+    assert set(listed(source)[0]) == {"new/deep/0.jpg"}
+    assert file.rpartition("/")[2] in str(source.ignored.examples)
+    source = opened(tmp_path, format)
+    assert "new/deep/0.jpg" not in listed(source)[0]
+    used = case == "two tables"  # a row names the picture
+    assert (".jpg file" in source.ignored.counts) != used
+
+
+@pytest.mark.parametrize("name", ["metadata.parquet", "new/metadata.parquet", "list.jsonl", "list.csv"])
+def test_a_table_that_names_files_wins_over_the_files(tmp_path: Path, name: str) -> None:
+    mixed(tmp_path, "")
+    named = "deep/0.jpg" if name.startswith("new") else "new/deep/0.jpg"
+    if name.endswith("parquet"):
+        parquet(tmp_path / name, file_name=[named], text=["of the table"])
+    elif name.endswith("jsonl"):
+        (tmp_path / name).write_text(json.dumps({"file_name": named, "text": "of the table"}))
+    else:
+        (tmp_path / name).write_text(f"file_name;text\n{named};of the table\n")
+    source = opened(tmp_path)
+    [item] = listed(source)[0].values()
+    assert (texts(item), source.read(item.key)) == (["of the table"], JPEG)
+    assert source.ignored.examples == {".txt file": ["new/deep/0.txt"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("scores.csv", "file_name,score\nnew/deep/0.jpg,3\n"),
+        ("gone.csv", "file_name,text\nelsewhere/0.jpg,x\n"),
+        ("links.csv", "url,score\nhttp://host/0.jpg,3\n"),
+    ],
+)
+def test_a_listing_of_other_things_is_named_and_decides_nothing(tmp_path: Path, name: str, text: str) -> None:
+    mixed(tmp_path, "")
+    (tmp_path / name).write_text(text)
+    for config in ({}, {"caption": "none"}):
+        source = opened(tmp_path, **config)
+        assert (source.format, set(listed(source)[0])) == ("folder", {"new/deep/0.jpg"})
+        assert source.ignored.examples[".csv file"] == [name]
+
+
+def test_files_beside_tars_are_named_but_for_those_of_the_tars(tmp_path: Path) -> None:
+    make_tar(tmp_path / "0.tar", [("1.jpg", JPEG), ("1.txt", "x")])
+    for name in ("0_scores.json", "info.json", "README.md", "wids-meta.json"):
+        (tmp_path / name).write_text("{}")
+    source = opened(tmp_path, "webdataset")
+    assert set(listed(source)[0]) == {"0.tar/1.jpg"}
+    assert source.ignored.counts == {
+        ".md file": 1,
+        ".json file": 1,
+        ".json file beside a tar that is about no samples": 1,
+    }
+
+
+LOST = ["a.jpg_large", "d.jpeg?x=1.5", "e.jpg ", "g.JPG.1", "k.png:large", "m.webp!w640"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_a_picture_that_is_lost_for_its_name_is_a_reject(tmp_path: Path, kind: str) -> None:
+    """Backups and files about a picture are none."""
+    others = ["b.jpg~", "c.jpg.xmp", "d.jpg.bak"]
+    for number, name in enumerate([*LOST, *others, "last.jpg"]):
+        (tmp_path / name).write_bytes(JPEG)
+        (tmp_path / f"{name.partition('.')[0]}.txt").write_text(str(number))
+    if kind == "tar":
+        tar = tmp_path / "x" / "a.tar"
+        make_tar(tar, [(path.name, path.read_bytes()) for path in sorted(tmp_path.iterdir())])
+    source = opened(tmp_path if kind == "folder" else tar)
+    items, rejects = listed(source)
+    before = "a.tar/" if kind == "tar" else ""
+    assert set(items) == {before + "last.jpg"}
+    assert set(rejects) == {before + name for name in LOST}
+    assert {before + name for name in others} <= {name for names in source.ignored.examples.values() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "usable", "lost"),
+    [
+        (["i.v2.jpg", "i.v2.txt", "j.jpg", "j.txt"], ["j.jpg"], ["i.v2.jpg"]),
+        (["i.0.jpg", "i.0.txt", "i.1.jpg", "i.1.txt"], [], ["i.0.jpg", "i.1.jpg"]),
+        (["i.jpg", "i.txt", "i.1.jpg", "i.1.json"], ["i.jpg"], ["i.1.jpg"]),
+        (["i.edited.jpg", "i.input.jpg", "i.txt"], [], ["i.edited.jpg", "i.input.jpg"]),
+        (["i.jpg", "i.seg.png", "i.txt"], ["i.jpg"], []),
+        (["d/._i.jpg", "d/i.jpg", "d/._i.txt", "d/i.txt", "d/.DS_Store"], ["d/i.jpg"], []),
+        (["._i.jpg", "i.jpg", "__MACOSX/._i.txt", "i.txt"], ["i.jpg"], []),
+    ],
+)
+def test_names_in_tars_with_dots(tmp_path: Path, names: list[str], usable: list[str], lost: list[str]) -> None:
+    members: Rows = [(name, b"{}" if name.endswith("json") else JPEG if name.endswith("g") else "x") for name in names]
+    source = opened(make_tar(tmp_path / "a.tar", members))
+    items, rejects = listed(source)
+    assert [set(items), set(rejects)] == [{f"a.tar/{name}" for name in some} for some in (usable, lost)]
+    used = {*usable, *lost, "i.txt", "j.txt", "d/i.txt"}
+    assert source.ignored.total == len(set(names) - used), "all others are named"
+
+
+# --- columns of pictures -------------------------------------------------------------------------------------------
+
+
+def struct(data: bytes = JPEG) -> pa.Array:
+    return pa.array([{"bytes": data, "path": "x.jpg"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+
+
+HASH = [b"\x01" * 16]
+
+
+@pytest.mark.parametrize(
+    ("columns", "taken"),
+    [
+        ({"mask": struct(b"mask"), "image": struct()}, "image"),
+        ({"conditioning_image": struct(b"c"), "Image": struct()}, "Image"),
+        ({"hash": HASH, "data": [JPEG]}, "data"),
+        ({"hash": HASH, "image": ["a.jpg"]}, "image"),
+        ({"embedding": HASH, "file_name": pa.array(["a.jpg"]).dictionary_encode()}, "file_name"),
+        ({"file_name": ["name of the bytes.jpg"], "data": [JPEG]}, "data"),
+        ({"audio": struct(b"RIFFxxxxWAVE"), "shot": struct()}, "shot"),
+        ({"jpg": [JPEG], "url": ["http://host/a.jpg"], "md5": HASH}, "jpg"),
+        ({"source": struct(), "target": struct()}, None),
+        ({"source": struct(), "edited": [JPEG], "target": struct()}, None),
+        ({"mask": struct(), "image": ["gone.jpg"]}, None),
+        ({"mask": struct(), "file_name": ["a.jpg"]}, None),
+        ({"mask": struct(), "url": ["http://host/a.jpg"]}, None),
+    ],
+)
+def test_of_several_columns_the_best_known_is_taken_or_the_user_asked(
+    tmp_path: Path, columns: dict[str, Any], taken: str | None
+) -> None:
+    (tmp_path / "a.jpg").write_bytes(JPEG)
+    parquet(tmp_path / "t.parquet", **columns, text=pa.array(["said"]).dictionary_encode())
+    if taken is None:
+        with pytest.raises(UserError) as caught:
+            listed(opened(tmp_path / "t.parquet"))
+        fix = str(caught.value.fix)
+        assert fix.startswith("--set data.image_field=")
+        choices = fix.partition("=")[2].split("|")
+        assert set(choices) == set(columns)
+    for field in choices if taken is None else [None]:
+        source = opened(tmp_path / "t.parquet", image_field=field)
+        items, rejects = listed(source)
+        assert not rejects and source.picture_columns == {field or taken}
+        if (field or taken) != "url" and columns.get("image") != ["gone.jpg"]:
+            assert [source.read(key) for key in items] == [JPEG]
+        assert [texts(item) for item in items.values()] == [["said"]]
+
+
+def test_a_hash_is_no_picture_and_bytes_in_lists_are_no_columns_of_an_item(tmp_path: Path) -> None:
+    parquet(tmp_path / "t.parquet", hash=HASH, text=["said"])
+    with pytest.raises(UserError, match=r"hash: binary"):
+        listed(opened(tmp_path / "t.parquet"))
+    parquet(tmp_path / "t.parquet", image=struct(), more=pa.array([[{"raw": JPEG}]]), text=["said"])
+    [item] = listed(opened(tmp_path / "t.parquet"))[0].values()
+    assert item.meta == {"path": "x.jpg"}
+
+
+# --- listings as other programs write them -------------------------------------------------------------------------
+
+ROWS = [{"file_name": f"{n}.jpg", "text": text} for n, text in enumerate(["a; b", 'ü "q", c', "Ċ 猫"])]
+
+
+def csv_text(separator: str, end: str = "\r\n") -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, ["file_name", "text"], delimiter=separator, lineterminator=end)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return out.getvalue()
+
+
+LISTINGS = {
+    "semicolon.csv": csv_text(";").encode(),
+    "tab.csv": csv_text("\t").encode(),
+    "tab.tsv": csv_text("\t", "\n").encode(),
+    "pipe.csv": csv_text("|").encode(),
+    "named.csv": ("sep=;\r\n" + csv_text(";")).encode(),
+    "excel.csv": csv_text("\t").encode("utf-16"),
+    "big-endian.csv": b"\xfe\xff" + csv_text(",").encode("utf-16-be"),
+    "powershell.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in ROWS).encode("utf-16"),
+    "array.json": json.dumps(ROWS).encode(),
+    "lines.json": json.dumps(ROWS, indent=2, ensure_ascii=False).encode("utf-8-sig"),
+    "wide.json": json.dumps(ROWS, indent=2, ensure_ascii=False).encode("utf-16"),
+    "captions.json": json.dumps({row["file_name"]: row["text"] for row in ROWS}).encode(),
+    "meta_cap.json": json.dumps({row["file_name"][0]: {"caption": row["text"], "tags": "t"} for row in ROWS}).encode(),
+    "tags.json": json.dumps({row["file_name"]: {"caption": "", "tags": row["text"]} for row in ROWS}).encode(),
+    "index.json": json.dumps({str(n): row for n, row in enumerate(ROWS)}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_listings_of_other_programs(tmp_path: Path, name: str) -> None:
+    """The same rows with addresses: each is found again by its place alone."""
+    for row in ROWS:
+        (tmp_path / row["file_name"]).write_bytes(JPEG)
+    (tmp_path / name).write_bytes(LISTINGS[name])
+    items, rejects = listed(opened(tmp_path / name))
+    expected = [[row["text"]] for row in ROWS]
+    assert not rejects and list(items) == [row["file_name"] for row in ROWS]
+    assert [texts(item) for item in items.values()] == expected
+    if name in ("meta_cap.json", "tags.json"):
+        return
+    wide = b"\xff\xfe" if LISTINGS[name].startswith(b"\xff\xfe") else b""
+    encoding = "utf-16-le" if wide else "utf-16-be" if name.startswith("big") else "utf-8"
+    data = LISTINGS[name]
+    for row in ROWS:
+        data = data.replace(row["file_name"].encode(encoding), ("http://höst/" + row["file_name"]).encode(encoding))
+    (tmp_path / name).write_bytes(data)
+    links = opened(tmp_path / name)
+    assert isinstance(links, LinkListing)
+    items, rejects = listed(links)
+    assert not rejects and [texts(item) for item in items.values()] == expected
+    links.links = cast("Any", SimpleNamespace(read=str.encode))
+    for key in reversed(items):
+        assert links.read(key).decode() == f"http://höst/{ROWS[list(items).index(key)]['file_name']}"
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [
+        ('[{"file_name": "0.jpg", "text": "a"}, {"file_name": "1.jp', 1),
+        ('[{"file_name": "0.jpg", "text": "a"} {"file_name": "1.jpg", "text": "b"}]', 1),
+        ('[{"file_name": "0.jpg", "text": "a"}][{"file_name": "1.jpg", "text": "b"}]', 1),
+        ('[{"file_name": "0.jpg", "text": "a"}, 7]', 1),
+        ('[{"file_name": "0.jpg", "text": "\\ud83d"}, {"file_name": "1.jpg", "text": "b"}]', 1),
+        ('{"0.jpg": ["a", "b"], "1.jpg": "b"}', 1),
+        ("[]", 0),
+        ("", 0),
+        ("7", 0),
+        ("[" * 100_000, 0),
+    ],
+)
+def test_json_that_is_no_listing_is_said(tmp_path: Path, text: str, usable: int) -> None:
+    for n in range(2):
+        (tmp_path / f"{n}.jpg").write_bytes(JPEG)
+    (tmp_path / "list.json").write_text(text)
+    items, rejects = listed(opened(tmp_path / "list.json"))
+    assert (len(items), len(rejects)) == (usable, 1)
+    assert all(key.startswith("list.json") for key in rejects)
+
+
+def test_a_json_file_of_another_form_is_an_error_that_says_the_way(tmp_path: Path) -> None:
+    captions = {"info": {"year": 1}, "images": [{"id": 1}], "annotations": [{"caption": "x"}]}
+    (tmp_path / "coco.json").write_text(json.dumps(captions))
+    with pytest.raises(UserError, match=r"\.jsonl"):
+        listed(opened(tmp_path / "coco.json"))

@@ -12,6 +12,7 @@ from pipeline.cache.root import Cache
 from pipeline.errors import AwayError, CacheError, NoSpaceError, ResourceError
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
+AGAIN = "sana-pipe bucket --again"
 GC = "sana-pipe gc --yes"
 PROMPTS = "sana-pipe encode --prompts FILE"
 
@@ -64,21 +65,14 @@ def recipe_names(cache: Cache) -> list[str]:
     return [name.removesuffix(".json") for name in cache.files.names("recipes") if name.endswith(".json")]
 
 
-def fix_of_snapshot(fix: str | None, name: str | None) -> str:
-    """What to do about a lost or damaged snapshot.
-
-    `encode` and `bucket` make the same again only while its sources are the same. `latest` moves to any snapshot.
+def fix_of_head(name: str) -> str:
+    """What to do about a lost head of a snapshot, which said how it was made. `latest` moves to any snapshot.
 
     Args:
-        fix: as the error of reading it says.
-        name: points to it; None if no name does.
+        name: points to it.
     """
-    if fix is None or not fix.startswith((BUCKET, ENCODE)):
-        return fix or REPAIR
-    if name is None:
-        return GC
-    without = f"{fix}; if its sources have changed since, to do without it: sana-pipe forget --snapshot {name}"
-    return fix if name == "latest" else without
+    without = f"{BUCKET} with the settings that it was made with; to do without it: sana-pipe forget --snapshot {name}"
+    return BUCKET if name == "latest" else without
 
 
 def packs(cache: Cache) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ def make_vae(
         if not inputs:
             inputs = [torch.rand(8, 3, *size) * 2 - 1 for size in sizes]
         psnr = _set_scaling_factor(model, inputs)
-    model.save_pretrained(folder)
+    _save(model, folder)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "scaling_factor": float(model.config.scaling_factor),
@@ -351,7 +352,7 @@ def make_text(
             embedding.normal_(0.0, 4.0 / TEXT_WIDTH**0.5)
             embedding[tokenizer.pad_token_id].zero_()
     with no_progress_bars():
-        model.save_pretrained(folder)
+        _save(model, folder)
     tokenizer.save_pretrained(tokenizer_folder or folder.parent / "tokenizer")
     return {"parameters": sum(p.numel() for p in model.parameters()), "vocabulary": len(tokenizer)}
 
@@ -376,6 +377,14 @@ def new_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
     return GemmaTokenizer(
         vocab={name: i for i, name in enumerate(names)}, merges=merges, add_bos_token=True, padding_side="right"
     )
+
+
+def _save(model: Any, folder: Path) -> None:
+    """`save_pretrained`, and files with the mode that the umask says: safetensors lets only their owner read them."""
+    model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        shutil.copyfile(path, copy := path.with_suffix(".copy"))
+        copy.replace(path)
 
 
 # ---------------------------------------------------------------- a whole repository

@@ -35,6 +35,7 @@ from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
+from pipeline.sources.filenames import escaped
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
 
@@ -459,7 +460,7 @@ def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -
 
 
 def report(
-    name: str, work: Wanted, size: Sizes, free: int | None, reserve: int, time_estimate: dict[str, Any] | None
+    source: Source, work: Wanted, size: Sizes, free: int | None, reserve: int, time_estimate: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The whole estimate as JSON values.
 
@@ -469,7 +470,8 @@ def report(
         time_estimate: from `times`; None if nothing was probed.
     """
     return {
-        "source": name,
+        "source": source.name,
+        "picture_columns": sorted(source.picture_columns),
         "items": work.items,
         "usable": work.usable,
         "rejects": sum(work.rejects.counts.values()),
@@ -477,6 +479,7 @@ def report(
         "unread": work.unread,
         "reasons": work.rejects.counts,
         "examples": work.rejects.examples,
+        "ignored": vars(source.ignored.ranked()),
         "buckets": [
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
             for shape, (count, loss) in sorted(work.buckets.items())
@@ -487,9 +490,21 @@ def report(
         "bytes": {"latents": size.latents, "text": size.text, "index": size.index, "total": size.total},
         "free_bytes": free,
         "reserve_bytes": reserve,
-        "enough_space": free is None or size.total + reserve <= free,
+        "enough_space": None if free is None else size.total + reserve <= free,
         "time": time_estimate,
     }
+
+
+def column_lines(columns: Sequence[str]) -> list[str]:
+    """Which columns of a table have the pictures, for people."""
+    names = " or ".join(repr(escaped(column)) for column in columns)
+    return [f"pictures are taken from the column {names}"] if columns else []
+
+
+def ignored_lines(ignored: Kinds) -> list[str]:
+    """What of a source is not used, for people."""
+    head = f"{ignored.total} files, members or captions of the source are not used:"
+    return [head, *ignored.ranked().lines()] if ignored.total else []
 
 
 def lines(report: dict[str, Any], cache: str) -> list[str]:
@@ -497,7 +512,9 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
     out = [
         f"source {report['source']!r}: {report['items']} items, {report['usable']} usable, "
         f"{report['rejects']} rejects expected",
+        *column_lines(report["picture_columns"]),
         *Kinds(report["reasons"], report["examples"]).lines(),
+        *ignored_lines(Kinds(**report["ignored"])),
     ]
     if report["undecided"]:
         out.append(
@@ -523,7 +540,7 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
 
 def _space_lines(report: dict[str, Any], cache: str) -> list[str]:
     size = report["bytes"]
-    state = "enough" if report["enough_space"] else "NOT ENOUGH"
+    state = {True: "enough", False: "NOT ENOUGH", None: "whether that is enough is unknown"}[report["enough_space"]]
     free = "free space unknown" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free"
     return [
         f"bytes: latents {amount(size['latents'])}, text {amount(size['text'])}, index {amount(size['index'])}; "

@@ -31,6 +31,7 @@ from pipeline.cache import layout, shard
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.sources.reasons import Kinds
 from pipeline.work.engine import Job, Worker
 
 POLL_S = 1.0
@@ -46,10 +47,10 @@ class ScanSuperseded(Exception):
 
 @dataclass(frozen=True)
 class Rows:
-    """A fragment's table, how many files its listing skipped, and the caption columns that it has."""
+    """A fragment's table, what its listing skipped, and the caption columns that it has."""
 
     table: pa.Table
-    ignored: int
+    ignored: Kinds
     columns: tuple[str, ...] = ()
 
 
@@ -132,7 +133,7 @@ class Fragments:
         try:
             table = f"{Paths.fragments(self.source)}/{body['table']}.arrow"
             content = shard.from_ipc(files.content(table, body["table"]), table)
-            return Rows(content, body["ignored"], tuple(body["columns"]))
+            return Rows(content, Kinds(**body["ignored"]), tuple(body["columns"]))
         except IntegrityError:  # as above
             files.remove(Paths.fragment(self.source, fragment))
             return None
@@ -141,7 +142,7 @@ class Fragments:
         files = self.cache.files
         table = files.put_content(shard.to_ipc(rows.table), Paths.fragments(self.source), "arrow")
         unreadable = pc.any(pc.starts_with(rows.table.column("reject"), "unreadable")).as_py()
-        body = {"table": table, "ignored": rows.ignored, "columns": list(rows.columns)}
+        body = {"table": table, "ignored": vars(rows.ignored), "columns": list(rows.columns)}
         counts = {"rows": len(rows.table), "unreadable": bool(unreadable)}
         files.put(Paths.fragment(self.source, fragment), layout.seal(body | counts))
 

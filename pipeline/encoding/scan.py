@@ -89,7 +89,7 @@ RUNS_AHEAD = 16
 RUN = 2048
 """Items of a fragment in a part without a stamp."""
 
-RULE = "fragment-3"
+RULE = "fragment-4"
 """Version of the rules that make rows. A version with other rules does not use fragments of this version."""
 
 HEADS = (1 << 16, 1 << 20)
@@ -383,32 +383,33 @@ class Scan:
     def _make_shared(self, fragment: str) -> Rows:
         rule, before = self.source.rule, self.source.ignored
         piece = self._shared[fragment]
-        table = self._made(piece)
-        piece.stats, piece.before = {}, {}  # the listing stays: a fragment may be lost before its rows are read
-        ignored = self.source.ignored - before
-        if fragment in self._made_here:  # and counted
+        ignored = self.source.ignored = Kinds()
+        try:
+            table = self._made(piece)
+        finally:
             self.source.ignored = before
+        piece.stats, piece.before = {}, {}  # the listing stays: a fragment may be lost before its rows are read
+        if fragment not in self._made_here:
+            before.merge(ignored)
         self._made_here.add(fragment)
         return Rows(table, ignored, tuple(sorted(rule.seen)) if rule is not None else ())
 
     def _gather(self, fragments: Fragments) -> None:
         """Have the shared pieces made by all processes."""
-        rule, ignored_elsewhere = self.source.rule, 0
+        rule = self.source.rule
 
         def arrived(fragment: str, rows: Rows) -> None:
-            nonlocal ignored_elsewhere
             piece = self._shared[fragment]
             piece.rows = self.made.add(rows.table)
             piece.forget()
             self._list(piece)
             if fragment not in self._made_here:
                 self._reach(len(rows.table))
-                ignored_elsewhere += rows.ignored
+                self.source.ignored.merge(rows.ignored)
                 if rule is not None:
                     rule.seen.update(rows.columns)
 
         fragments.gather(list(self._shared), self._make_shared, arrived, self.scans)
-        self.source.ignored += ignored_elsewhere
 
     def _cut(self) -> list[_Piece]:
         pieces = []

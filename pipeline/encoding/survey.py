@@ -7,6 +7,7 @@ storage choice, `hours` the time of latents and of text, with and without the sh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,21 +15,28 @@ from functools import partial
 from typing import Any, get_args
 
 import click
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache import layout
+from pipeline.cache.arrow import batches
 from pipeline.cache.root import Cache, check_source_name
 from pipeline.config import Config, DataConfig, Storage
 from pipeline.encoding import estimate, unit_encoder
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
+from pipeline.errors import escaped
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Source
 from pipeline.work.progress import Progress
+
+ENLARGED, CROPPED = 2.0, 1 / 3
+"""Pictures that are enlarged by more, or lose more of their area, are counted (`fit_notes`)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,10 @@ class Survey:
     def sizes(self) -> estimate.Sizes:
         """Bytes of the work."""
         return estimate.sizes(self.work, self.config, self.latent, self.text, self.count_rows)
+
+    def fit_notes(self) -> list[str]:
+        """See `fit_notes`."""
+        return fit_notes(self.scan, self.table, self.config.data)
 
     def probe(self) -> estimate.Speed:
         """Speed of the encoders on a few batches of the work."""
@@ -166,6 +178,34 @@ def scanning_of(
         ) as scan,
     ):
         yield scan, bar
+
+
+def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) -> list[str]:
+    """How many usable pictures of a scan fit their buckets badly, where no setting leaves such pictures out."""
+    rules = (
+        ("max_upscale", buckets.upscale, ENLARGED, f"are enlarged by more than {ENLARGED:g} times", "{:.3g} times"),
+        ("max_crop_loss", buckets.crop_loss, CROPPED, f"lose more than {CROPPED:.0%} of their area", "{:.0%}"),
+    )
+    counts: dict[str, int] = Counter()
+    worst: dict[str, tuple[float, str]] = {}
+    for batch in batches(table.select(["item", "width", "height", "reject"])):
+        usable = batch.filter(pc.and_(pc.is_null(batch.column("reject")), pc.is_valid(batch.column("width"))))
+        height, width = (usable.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
+        sizes, first, number = np.unique(height << 32 | width, return_index=True, return_counts=True)
+        for size, row, count in zip(sizes.tolist(), first.tolist(), number.tolist(), strict=True):
+            shape = size >> 32, size & 0xFFFFFFFF
+            for option, measure, limit, _, _ in rules:
+                value = measure(*shape, buckets.nearest(shapes, *shape))
+                if value > limit and getattr(data, option) is None:
+                    counts[option] += count
+                    if value > worst.get(option, (0.0, ""))[0]:
+                        worst[option] = value, usable.column("item")[row].as_py()
+    return [
+        f"{counts[option]} pictures {what}, the worst {form.format(worst[option][0])}: {escaped(worst[option][1])} "
+        f"(data.{option} leaves such pictures out)"
+        for option, _, _, what, form in rules
+        if option in worst
+    ]
 
 
 def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:

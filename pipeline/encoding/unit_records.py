@@ -27,7 +27,7 @@ import torch
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.errors import UserError, is_out_of_memory
+from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.encoders import NonFiniteOutputError
 from pipeline.sources import caption_rules as captions
@@ -250,7 +250,7 @@ def encode_finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits:
             if not is_out_of_memory(error):
                 raise
             if len(inputs) == 1:
-                raise UserError(
+                raise ResourceError(
                     "the encoder runs out of memory with a single item",
                     fix="use a device with more memory, or a smaller data.resolution",
                 ) from None

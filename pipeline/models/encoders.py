@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config import VaeConfig, Weights
-from pipeline.models.hub import ModelError, read_settings, resolve, weight_files
+from pipeline.models.hub import ModelError, open_tensors, read_settings, resolve, weight_files
 from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
 from pipeline.models.weights import (
     DTYPES,
@@ -32,7 +32,6 @@ from pipeline.models.weights import (
     digest,
     finite_bits,
     from_bits,
-    open_tensors,
     provenance_of,
 )
 

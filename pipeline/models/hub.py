@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Weights
-from pipeline.errors import UserError, machine_error
+from pipeline.errors import UserError, machine_error, not_permitted
 
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems under which diffusers and transformers save weights."""
@@ -377,10 +377,25 @@ def read_json(path: Path) -> dict:
     except FileNotFoundError:
         raise ModelError(f"{path} is missing", fix="give a folder that `save_pretrained` wrote") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} cannot be read as JSON", found=_first_line(error)) from None
+        raise not_permitted(path) or ModelError(f"{path} cannot be read as JSON", found=_first_line(error)) from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object", found=type(value).__name__)
     return value
+
+
+def open_tensors(path: Path) -> Any:
+    """An open safetensors file.
+
+    Raises:
+        UserError: this user may not read it, or it cannot be read as one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        what = f"{path} cannot be read as safetensors"
+        raise not_permitted(path) or ModelError(what, found=str(error), fix="fetch or export it again") from None
 
 
 def weight_files(folder: Path, variant: str | None = None) -> list[Path]:

@@ -1,7 +1,7 @@
 """Weight files with NVlabs' names, as their trainer writes (`checkpoints/NAME.pth`) and ComfyUI reads, too.
 
-What: `parts` maps each of their tensors to our parameters, `read` opens a `.pth` or safetensors file, and `renamed`
-returns its tensors under our names.
+What: `parts` maps each of their tensors to our parameters, `read` opens a `.pth` or safetensors file, `renamed`
+returns its tensors under our names, and `buffers` makes what their model stores beside its parameters.
 Why: released checkpoints and those of users of NVlabs' code come in this form. The names are those that NVlabs'
 `tools/convert_sana_to_diffusers.py` maps to diffusers'; queries, keys and values are concatenated into one tensor, and
 GLUMBConv's channels are in diffusers' order.
@@ -15,25 +15,30 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, not_permitted
+from pipeline.models import hub
 from pipeline.models.sana_config import SanaConfig, read_config
+from pipeline.models.sana_layers import position_embedding
 
 BUFFERS = ("pos_embed", "y_embedder.y_embedding")
-"""Buffers of their model that ours lacks: a computed table, and the rows of the empty caption."""
+"""Buffers of their model that ours lacks: a computed table, and rows that take the place of a dropped caption. Their
+trainer puts the rows of the empty caption there, and their pipelines encode it anew."""
 
 CROSS_HEADS = {1152: 16, 2240: 20}
 """Width -> heads of cross attention in NVlabs' models. Heads of self attention are `_HEAD` wide."""
 
 _HEAD = 32
+_FIRST = "x_embedder.proj.weight"
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and checkpointing put into the names of what they wrap."""
 
 _rebuild = np.zeros(0).__reduce__()[0]
 _ARRAYS: list[Any] = [
@@ -98,14 +103,35 @@ def parts(names: Iterable[str]) -> dict[str, list[str]]:
     return tensors
 
 
-def read(path: Path) -> tuple[SanaConfig, dict[str, Any]]:
-    """The model's shape, and lazy slices (safetensors' interface) by NVlabs' names.
+def buffers(config: SanaConfig, text_rows: int) -> dict[str, Tensor]:
+    """`BUFFERS` as their model makes them: the table of positions (zeros in a model that adds none), random rows."""
+    side, width = config.sample_size // config.patch_size, config.inner_dim
+    table = torch.zeros(side * side, width)
+    if config.interpolation_scale is not None:
+        table = position_embedding(side, side, width, base=side, scale=config.interpolation_scale)
+    rows = torch.randn(text_rows, config.caption_channels, generator=torch.Generator().manual_seed(0))
+    return dict(zip(BUFFERS, (table[None], rows / config.caption_channels**0.5), strict=True))
+
+
+def read(path: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Any], str]:
+    """The model's shape, lazy slices (safetensors' interface) by NVlabs' names, and what else the file holds, in words.
+
+    Args:
+        variant: of several models in one `.pth`, the name of the one to be read, such as `state_dict_ema`.
 
     Raises:
         UserError: another kind of file, or a model that this package does not implement.
     """
-    stored = _open(path)
-    return config_of(path, stored), {name: part for name, part in stored.items() if name not in BUFFERS}
+    stored, note = _open(path, variant)
+    return config_of(path, stored), {name: part for name, part in stored.items() if name not in BUFFERS}, note
+
+
+def plain_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the names of wrappers, and without what all names begin with, such as `module.`."""
+    names = {_WRAPPERS.sub("", name): part for name, part in stored.items()}
+    while all("." in name for name in names) and len({name.partition(".")[0] for name in names}) == 1:
+        names = {name.partition(".")[2]: part for name, part in names.items()}
+    return names
 
 
 def renamed(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -155,23 +181,44 @@ class _Rows:
         return self.stored[(slice(self.start + start, self.start + max(start, stop)), *rest)]
 
 
-def _open(path: Path) -> dict[str, Any]:
+def _open(path: Path, variant: str | None) -> tuple[dict[str, Any], str]:
+    if path.suffix == ".safetensors":
+        file = hub.open_tensors(path)
+        return plain_names({name: file.get_slice(name) for name in file.keys()}), ""
     try:
-        if path.suffix == ".safetensors":
-            file = safe_open(path, framework="pt")
-            return {name: file.get_slice(name) for name in file.keys()}
         with torch.serialization.safe_globals(_ARRAYS):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise UserError(
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise not_permitted(path) or UserError(
             f"{path} cannot be read as weights",
             expected="a .pth file of tensors (of torch 1.6 or newer) or a safetensors file",
             found=next(iter(str(error).splitlines()), type(error).__name__),
             fix="fetch it again; a file with more than tensors and numbers is not loaded: reading it runs code",
         ) from None
-    tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
-    tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    return {str(name): Stored(tensor) for name, tensor in tensors.items()}
+    models = dict(_models(content))
+    plain = [name for name in models if "ema" not in name.lower()] or list(models)
+    chosen = plain[0] if variant is None and len(plain) == 1 else variant
+    if models and chosen not in models:
+        raise UserError(
+            f"{path} holds several models" if variant is None else f"{path} holds no model {variant!r}",
+            found=", ".join(models),
+            fix=" or ".join(f"--set model.weights.variant={name or 'null'}" for name in models),
+        )
+    others = " and ".join(name for name in models if name != chosen)
+    note = f"; its {others} is not used (model.weights.variant={others.split(' ')[0]} takes it)" if others else ""
+    tensors = models.get(chosen or "", {})
+    return plain_names({name: Stored(tensor) for name, tensor in tensors.items()}), note
+
+
+def _models(content: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Tensors of each dictionary in a file that holds a Sana transformer, by the keys that lead to it."""
+    if not isinstance(content, dict) or not depth:
+        return
+    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    if any(key.endswith(_FIRST) for key in tensors):
+        yield name, tensors
+    for key, value in content.items():
+        yield from _models(value, f"{name}.{key}" if name else str(key), depth - 1)
 
 
 def config_of(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
@@ -186,8 +233,8 @@ def config_of(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
         raise UserError(
             f"{path} does not hold a Sana transformer of NVlabs' repository",
             expected="x_embedder.proj.weight, ..",
-            found=", ".join(sorted(shapes)[:4]) or "no tensors",
-            fix=f"give another file ({error})",
+            found=", ".join(sorted(shapes)[:4]) or f"no {_FIRST}",
+            fix=f"give the file of the transformer alone ({error} is missing)",
         ) from None
     if any(name.startswith("cfg_embedder.") for name in shapes):
         raise UserError(
@@ -202,6 +249,15 @@ def config_of(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
             expected=f"width {' or '.join(map(str, CROSS_HEADS))}",
             fix=f"put the model's diffusers config.json at {beside}",
         )
+    norm = "blocks.0.attn.q_norm.weight" in shapes
+    repository = next((part for part in path.parts if part.startswith("models--")), "")
+    if "sprint" in (path.name + repository).lower() or (norm and width == min(CROSS_HEADS)):
+        raise UserError(
+            f"{path} is by its {'shape' if norm and width == min(CROSS_HEADS) else 'name'} of Sana-Sprint, whose "
+            "teachers read timesteps divided by 1000 (timestep_norm_scale_factor)",
+            expected="Sana or SANA-1.5",
+            fix=f"take the weights of SANA-1.5; if it is another model, put its diffusers config.json at {beside}",
+        )
     side, scale = _positions(path, stored)
     return SanaConfig(
         in_channels=channels,
@@ -215,7 +271,7 @@ def config_of(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
         num_cross_attention_heads=CROSS_HEADS[width],
         cross_attention_head_dim=width // CROSS_HEADS[width],
         mlp_ratio=hidden / width,
-        qk_norm="rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in shapes else None,
+        qk_norm="rms_norm_across_heads" if norm else None,
         sample_size=side,
         interpolation_scale=scale,
     )

@@ -193,12 +193,18 @@ class SanaConfig(ModelSpec):
         return training_flops(self, samples, tokens, text_rows)
 
     def save(
-        self, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, form: str = "diffusers", stem: str = ""
+        self,
+        weights: Mapping[str, Tensor],
+        folder: Path,
+        dtype: torch.dtype,
+        form: str = "diffusers",
+        stem: str = "",
+        max_length: int = 300,
     ) -> None:
         from pipeline.models.sana_files import save_nvlabs, save_weights
 
         if form == "nvlabs":
-            save_nvlabs(weights, self, folder, stem, dtype)
+            save_nvlabs(weights, self, folder, stem, dtype, max_length)
         else:
             save_weights(weights, self, folder, dtype)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import UserError, writing
@@ -61,13 +61,8 @@ def _slices(paths: Sequence[Path]) -> dict[str, Any]:
     slices: dict[str, Any] = {}
     source: dict[str, str] = {}
     for path in paths:
-        try:
-            handle = safe_open(path, framework="pt")
-            part = {name: handle.get_slice(name) for name in handle.keys()}
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path} cannot be read as safetensors: {error}", fix="download or export it again"
-            ) from None
+        handle = hub.open_tensors(path)
+        part = {name: handle.get_slice(name) for name in handle.keys()}
         for name in part:
             if name in source:
                 raise UserError(
@@ -75,7 +70,7 @@ def _slices(paths: Sequence[Path]) -> dict[str, Any]:
                 )
             source[name] = path.name
         slices |= part
-    return slices
+    return nvlabs.plain_names(slices)
 
 
 class WeightFiles:
@@ -85,7 +80,7 @@ class WeightFiles:
     Args:
         place: local folder, or file.
         variant: the middle part of the file names, such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None
-            takes the set of the highest precision.
+            takes the set of the highest precision. In a `.pth`: see `nvlabs.read`.
 
     Attributes:
         config: from `config.json`, or from the shapes of NVlabs' file.
@@ -99,10 +94,9 @@ class WeightFiles:
     def __init__(self, place: Path, variant: str | None = None):
         place = Path(place)
         if place.is_file():
-            self.config, stored = nvlabs.read(place)
+            self.config, stored, note = nvlabs.read(place, variant)
             self._slices = nvlabs.renamed(stored, expected_shapes(self.config))
             names: tuple[str, ...] = (place.name,)
-            note = ""
         else:
             self.config = read_config(place)
             chosen = hub.choose(place, variant, widest=True)
@@ -115,6 +109,7 @@ class WeightFiles:
         for name, shape in expected.items():
             _check_shape(name, shape, self.shapes[name], str(place))
         kinds = "/".join(sorted({self.dtype(name) for name in expected}))
+        self.place = place
         self.description = f"{', '.join(names)} ({kinds}) of {place}{note}"
 
     def dtype(self, name: str) -> str:
@@ -125,7 +120,19 @@ class WeightFiles:
         """A box of a parameter, in the file's dtype and our layout, on the CPU. Only its bytes are read.
 
         The result may be a mapping of the file, which may change or shrink later: copy it.
+
+        Raises:
+            UserError: values that are not finite numbers.
         """
+        box = self._box(name, offsets, lengths)
+        if not torch.isfinite(box.float() if box.itemsize == 1 else box).all():
+            raise UserError(
+                f"{self.place}: parameter {name} holds values that are not finite numbers",
+                fix="give other weights: with these every loss is NaN",
+            )
+        return box
+
+    def _box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         stored, rest = self._slices[name], [slice(a, a + n) for a, n in zip(offsets, lengths, strict=True)][1:]
         begin, end = offsets[0], offsets[0] + lengths[0]
         if not name.endswith(_GLU_PARAMETERS):
@@ -218,21 +225,31 @@ def save_weights(
 
 
 def save_nvlabs(
-    state_dict: Mapping[str, Tensor], config: SanaConfig, folder: Path, stem: str, dtype: torch.dtype
+    state_dict: Mapping[str, Tensor],
+    config: SanaConfig,
+    folder: Path,
+    stem: str,
+    dtype: torch.dtype,
+    text_rows: int = 300,
 ) -> None:
-    """Write STEM.safetensors and STEM.pth as NVlabs' repository reads them, and `config.json`, from which `WeightFiles`
-    takes what they lack: the heads of cross attention and the base of a position embedding.
+    """Write STEM.safetensors and STEM.pth as NVlabs' repository writes them, with the buffers of their model, and
+    `config.json`, from which `WeightFiles` takes what they lack: the heads of cross attention.
 
-    The buffers that their model computes or replaces at its start (`pos_embed`, `y_embedder.y_embedding`) are left
-    out: their converter to diffusers expects a file without them. Arguments and errors as in `save_weights`.
+    Other arguments and errors as in `save_weights`.
+
+    Args:
+        text_rows: of a caption (`text.max_length`, their `model_max_length`).
     """
     shapes = expected_shapes(config)
     _check_names(shapes, state_dict, "the model to be saved")
+    buffers = nvlabs.buffers(config, text_rows)
+    tensors = nvlabs.parts(shapes) | {name: [name] for name in buffers}
+    shapes |= {name: tuple(each.shape) for name, each in buffers.items()}
     path = folder / f"{stem}.safetensors"
     with writing(folder, "check the rights, or write to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, nvlabs.parts(shapes), shapes, state_dict, dtype)
-        with safe_open(path, framework="pt") as file:  # mapped: the other file needs no memory for the whole model
+        write_file(path, tensors, shapes, ChainMap(buffers, state_dict), dtype)  # type: ignore[arg-type]
+        with hub.open_tensors(path) as file:  # mapped: the other file needs no memory for the whole model
             temporary = folder / f"{stem}.pth.tmp"
             with temporary.open("wb") as out:  # torch's own file says nothing of a full disk
                 torch.save({"state_dict": {name: file.get_tensor(name) for name in file.keys()}}, out)
@@ -270,7 +287,7 @@ def write_file(
                     found=f"{float(whole.abs().max()):g}",
                     fix="another --dtype",
                 )
-            out.write(stored.flatten().view(torch.uint8).numpy())
+            out.write(stored.flatten().view(torch.uint8).numpy().data)
     os.replace(temporary, path)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import ArchConfig, TrainConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, UserError, not_permitted
 
 SANA = "SanaTransformer2DModel"
 KINDS: dict[str, str] = {SANA: "pipeline.models.sana_config:SanaConfig"}
@@ -109,9 +109,18 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def save(
-        self, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, form: str = "diffusers", stem: str = ""
+        self,
+        weights: Mapping[str, Tensor],
+        folder: Path,
+        dtype: torch.dtype,
+        form: str = "diffusers",
+        stem: str = "",
+        max_length: int = 300,
     ) -> None:
-        """Write the weights, in the module's layout, in one of `formats`. stem: of the file names, where they are free.
+        """Write the weights, in the module's layout, in one of `formats`.
+
+        Args:
+            stem: of the file names, where they are free. max_length: caption rows of a form that has them.
 
         Raises:
             UserError: parameters missing, unexpected or of another shape; the folder cannot be written.
@@ -229,8 +238,8 @@ def spec_of(data: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
     return spec_class(name, source).from_dict(data, source)
 
 
-def spec_at(place: Path) -> ModelSpec:
-    """Of the model in a diffusers folder, or in a file of NVlabs.
+def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
+    """Of the model in a diffusers folder, or in a file of NVlabs. variant: as in `WeightFiles`.
 
     Raises:
         UserError: no such folder or file, or one that no kind implements.
@@ -238,7 +247,7 @@ def spec_at(place: Path) -> ModelSpec:
     if place.is_file():
         from pipeline.models import nvlabs
 
-        return nvlabs.read(place)[0]
+        return nvlabs.read(place, variant)[0]
     return spec_of(read_json(place), str(place / "config.json"))
 
 
@@ -258,7 +267,7 @@ def read_json(folder: Path) -> dict[str, Any]:
             fix="name the subfolder too, e.g. model.weights.subfolder: transformer",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise not_permitted(path) or UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} is not a JSON object", found=type(data).__name__)
     return data

@@ -7,7 +7,7 @@ Price: the digest reads every byte of the weights (5 GB for Gemma-2-2b).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import xxhash
 
 from pipeline.config import Weights
 from pipeline.errors import UserError
-from pipeline.models.hub import ModelError, is_local
+from pipeline.models.hub import ModelError, is_local, open_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -72,23 +72,6 @@ def digest(files: Sequence[Path], rename: Callable[[str], str | None], architect
             state.update(f"{name}\0{kind}\0{list(tensor.shape)}\0".encode())
             state.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return state.hexdigest()
-
-
-@contextlib.contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file.
-
-    Raises:
-        ModelError: it cannot be read as one.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        handle = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} cannot be read as safetensors", found=str(error), fix="fetch it again") from None
-    with handle as opened:
-        yield opened
 
 
 def bf16_bits(values: torch.Tensor) -> np.ndarray:

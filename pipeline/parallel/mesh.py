@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,8 @@ from pipeline.errors import ConfigError, UserError, printed_first
 from pipeline.launch import Launch
 from pipeline.parallel.collectives import all_gather_objects
 
+WAITING_S = 10.0
+"""Time after which a process says that it waits for the others of its launch."""
 PP, REPLICATE, SHARD, TP = DIMS = "pp", "dp_replicate", "dp_shard", "tp"
 """The mesh's dimensions, outermost first: neighbours in tp are neighbours in rank, so they share a node."""
 
@@ -99,11 +102,35 @@ def reopening(launch: Launch, timeout_s: int) -> Launch:
 
     def stores() -> Iterator[dist.Store]:
         limit = timedelta(seconds=timeout_s)
-        store, _, _ = next(dist.rendezvous(str(launch.rendezvous), launch.rank, launch.world, timeout=limit))
+        with _waiting(launch):
+            store, _, _ = next(dist.rendezvous(str(launch.rendezvous), launch.rank, launch.world, timeout=limit))
         for number in itertools.count():
             yield dist.PrefixStore(f"group-{number}", store)
 
     return launch if launch.world == 1 else replace(launch, stores=stores())
+
+
+@contextmanager
+def _waiting(launch: Launch) -> Iterator[None]:
+    """Print for whom this process waits, where and why, if that takes `WAITING_S`."""
+    others = f"the other {launch.world - 1} processes" if launch.is_main else "process 0"
+    text = f"process {launch.rank} waits for {others} at {launch.place}, as {_said(launch)}; {_alone(launch)}"
+    timer = threading.Timer(WAITING_S, lambda: print(f"sana-pipe: {text}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _said(launch: Launch) -> str:
+    return f"{' and '.join(launch.said_by) or 'the launcher'} say"
+
+
+def _alone(launch: Launch) -> str:
+    names = [variable.partition("=")[0] for variable in launch.said_by]
+    return f"for a single process: unset {' '.join(names)}"
 
 
 @contextmanager
@@ -137,19 +164,28 @@ def open_mesh(
             rendezvous = {"store": dist.HashStore()}
         elif launch.stores is not None:
             rendezvous = {"store": next(launch.stores)}
-        dist.init_process_group(
-            backend,
-            rank=launch.rank,
-            world_size=launch.world,
-            timeout=timedelta(seconds=parallel.timeout_s),
-            device_id=device if device.type == "cuda" else None,
-            **rendezvous,
-        )
+        with nullcontext() if launch.world == 1 or launch.stores is not None else _waiting(launch):
+            dist.init_process_group(
+                backend,
+                rank=launch.rank,
+                world_size=launch.world,
+                timeout=timedelta(seconds=parallel.timeout_s),
+                device_id=device if device.type == "cuda" else None,
+                **rendezvous,
+            )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
+        reason = str(error).partition("\n")[0]
+        if "address already in use" in reason.lower():
+            raise UserError(
+                f"{launch.place}: the port is in use",
+                found=reason,
+                fix="end the process that listens there, or take another port for all processes: torchrun "
+                "--master-port PORT (--standalone finds a free one), export MASTER_PORT=PORT before srun",
+            ) from None
         raise UserError(
-            f"the {launch.world} processes of this launch did not find each other: {error}",
-            expected=f"all of them at {launch.rendezvous} within {parallel.timeout_s} s",
-            fix="check that every process was launched and that the port is reachable",
+            f"the {launch.world} processes of this launch did not find each other: {reason}",
+            expected=f"all of them at {launch.place} within {parallel.timeout_s} s, as {_said(launch)}",
+            fix=f"check that every process was launched and that the port is reachable; {_alone(launch)}",
         ) from None
     try:
         with printed_first(launch.rank, launch.world):

@@ -15,14 +15,17 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import Config
+from pipeline.amounts import amount
+from pipeline.cache.local_files import free_at
+from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import auto
 from pipeline.planning.cost import Time
-from pipeline.planning.predict import Data, as_new_run, closed_form, predict
+from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, closed_form, predict
 from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
+from pipeline.training.checkpoint import complete
 from pipeline.training.expectation import MEANINGFUL, Expected
 
 
@@ -40,11 +43,27 @@ def expect(
         config: decided, with `train.residual`. shape: gives the model's shape.
     """
     try:
-        return _expect(config, shape(), data, device, launch)
+        architecture = shape()
+        if (note := _short_of_space(config.train, architecture)) is not None:
+            log(note)
+        return _expect(config, architecture, data, device, launch)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         log(f"note: memory and speed are not predicted: {reason}")
         return None
+
+
+def _short_of_space(train: TrainConfig, shape: ModelSpec) -> str | None:
+    """A note if the disk holds fewer checkpoints than the run keeps and the one that it writes."""
+    root, size = Path(train.output) / "checkpoints", checkpoint_bytes(shape, train)
+    there, free = len(complete(root)), free_at(root)
+    wanted = min(train.keep_checkpoints + 1, there + -(-train.steps // train.save_every)) - there
+    if wanted * size <= free:
+        return None
+    return (
+        f"note: {amount(free)} are free on the disk of {root}; the checkpoints still to come (train.keep_checkpoints = "
+        f"{train.keep_checkpoints}, and the one that is being written) take {wanted} x {amount(size)}"
+    )
 
 
 def _expect(config: Config, shape: ModelSpec, data: Data, device: torch.device, launch: Launch) -> Expected | None:

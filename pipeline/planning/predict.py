@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from pipeline.config import Config, TrainConfig
+from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.images import buckets
 from pipeline.models.spec import ModelSpec, spec_from_arch, spec_of
@@ -294,6 +294,13 @@ def closed_form(shape: ModelSpec, train: TrainConfig, layout: Layout) -> dict[st
     if train.parallel.offload == "all":
         sizes |= dict.fromkeys((PARAMETERS, GRADIENTS, OPTIMIZER, EMA), 0.0)
     return sizes
+
+
+def checkpoint_bytes(shape: ModelSpec, train: TrainConfig) -> float:
+    """Bytes of a checkpoint: the whole model's parameters, moments and averages, wherever they lie."""
+    ema = None if train.ema is None else train.ema.model_copy(update={"device": "same"})
+    sizes = closed_form(shape, train.model_copy(update={"parallel": ParallelConfig(), "ema": ema}), Layout(1, 1, 1, 1))
+    return sum(sizes[kind] for kind in (PARAMETERS, OPTIMIZER, EMA))
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,10 @@ def _run(config: Config, work: Path, *words: str, what: str) -> None:
     settings = work / "config.yaml"
     settings.write_text(dump(config), encoding="utf-8")
     done = subprocess.run(command(*words, "--config", str(settings)), check=False)
+    if done.returncode == NoSpaceError.exit_code:
+        raise NoSpaceError(f"{what} met a full disk", fix="see its message above")
     if done.returncode:
-        raise (NoSpaceError if done.returncode == NoSpaceError.exit_code else DecodeError)(
+        raise DecodeError(
             f"{what} ended with an error",
             found=f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}",
             fix="see its message above",

@@ -64,6 +64,7 @@ def draw_for(
     The noise of a picture depends on `sample.seed` and the sample alone, not on the other rows.
 
     Args:
+        config: with the numerics of the training (`training.build.as_trained`).
         weights: of `architecture`, in our layout; the model takes them over without a copy.
     """
     model = _model(config, architecture, weights, device)
@@ -114,7 +115,7 @@ def draw_prompts(
     the prompt alone, as in training.
 
     Args:
-        weights: as in `draw_for`.
+        config, weights: as in `draw_for`.
     """
     null, null_mask = prompts.null()
     rows = [bf16(prompts.rows(number)).float() for number in range(len(prompts))]
@@ -135,7 +136,7 @@ def draw_prompts(
 def _model(
     config: Config, architecture: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device
 ) -> nn.Module:
-    model = architecture.loaded(weights)
+    model = architecture.loaded(weights, config.train)
     return model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
 
 

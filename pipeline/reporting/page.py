@@ -25,12 +25,13 @@ from pipeline.errors import UserError, writing
 from pipeline.reporting.data_figures import bucket_name
 from pipeline.reporting.photos import Embedded, embedded
 from pipeline.reporting.pictures import decode_command, undecoded
-from pipeline.reporting.plots import Line, bar_plot, column_plot, line_plot, number_text
+from pipeline.reporting.plots import WIDE, WIDTH, Line, bar_plot, column_plot, line_plot, number_text
 
-GIB = 2**30
 FRAMES = 24
 """Limit on the pictures of a slider: the first, the last, and others evenly between them."""
 PICTURE_SIDE = 320
+COLUMNS = 168
+"""Of the grid along the axis of losses and pictures."""
 ROWS = 60
 """Limit on the rows of a table; the rest is added up."""
 
@@ -55,11 +56,18 @@ class Figure:
 
 @dataclass(frozen=True)
 class Slider:
-    """Pictures over time, one of them in sight. id: unique on the page. frames: (label, picture), by time."""
+    """Pictures over time: one of them in sight, or on a wide page all of them along the axis.
+
+    Attributes:
+        id: unique on the page.
+        frames: (label, picture), by time.
+        columns: of each picture, (first, number).
+    """
 
     id: str
     title: str
     frames: Sequence[tuple[str, Embedded]]
+    columns: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -72,25 +80,43 @@ class Sliders:
 
 @dataclass
 class Section:
-    """One part of the page; without content it is left out."""
+    """One part of the page; without content it is left out. wide: a plot for a wide page, and the same for a narrow
+    one."""
 
     id: str
     title: str
     lines: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     plots: list[Markup] = field(default_factory=list)
+    wide: list[Markup] = field(default_factory=list)
     cards: list[Figure] = field(default_factory=list)
     sliders: list[Sliders] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(
-            self.lines or any(table.rows for table in self.tables) or any(self.plots) or self.cards or self.sliders
+            self.lines
+            or any(table.rows for table in self.tables)
+            or any((*self.plots, *self.wide))
+            or self.cards
+            or self.sliders
         )
 
 
 _BEGIN = b"<!DOCTYPE html>"
 TITLES = {
+    "progress": "Loss and pictures",
+    "pictures": "Pictures",
+    "validation": "Held-out loss",
+    "ema": "EMA",
+    "losses": "Losses",
+    "run": "Run",
+    "phases": "Phases side by side",
+    "throughput": "Throughput",
+    "data-wait": "Data wait",
+    "memory": "Memory beside the plan",
+    "compare": "Two runs compared",
     "snapshot": "Snapshot",
+    "new": "New samples against old ones",
     "buckets": "Buckets",
     "crop": "Crop loss",
     "sources": "Sources",
@@ -98,18 +124,7 @@ TITLES = {
     "duplicates": "Duplicates",
     "rejects": "Rejects and samples left out",
     "storage": "Storage",
-    "new": "New samples against old ones",
     "gallery": "Decoded latents",
-    "run": "Run",
-    "losses": "Losses",
-    "validation": "Held-out loss",
-    "ema": "EMA",
-    "pictures": "Pictures",
-    "throughput": "Throughput",
-    "data-wait": "Data wait",
-    "memory": "Memory beside the plan",
-    "phases": "Phases side by side",
-    "compare": "Two runs compared",
     "trained-on": "Snapshot of the run",
 }
 """Sections by id, in the order of the page."""
@@ -142,7 +157,7 @@ def write_page(
         missing.append(_absent("gallery", "no latents were decoded", "sana-pipe report --gallery 8"))
     if figures["run"] is not None and figures["compare"] is None:
         missing.append(_absent("compare", "no second run was named", "sana-pipe report --compare RUN"))
-    text = render("report.html", title=_title(figures), sections=sections, missing=missing)
+    text = render("report.html", title=_title(figures), numbers=_first(figures), sections=sections, missing=missing)
     write(text, out)
     return [section.id for section in sections]
 
@@ -153,7 +168,7 @@ def render(template: str, **values: Any) -> str:
         loader=PackageLoader("pipeline.reporting"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return environment.get_template(template).render(version=__version__, time=now, **values)
+    return environment.get_template(template).render(version=__version__, time=now, columns=COLUMNS, **values)
 
 
 def check_out(out: Path) -> None:
@@ -195,6 +210,33 @@ def _title(figures: dict[str, Any]) -> str:
     return "sana-pipe report" + (f": {', '.join(parts)}" if parts else "")
 
 
+def _first(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The five numbers above everything: (name, value, remark)."""
+    data, run, numbers = figures["snapshot"], figures["run"], []
+    if run is not None:
+        last, checks = run["parts"][-1], _line("", run, _of_validation("loss"))
+        several = f"in {len(run['parts'])} rounds" if len(run["parts"]) > 1 else ""
+        numbers.append(("optimizer steps", f"{_starts(run)[-1]:,.0f}", several))
+        if checks.y:
+            numbers.append(("held-out loss", _number(checks.y[-1]), f"{_number(checks.y[0])} at first"))
+        loss = _line("", run, _of_journal("loss"))
+        if loss.y:
+            numbers.append(("training loss", _number(last["last"].get("loss")), f"{_number(loss.y[0])} at first"))
+        if (speed := last["mean"].get("images_per_s")) is not None:
+            numbers.append(("images/s", _number(speed), f"{_number(last['processes'])} x {last['device'] or ''}"))
+        if (wait := last["mean"].get("data_wait")) is not None:
+            numbers.append(("data wait", _percent(wait), "of the wall time"))
+    if data is not None:
+        numbers.insert(4, ("samples", f"{data['samples']:,}", f"in {len(data['buckets'])} buckets"))
+        numbers += [
+            ("steps per epoch", f"{data['steps_per_epoch']:,.2f}", ""),
+            ("tokens per caption", f"{data['captions']['mean_tokens']:.1f}", ""),
+            ("crop loss", _percent((data["crop"] or {}).get("mean")), "of a picture's area"),
+            ("shards", amount(data["storage"]["shards_bytes"]), ""),
+        ]
+    return numbers[:5]
+
+
 def _sections(
     figures: dict[str, Any], thumbnails: Callable[[str | None, str], Embedded] | None, gallery: Sequence[Figure]
 ) -> Iterator[Section]:
@@ -202,8 +244,8 @@ def _sections(
         yield from _data_sections(figures["snapshot"], figures["cache"], thumbnails)
     yield Section("gallery", TITLES["gallery"], cards=list(gallery))
     if figures["run"] is not None:
+        yield _progress([run for run in (figures["run"], figures["compare"]) if run is not None])
         yield from _run_sections(figures["run"])
-        yield _pictures([run for run in (figures["run"], figures["compare"]) if run is not None])
         if figures["compare"] is not None:
             yield _compare(figures["run"], figures["compare"])
 
@@ -369,67 +411,100 @@ def _storage(data: dict[str, Any], cache: dict[str, Any]) -> Section:
         for name, store in cache["stores"].items()
     ]
     part.tables.append(Table(("whole cache", "records", "bytes", "rejected"), _limited(rows, "stores"), (1, 2, 3)))
-    sizes = [storage[kind]["payload"] / 2**20 for kind in kinds]
-    part.plots.append(bar_plot("storage-plot", "Tensors of the snapshot, MiB", list(kinds.values()), [("MiB", sizes)]))
+    sizes = [storage[kind]["payload"] for kind in kinds]
+    part.plots.append(bar_plot("storage-plot", "Tensors of the snapshot", list(kinds.values()), [("", sizes)], amount))
     return part
 
 
 # ---------------------------------------------------------------- runs
 
-
-def _series(parts: Sequence[tuple[str, dict[str, Any]]], column: str, scale: float = 1.0) -> list[Line]:
-    """A column of the journal as curves of several parts of runs. parts: (name, part)."""
-    return [_line(name, part["curves"][column], scale) for name, part in parts if column in part["curves"]]
+Pick = Callable[[dict[str, Any]], dict[str, list[float]] | None]
+"""The curve of a part of a run; None: it has none."""
 
 
-def _line(name: str, curve: dict[str, list[float]], scale: float = 1.0) -> Line:
-    value, low, high = ([scale * y for y in curve.get(key, ())] for key in ("value", "low", "high"))
-    return Line(name, curve["step"], value, low, high)
+def _starts(run: dict[str, Any]) -> list[float]:
+    """The steps that were done before each part of a run began; at the end those of all."""
+    starts = [0.0]
+    for part in run["parts"]:
+        steps = [part["steps"] or 0, *((part["validation"] or {}).get("loss") or {"step": []})["step"]]
+        starts.append(starts[-1] + max(steps + [drawing["step"] for drawing in part["pictures"]]))
+    return starts
 
 
-def _named(run: dict[str, Any], prefix: str = "") -> list[tuple[str, dict[str, Any]]]:
-    return [(f"{prefix}{part['name']}", part) for part in run["parts"]]
+def _marks(run: dict[str, Any]) -> list[tuple[float, str]]:
+    """Where the parts of a run begin."""
+    names = [part["name"] for part in run["parts"]]
+    return list(zip(_starts(run), names, strict=False)) if len(names) > 1 else []
 
 
-def _run_sections(run: dict[str, Any]) -> Iterator[Section]:
-    parts = _named(run)
+def _line(name: str, run: dict[str, Any], pick: Pick, scale: float = 1.0) -> Line:
+    """A curve through all parts of a run, one behind the other."""
+    x: list[float] = []
+    columns: dict[str, list[float]] = {"value": [], "low": [], "high": []}
+    for start, part in zip(_starts(run), run["parts"], strict=False):
+        curve = pick(part) or {"step": [], "value": []}
+        x += [start + step for step in curve["step"]]
+        for key, column in columns.items():
+            column += [scale * value for value in curve.get(key, curve["value"])]
+    if columns["low"] == columns["high"]:
+        return Line(name, x, columns["value"])
+    return Line(name, x, columns["value"], columns["low"], columns["high"])
 
-    def section(name: str, *plots: tuple[str, str, str, float]) -> Section:
-        """plots: (column of the journal, title, label with unit, factor)."""
-        drawn = [line_plot(f"{c}-plot", title, _series(parts, c, scale), label) for c, title, label, scale in plots]
-        return Section(name, TITLES[name], plots=[plot for plot in drawn if plot])
 
-    about = Section("run", TITLES["run"], lines=[f"Run directory {run['folder']}"])
-    heads = ("part", "steps", "attempts", "processes", "device", "last loss", "images/s", "data wait", "snapshot")
-    about.tables.append(Table(heads, [_part_row(name, part) for name, part in parts], (1, 2, 3, 5, 6, 7)))
-    yield about
-    yield section(
-        "losses",
+def _of_journal(column: str) -> Pick:
+    return lambda part: part["curves"].get(column)
+
+
+def _of_validation(name: str, key: str | None = None) -> Pick:
+    def pick(part: dict[str, Any]) -> dict[str, list[float]] | None:
+        values = (part["validation"] or {}).get(name)
+        return values if key is None or values is None else values.get(key)
+
+    return pick
+
+
+_PLOTS = {
+    "losses": (
         ("loss", "Training loss", "loss", 1.0),
         ("grad_norm", "Gradient norm before clipping", "norm", 1.0),
         ("lr", "Learning rate", "rate", 1.0),
         ("loss_scale", "Loss scale (fp16)", "factor", 1.0),
-    )
-    yield from _validation_sections(parts)
-    yield section(
-        "throughput",
+    ),
+    "throughput": (
         ("images_per_s", "Images per second, all processes", "images/s", 1.0),
         ("tokens_per_s", "Image tokens per second, all processes", "tokens/s", 1.0),
         ("mfu", "Model FLOPs utilisation", "MFU, %", 100.0),
-    )
-    yield section(
-        "data-wait", ("data_wait", "Time that the slowest process waited for data", "% of the wall time", 100.0)
-    )
-    memory = section(
-        "memory",
+    ),
+    "data-wait": (("data_wait", "Time that the slowest process waited for data", "% of the wall time", 100.0),),
+    "memory": (
         ("memory_gib", "Peak of allocated GPU memory", "GiB", 1.0),
         ("reserved_gib", "Peak of reserved GPU memory", "GiB", 1.0),
         ("rss_gib", "Main memory of the largest process", "GiB", 1.0),
-    )
-    memory.tables += [table for name, part in parts for table in _plan_tables(name, part)]
-    yield memory
-    if len(parts) > 1:
-        yield _phases(parts)
+    ),
+}
+"""The plots of a section: (column of the journal, title, label with unit, factor)."""
+
+
+def _run_sections(run: dict[str, Any]) -> Iterator[Section]:
+    yield from _validation_sections(run)
+    for name, plots in _PLOTS.items():
+        section = _section(name)
+        for column, title, label, scale in plots:
+            line = _line(_label(run), run, _of_journal(column), scale)
+            section.plots.append(line_plot(f"{column}-plot", title, [line], label, marks=_marks(run)))
+        if name == "memory":
+            section.tables = [table for part in run["parts"] for table in _plan_tables(part["name"], part)]
+        yield section
+    about = _section("run", f"Run directory {run['folder']}")
+    heads = ("part", "steps", "attempts", "processes", "device", "last loss", "images/s", "data wait", "snapshot")
+    about.tables.append(Table(heads, [_part_row(part["name"], part) for part in run["parts"]], (1, 2, 3, 5, 6, 7)))
+    yield about
+    if len(run["parts"]) > 1:
+        yield _phases(run["parts"])
+
+
+def _label(run: dict[str, Any]) -> str:
+    return Path(run["folder"]).name
 
 
 def _part_row(name: str, part: dict[str, Any]) -> list[str]:
@@ -455,31 +530,28 @@ _DIVIDED = (("by_sigma", "sigma", "sigma {}"), ("by_bucket", "bucket", "bucket {
 """Figures of the held-out loss in parts: their name, what divides them, and the label of a part."""
 
 
-def _validation_sections(parts: list[tuple[str, dict[str, Any]]]) -> Iterator[Section]:
-    section, ema = Section("validation", TITLES["validation"]), Section("ema", TITLES["ema"])
-    several = len(parts) > 1
-    measured = [(name, part["validation"]) for name, part in parts if part["validation"] is not None]
-    totals = [_line(name, checks["loss"]) for name, checks in measured if checks["loss"] is not None]
-    section.plots.append(line_plot("validation-plot", "Held-out loss, mean over sigmas", totals, "loss"))
-    rows = []
-    for number, (name, checks) in enumerate(measured):
-        of = f" ({name})" if several else ""
-        for key, what, label in _DIVIDED:
-            if not checks[key]:
-                continue
-            lines = [_line(label.format(value), curve) for value, curve in checks[key].items()]
-            section.plots.append(line_plot(f"{key}-plot-{number}", f"Held-out loss by {what}{of}", lines, "loss"))
-            for value, curve in checks[key].items():
-                first, last = curve["value"][0], curve["value"][-1]
-                rows.append([f"{label.format(value)}{of}", _number(first), _number(last), f"{last - first:+.4g}"])
+def _validation_sections(run: dict[str, Any]) -> Iterator[Section]:
+    section, ema = _section("validation"), _section("ema")
+    measured = [(part["name"], part["validation"]) for part in run["parts"] if part["validation"] is not None]
+    rows, marks = [], _marks(run)
+    ends = [f"after {name}" for name, _ in measured] if len(measured) > 1 else ["last"]
+    for key, what, label in _DIVIDED:
+        values = dict.fromkeys(value for _, checks in measured for value in checks[key])
+        lines = [_line(label.format(value), run, _of_validation(key, value)) for value in values]
+        section.plots.append(line_plot(f"{key}-plot", f"Held-out loss by {what}", lines, "loss", marks=marks))
+        for value, line in zip(values, lines, strict=True):
+            curves = [checks[key].get(value) for _, checks in measured]
+            cells = [_number(curve["value"][-1]) if curve else "" for curve in curves]
+            rows.append([line.name, _number(line.y[0]), *cells, f"{line.y[-1] - line.y[0]:+.4g}"])
+    for name, checks in measured:
         if checks["samples"] is not None:
             section.lines.append(f"{name}: {checks['rows']} times on {_number(checks['samples'])} held-out samples.")
-        if checks["ema_loss"] is not None and checks["loss"] is not None:
-            lines = [_line("weights", checks["loss"]), _line("EMA", checks["ema_loss"])]
-            ema.plots.append(line_plot(f"ema-plot-{number}", f"Held-out loss, weights and EMA{of}", lines, "loss"))
-    section.tables.append(Table(("held-out loss of", "first", "last", "change"), rows, (1, 2, 3)))
-    section.plots = [plot for plot in section.plots if plot]
+    section.tables.append(Table(("held-out loss of", "first", *ends, "change"), rows, range(1, 3 + len(ends))))
     yield section
+    average = _line("EMA", run, _of_validation("ema_loss"))
+    if average.x:
+        lines = [_line("weights", run, _of_validation("loss")), average]
+        ema.plots.append(line_plot("ema-plot", "Held-out loss, weights and EMA", lines, "loss", marks=marks))
     yield ema
 
 
@@ -502,10 +574,10 @@ def _plan_tables(name: str, part: dict[str, Any]) -> list[Table]:
     return [Table((f"plan of {name}", "bytes"), rows, (1,))]
 
 
-def _phases(parts: list[tuple[str, dict[str, Any]]]) -> Section:
+def _phases(parts: list[dict[str, Any]]) -> Section:
     """Each phase as a column."""
     rows: dict[str, list[str]] = {}
-    for column, (_, part) in enumerate(parts):
+    for column, part in enumerate(parts):
         checks = part["validation"] or {}
         held_out = (checks.get("loss") or {}).get("value") or [None]
         values = {
@@ -519,8 +591,9 @@ def _phases(parts: list[tuple[str, dict[str, Any]]]) -> Section:
         for name, value in values.items():
             if value is not None:
                 rows.setdefault(name, [""] * len(parts))[column] = _number(value)
-    section = Section("phases", TITLES["phases"])
-    section.tables.append(Table(("", *(name for name, _ in parts)), [[name, *cells] for name, cells in rows.items()]))
+    section = _section("phases")
+    heads = ("", *(part["name"] for part in parts))
+    section.tables.append(Table(heads, [[name, *cells] for name, cells in rows.items()]))
     return section
 
 
@@ -533,29 +606,40 @@ def _scalars(summary: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{key}.{name}".removesuffix("."), single
 
 
-def _pictures(runs: Sequence[dict[str, Any]]) -> Section:
-    """Each prompt with a slider over the steps of each run."""
-    section = Section("pictures", TITLES["pictures"])
-    labels = _labels(runs)
+def _progress(runs: Sequence[dict[str, Any]]) -> Section:
+    """Losses and pictures of all runs on one axis: each prompt has a slider over the steps of each run."""
+    section = _section("progress")
+    labels, until = _labels(runs), max(_starts(run)[-1] for run in runs)
+    lines = [
+        _line(f"{what}{'' if len(runs) == 1 else f', {label}'}", run, pick)
+        for what, pick in (("training loss", _of_journal("loss")), ("held-out loss", _of_validation("loss")))
+        for label, run in zip(labels, runs, strict=True)
+    ]
+    for name, width in (("progress-plot", WIDE), ("progress-narrow", WIDTH)):
+        title, marks = "Training loss and held-out loss", _marks(runs[0])
+        plot = line_plot(name, title, lines, "loss", marks=marks, until=until, width=width)
+        section.wide.append(plot)
     by_prompt: dict[str, list[Slider]] = {}
     for number, (label, run) in enumerate(zip(labels, runs, strict=True)):
         frames: dict[str, list[_Shown]] = {}
         several, drawn = len(run["parts"]) > 1, set()
-        for part in run["parts"]:
+        for start, part in zip(_starts(run), run["parts"], strict=False):
             for drawing in part["pictures"]:
                 if drawing.get("pictures") is None:
                     continue
                 step, name = f"{drawing['step']:,}", part["name"]
                 when = (f"{name} {step}", f"{name}, step {step}") if several else (step, f"step {step}")
-                drawn.add("EMA" if drawing["ema"] else "last weights")
+                drawn.add("EMA weights" if drawing["ema"] else "last weights")
                 for prompt, place in zip(drawing["prompts"], drawing["pictures"], strict=True):
-                    frames.setdefault(prompt, []).append((*when, place))
+                    frames.setdefault(prompt, []).append((start + drawing["step"], *when, place))
         if drawn:
             longest = max(map(len, frames.values()))
             of = f"{FRAMES} of " if longest > FRAMES else ""
             section.lines.append(f"{label}: {of}{longest} steps, drawn with the {' and the '.join(sorted(drawn))}.")
         for order, (prompt, places) in enumerate(frames.items()):
-            slider = Slider(f"time-{number}-{order}", label, [_frame(*place) for place in _spread(places)])
+            shown = list(_spread(places))
+            columns = _columns([at / (until or 1) for at, *_ in shown])
+            slider = Slider(f"time-{number}-{order}", label, [_frame(*frame[1:]) for frame in shown], columns)
             by_prompt.setdefault(prompt, []).append(slider)
     if by_prompt:
         section.lines += [f"{what}: {decode_command(Path(run['folder']))}" for run in runs if (what := undecoded(run))]
@@ -563,8 +647,19 @@ def _pictures(runs: Sequence[dict[str, Any]]) -> Section:
     return section
 
 
-_Shown = tuple[str, str, str | None]
-"""A step of a slider: its label, what it shows, and the path of the picture."""
+def _columns(places: Sequence[float]) -> list[tuple[int, int]]:
+    """(first column, columns) of `COLUMNS` for pictures in ascending places on an axis from 0 to 1: as near as they can
+    be without lying over each other."""
+    span = min(COLUMNS // 8, COLUMNS // max(1, len(places)))
+    firsts, least, most = [], 0, COLUMNS - span * len(places)
+    for place in places:
+        least, most = max(least, min(round(COLUMNS * place - span / 2), most)) + span, most + span
+        firsts.append(least - span)
+    return [(first + 1, span) for first in firsts]
+
+
+_Shown = tuple[float, str, str, str | None]
+"""A step of a slider: its place on the axis, its label, what it shows, and the path of the picture."""
 
 
 def _spread(frames: Sequence[_Shown]) -> Iterator[_Shown]:
@@ -591,23 +686,16 @@ def _labels(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 def _compare(first: dict[str, Any], second: dict[str, Any]) -> Section:
     names = _labels((first, second))
-    several = any(len(run["parts"]) > 1 for run in (first, second))
-    parts = [
-        (f"{label}: {name}" if several else label, part)
-        for label, run in zip(names, (first, second), strict=True)
-        for name, part in _named(run)
-    ]
-    section = Section("compare", TITLES["compare"], lines=[f"{first['folder']} and {second['folder']}"])
+    section = _section("compare", f"{first['folder']} and {second['folder']}")
     for column, title, unit in (
         ("loss", "Training loss of both runs", "loss"),
         ("grad_norm", "Gradient norm of both runs", "norm"),
         ("images_per_s", "Images per second of both runs", "images/s"),
     ):
-        section.plots.append(line_plot(f"compare-{column}", title, _series(parts, column), unit))
-    checks = [(name, part["validation"]) for name, part in parts if part["validation"] is not None]
-    lines = [_line(name, values["loss"]) for name, values in checks if values["loss"] is not None]
+        lines = [_line(name, run, _of_journal(column)) for name, run in zip(names, (first, second), strict=True)]
+        section.plots.append(line_plot(f"compare-{column}", title, lines, unit))
+    lines = [_line(name, run, _of_validation("loss")) for name, run in zip(names, (first, second), strict=True)]
     section.plots.append(line_plot("compare-validation", "Held-out loss of both runs", lines, "loss"))
-    section.plots = [plot for plot in section.plots if plot]
     rows = [[entry["option"], str(entry["here"]), str(entry["there"])] for entry in second["options"]]
     if rows:
         section.tables.append(Table(("option", *names), rows))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cache import layout
 from pipeline.cache.local_files import replacing
 from pipeline.config import VaeConfig
-from pipeline.errors import ConfigError, UserError, writing
+from pipeline.errors import ConfigError, UserError, not_permitted, writing
 from pipeline.processes import catching, shown
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Drawing:
             facts = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["drawing"])
             return cls(path, data, layout.content_digest(data), {"step": int(facts["step"]), **facts})
         except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+            raise not_permitted(path) or UserError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: is no file of drawn latents: {error!r}", fix="remove it") from None
 

@@ -8,12 +8,14 @@ it, axis labels and units. The drawing scales with the page; its text is legible
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 400, 250
+WIDE = 1000
+"""Width of a plot that has the page's width to itself."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 44
 SERIES = 8
 """Distinct styles of lines; further series repeat them."""
@@ -31,20 +33,33 @@ class Line:
     high: Sequence[float] = ()
 
 
-def line_plot(name: str, title: str, lines: Sequence[Line], y_label: str, x_label: str = "optimizer step") -> Markup:
+def line_plot(
+    name: str,
+    title: str,
+    lines: Sequence[Line],
+    y_label: str,
+    x_label: str = "optimizer step",
+    *,
+    marks: Sequence[tuple[float, str]] = (),
+    until: float | None = None,
+    width: int = WIDTH,
+) -> Markup:
     """Curves over one another.
 
     Args:
         name: unique on the page; the ids of title and description begin with it.
         y_label: with its unit.
+        marks: vertical lines at x, with what begins there.
+        until: the axis goes from 0 to there; None: over the lines.
     """
     lines = [line for line in lines if len(line.x)]
     if not lines:
         return Markup("")
-    across = _Axis.of([x for line in lines for x in line.x], LEFT, WIDTH - RIGHT)
+    ends = [0, until] if until else [x for line in lines for x in line.x]
+    across = _Axis.of(ends, LEFT, width - RIGHT)
     values = [y for line in lines for y in (*line.y, *line.low, *line.high)]
     up = _Axis.of(values, HEIGHT - BOTTOM, TOP)
-    parts = [_grid(across, up, x_label, y_label)]
+    parts = [_grid(across, up, x_label, y_label, width), *_marks(across, marks)]
     for number, line in enumerate(lines):
         style = number % SERIES
         if len(line.low):
@@ -63,8 +78,20 @@ def line_plot(name: str, title: str, lines: Sequence[Line], y_label: str, x_labe
         for line in lines
     )
     description = f"{y_label} against {x_label}. {described}."
-    drawing = _svg(name, title, description, WIDTH, HEIGHT, Markup("").join(parts))
+    drawing = _svg(name, title, description, width, HEIGHT, Markup("").join(parts))
     return _figure(title, drawing, [line.name for line in lines] if len(lines) > 1 else [])
+
+
+def _marks(across: _Axis, marks: Sequence[tuple[float, str]]) -> Iterator[Markup]:
+    """Lines at x; the texts of those that have the room."""
+    places = [across.place(min(max(x, across.lowest), across.highest)) for x, _ in marks]
+    for (_, text), x, after in zip(marks, places, [*places, across.end][1:], strict=True):
+        room = int((after - x) / 6.5)
+        shown = text if len(text) <= room else f"{text[: room - 1]}…" if room > 3 else ""
+        yield Markup('<line class="mark" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
+            _short(x), _short(x), TOP, HEIGHT - BOTTOM
+        )
+        yield Markup('<text x="{}" y="{}">{}</text>').format(_short(x + 4), TOP + 9, shown)
 
 
 def column_plot(
@@ -90,12 +117,20 @@ def column_plot(
         f"{y_label} by {x_label}: {number_text(sum(counts))} in all; most, {number_text(counts[highest])}, between "
         f"{number_text(edges[highest])} and {number_text(edges[highest + 1])}."
     )
-    inside = _grid(across, up, x_label, y_label) + columns
+    inside = _grid(across, up, x_label, y_label, WIDTH) + columns
     return _figure(title, _svg(name, title, description, WIDTH, HEIGHT, inside), [])
 
 
-def bar_plot(name: str, title: str, labels: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]) -> Markup:
-    """Horizontal bars, the series stacked. labels: of the bars; series: (name with its unit, a value for each)."""
+def bar_plot(
+    name: str,
+    title: str,
+    labels: Sequence[str],
+    series: Sequence[tuple[str, Sequence[float]]],
+    text: Callable[[float], str] | None = None,
+) -> Markup:
+    """Horizontal bars, the series stacked. labels: of the bars; series: (name, a value for each); text: of a value;
+    None: a number."""
+    text = text or number_text
     totals = [sum(values) for values in zip(*(values for _, values in series), strict=True)]
     if not any(totals):
         return Markup("")
@@ -104,17 +139,17 @@ def bar_plot(name: str, title: str, labels: Sequence[str], series: Sequence[tupl
     parts = []
     for row, label in enumerate(labels):
         y, x = 4 + row * BAR, float(LABEL)
-        text = label if len(label) <= 19 else f"{label[:18]}…"
-        parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(LABEL - 6, y + 15, text))
+        shown = label if len(label) <= 19 else f"{label[:18]}…"
+        parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(LABEL - 6, y + 15, shown))
         for number, (_, values) in enumerate(series):
             width = values[row] * scale
             box = (number % SERIES, _short(x), y + 3, _short(width), BAR - 6)
             parts.append(Markup('<rect class="bar s{}" x="{}" y="{}" width="{}" height="{}"/>').format(*box))
             x += width
-        numbers = " + ".join(number_text(values[row]) for _, values in series)
+        numbers = " + ".join(text(values[row]) for _, values in series)
         parts.append(Markup('<text x="{}" y="{}">{}</text>').format(_short(x + 5), y + 15, numbers))
     names = ", ".join(name for name, _ in series)
-    described = "; ".join(f"{label}: {number_text(total)}" for label, total in zip(labels, totals, strict=True))
+    described = "; ".join(f"{label}: {text(total)}" for label, total in zip(labels, totals, strict=True))
     drawing = _svg(name, title, f"{names}. {described}.", WIDTH, height, Markup("").join(parts))
     return _figure(title, drawing, [name for name, _ in series])
 
@@ -155,8 +190,8 @@ class _Axis:
         return self.begin + (value - self.lowest) / (self.highest - self.lowest) * (self.end - self.begin)
 
 
-def _grid(across: _Axis, up: _Axis, x_label: str, y_label: str) -> Markup:
-    left, right, bottom = LEFT, WIDTH - RIGHT, HEIGHT - BOTTOM
+def _grid(across: _Axis, up: _Axis, x_label: str, y_label: str, width: int) -> Markup:
+    left, right, bottom = LEFT, width - RIGHT, HEIGHT - BOTTOM
     parts = []
     for tick in up.ticks:
         y = _short(up.place(tick))

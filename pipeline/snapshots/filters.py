@@ -84,10 +84,14 @@ class Filter:
 
     def __init__(self, text: str, setting: str):
         self.text, self.setting = text, setting
+        parsed: ast.Expression | Exception
         try:
-            self._tree = ast.parse(text.strip(), mode="eval").body
+            parsed = ast.parse(text.strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise self._wrong(f"is not an expression: {getattr(error, 'msg', None) or error}") from None
+            parsed = error
+        if isinstance(parsed, Exception):  # outside of the handler: the parser's MemoryError is not the machine's
+            raise self._wrong(f"is not an expression: {getattr(parsed, 'msg', None) or parsed}")
+        self._tree = parsed.body
         self.names: set[str] = set()
         if sum(1 for _ in ast.walk(self._tree)) > MAX_PARTS:
             raise self._wrong(

@@ -28,7 +28,7 @@ from typing import Any
 from pipeline.cache.layout import canonical
 from pipeline.config import DataConfig
 from pipeline.errors import UserError
-from pipeline.sources.filenames import short_repr, stem
+from pipeline.sources.filenames import REPEATS, short_repr, stem
 
 MAX_COLUMNS = 1000
 """Limit on the columns that are remembered; a source with more has rows with arbitrary keys, not columns."""
@@ -58,11 +58,11 @@ class RowCaptions:
 class CaptionRule:
     """See the module.
 
-    fields: (column, weight).
+    fields: (column, weight). `a+b` is one caption: the values of both columns, joined with a comma.
     listed: whether the user listed `fields`; then text files are used only if `txt` is one of them.
     scores: (caption column, score column).
     threshold, power: of the scores.
-    fallback: columns to use for a row without any of `fields`.
+    fallback: for a row without any of `fields`, the first of these columns that is not empty is used.
     default: the caption of a picture without captions (a value of `data.caption`); None: such pictures are rejected.
     before, after: text around every caption.
     raw: use captions of columns unchanged, and null as the empty caption.
@@ -103,8 +103,9 @@ class CaptionRule:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The caption columns of tables and JSON objects, without `txt`."""
-        return tuple(column for column, _ in self.fields if not (self.listed and column == TEXT_FILE))
+        """The caption columns of tables and JSON objects, without `txt`; of joined columns also the single ones."""
+        fields = [column for column, _ in self.fields if not (self.listed and column == TEXT_FILE)]
+        return tuple(dict.fromkeys(name for field in fields for name in (field, *_parts(field))))
 
     @property
     def setting(self) -> str:
@@ -131,7 +132,8 @@ class CaptionRule:
             UserError: such a column was in no row.
         """
         named = self.listed or self.fields != CaptionRule.fields
-        listed = [(self.setting, column) for column, _ in self.fields] if named else []
+        fields = [field for field, _ in self.fields if field not in self.seen] if named else []
+        listed = [(self.setting, column) for field in fields for column in _parts(field)]
         listed += [("data.caption_scores", column) for _, column in self.scores]
         for setting, column in listed:
             if column not in self.seen and len(self.seen) < MAX_COLUMNS:
@@ -150,7 +152,8 @@ class CaptionRule:
 
     def lacks_captions(self, columns: Iterable[str]) -> bool:
         """Whether a table with these columns cannot have any caption."""
-        return self.default is None and bool(self.columns) and set(self.columns).isdisjoint(columns)
+        usable = {*self.columns, *self.fallback}
+        return self.default is None and bool(self.columns) and usable.isdisjoint(columns)
 
     def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> RowCaptions:
         """The candidates of a row.
@@ -162,9 +165,9 @@ class CaptionRule:
         if len(self.seen) < MAX_COLUMNS:
             self.seen.update(row)
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
-        present = [(column, weight) for column, weight in fields if column in row]
+        present = [(field, weight) for field, weight in fields if field in row or any(p in row for p in _parts(field))]
         if not present:
-            present = [(column, 1.0) for column in self.fallback if column in row]
+            present = sorted(((c, 1.0) for c in self.fallback if c in row), key=lambda field: not row[field[0]])[:1]
         for column, weight in present:
             self._read_column(row, column, weight, scores or {}, captions)
         if not captions.candidates and not captions.problems and self.default is None:
@@ -178,7 +181,7 @@ class CaptionRule:
     def _read_column(
         self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], captions: RowCaptions
     ) -> None:
-        value = row[column]
+        value = row[column] if column in row else _joined(row, column)
         values = value if isinstance(value, list) else [value]
         given = scores.get(column)
         if given is None:
@@ -248,8 +251,22 @@ class CaptionRule:
             return posixpath.basename(stem(key)).replace("_", " ").strip()
         if self.default == "folder":
             folder = posixpath.basename(posixpath.dirname(key)) or source
-            return folder.removesuffix(".tar").removesuffix(".parquet").replace("_", " ").strip()
+            folder = folder.removesuffix(".tar").removesuffix(".parquet")
+            return REPEATS.sub("", folder).replace("_", " ").strip()
         return self.default or ""
+
+
+def _parts(field: str) -> list[str]:
+    """The columns that a caption is joined from: of `a+b` a and b."""
+    return [part.strip() for part in field.split("+") if part.strip()]
+
+
+def _joined(row: dict[str, Any], field: str) -> str:
+    """The values of several columns, and the entries of lists among them, with commas between."""
+    values = [row.get(part) for part in _parts(field)]
+    entries = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
+    texts = (str(entry).strip() for entry in entries if entry is not None)
+    return ", ".join(text for text in texts if text)
 
 
 def _number(value: Any) -> float | None:

@@ -2,9 +2,11 @@
 
 `open_source` takes a path, a URL or a pattern (`{0000..0099}`, `*`, `?`) and detects the format unless it is given.
 Why detection: `--data DIR` is what everybody types, for folders of pictures, of tars and of parquet alike. A folder
-with several kinds of data is refused with the choice, never guessed.
-Price: a folder on a disk or in S3 is searched until a kind is known and up to `MAX_EXAMINED` files, so what follows may
-be of another kind; a folder of pictures is then listed again.
+with several kinds of data, at any depth, is refused with the choice, never guessed. One case is no choice: tables whose
+rows name pictures of the folder, with captions, are read, not the pictures alone. Files that are not read are counted
+in `Source.left_out`.
+Price: a folder is searched until a kind is known and up to `MAX_EXAMINED` files, so what follows may be of another kind
+(and is then counted as left out); a folder of pictures is listed again.
 
 Keys are relative to the folder itself; for a file to its folder; for a pattern to the folder before the first part that
 varies. So keys do not change when files are added to a set. `image_root` is relative to the same folder.
@@ -18,7 +20,7 @@ import os
 import posixpath
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,32 +34,37 @@ from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url
+from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url, kind_of_file, lost_picture
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, meant, mode_of, refuse_surrogates
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.link_tables import LinkListing, lists_links
+from pipeline.sources.link_tables import LINK_CAPTIONS, LinkListing, first_row, is_link, lists_links
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import METADATA_NAMES
+from pipeline.sources.reasons import Kinds
 from pipeline.sources.remote import RemoteFilesystem, last_part
 from pipeline.sources.sidecars import parse_json
 from pipeline.sources.source import Source
-from pipeline.sources.tables import ListingSource, ParquetSource
-from pipeline.sources.tars import TarSource
+from pipeline.sources.tables import ListingSource, ParquetSource, is_file
+from pipeline.sources.tars import INDEXES, TarSource, tar_of
 from pipeline.sources.unread import explain
 
 FORMATS = ("folder", "webdataset", "wids", "parquet", "jsonl", "csv")
 WIDS = "wids-meta.json"
 MAX_EXAMINED = 10_000
-"""Files examined before a folder counts as a folder of pictures."""
+"""Files of a folder that are examined at least, if it has so many."""
 
-_KINDS = {"tar": "webdataset", "parquet": "parquet", "jsonl": "jsonl", "ndjson": "jsonl", "csv": "csv"}
+_KINDS = {"tar": "webdataset", "parquet": "parquet", "jsonl": "jsonl", "ndjson": "jsonl", "csv": "csv", "tsv": "csv"}
 _SUFFIXES = {
     "webdataset": ("tar",),
     "parquet": ("parquet",),
     "jsonl": ("jsonl", "ndjson"),
-    "csv": ("csv",),
+    "csv": ("csv", "tsv"),
     "wids": ("json",),
 }
+_INDEX_BYTES = 1 << 16
+"""Bytes of a .json file that say what it is."""
+
+_PICTURES = frozenset(kind_of_file(f"x.{ending}") for ending in EXTENSIONS)
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PATTERN = re.compile(r"[{*?]")
 
@@ -94,40 +101,63 @@ def open_source(
     if files is None and format is None and not _is_folder(filesystem, data):
         raise _missing(data, data.removeprefix("file://"))
     if files is None:
-        format = format or _kind_of_folder(filesystem, data)
+        format = format or _kind_of_folder(filesystem, data, rule, config)
     elif format is None:
         format = _kind_of_files(filesystem, files, data)
+    name = name or default_name
     if format == "folder":
         if files is not None:
             raise UserError(f"{data}: is a file, not a folder of pictures", fix="leave --format out, or give a folder")
         if isinstance(filesystem, LocalFilesystem):
             return FolderSource(Path(data.removeprefix("file://")), rule, name, patience_s)
         return FolderSource(filesystem, rule, name)
+    left_out = Kinds()
     if format == "wids":
         counts = _wids(filesystem, files, data)
-        return TarSource(filesystem, counts, replace(rule, fallback=("prompt",)), name, "wids", counts)
-    if files is None:
-        files = _files_of_format(filesystem, format, data)
-    return _of_format(format, filesystem, files, rule, config, name, patience_s)
+        if files is None:
+            _, left_out = _tars(filesystem, counts.__contains__)
+        source: Source = TarSource(filesystem, counts, replace(rule, fallback=("prompt",)), name, "wids", counts)
+    else:
+        if files is None:
+            files, left_out = _files_of_format(filesystem, format, data)
+        source = _of_format(format, filesystem, files, rule, config, name, patience_s)
+    pictures = _PICTURES & left_out.counts.keys()
+    if pictures and isinstance(source, ListingSource | ParquetSource) and any(map(source.names_files, source.files)):
+        for kind in pictures:
+            del left_out.counts[kind]
+    source.left_out = left_out
+    return source
 
 
-def _files_of_format(filesystem: Filesystem, format: str, data: str) -> list[str]:
-    """The files of a folder that belong to a format.
+def _files_of_format(filesystem: Filesystem, format: str, data: str) -> tuple[list[str], Kinds]:
+    """The files of a folder that belong to a format, and the others by kind.
 
     Raises:
         UserError: there is none.
     """
-    nested = format not in ("jsonl", "csv")
-    files, others = _divided(
-        filesystem, lambda file: extension(file) in _SUFFIXES[format] and (nested or "/" not in file)
-    )
+    if format == "webdataset":
+        files, others = _tars(filesystem, lambda file: extension(file) == "tar")
+    else:
+        nested, suffixes = format not in ("jsonl", "csv"), _SUFFIXES[format]
+        files, others = _divided(filesystem, lambda file: extension(file) in suffixes and (nested or "/" not in file))
     if not files:
         raise UserError(
             f"{data}: holds no {' or '.join('.' + suffix for suffix in _SUFFIXES[format])} file",
-            found=f"{others} other files",
+            found=f"{others.total} other files",
             fix="leave --format out, or give the folder that holds them",
         )
-    return files
+    return files, others
+
+
+def _tars(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], Kinds]:
+    """As `_divided`; the .json files beside tars are not among the others."""
+    files, others = _divided(filesystem, lambda file: wanted(file) or extension(file) == "json")
+    tars = [file for file in files if wanted(file)]
+    stems = {file.removesuffix(".tar"): file for file in tars}
+    for file in files:
+        if not wanted(file) and tar_of(file, stems) is None and posixpath.basename(file) not in INDEXES:
+            others.note(kind_of_file(file), 1, [file])
+    return tars, others
 
 
 def _of_format(
@@ -256,20 +286,20 @@ def _expand(filesystem: Filesystem, pattern: str, data: str) -> list[str]:
     if not matches:
         raise UserError(
             f"{data}: matches no file",
-            found=f"{others} files under {filesystem.location}",
+            found=f"{others.total} files under {filesystem.location}",
             fix="give a pattern of their names, from that folder on: * and ? stay within one part of the path",
         )
     return matches
 
 
-def _divided(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], int]:
-    """The files that are wanted, sorted, and the number of the others."""
-    chosen, others = [], 0
+def _divided(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], Kinds]:
+    """The files that are wanted, sorted, and the others by kind."""
+    chosen, others = [], Kinds()
     for file in filesystem.find():
         if wanted(file):
             chosen.append(file)
         else:
-            others += 1
+            others.note(kind_of_file(file), 1, [file])
     return sorted(chosen), others
 
 
@@ -281,9 +311,9 @@ def _matches(file: str, pattern: str) -> bool:
 
 def _kind(file: str) -> str | None:
     base = posixpath.basename(file)
-    if base == WIDS:
+    if file == WIDS:
         return "wids"
-    if base.lower() in METADATA_NAMES or extension(file) in EXTENSIONS:
+    if base.lower() in METADATA_NAMES or extension(file) in EXTENSIONS or lost_picture(file):
         return "folder"
     if base.lower().endswith(_COMPRESSED):
         return "compressed"
@@ -291,50 +321,76 @@ def _kind(file: str) -> str | None:
     return kind if kind in ("webdataset", "parquet") else None
 
 
-def _kind_of_folder(filesystem: Filesystem, data: str) -> str:
-    kinds: dict[str, str] = {}
+def _kind_of_folder(filesystem: Filesystem, data: str, rule: CaptionRule, config: DataConfig) -> str:
+    kinds: dict[str, list[str]] = {}
     listings: list[str] = []
     for file in _sample(filesystem):
         kind = _kind(file)
         if kind is not None:
-            kinds.setdefault(kind, file)
+            kinds.setdefault(kind, []).append(file)
         elif "/" not in file and extension(file) in _KINDS:
             listings.append(file)
-    if "wids" in kinds and kinds["wids"] == WIDS:
-        return "wids"
-    kinds.pop("wids", None)
-    if set(kinds) == {"compressed"}:
+    if "wids" in kinds:
+        kinds.pop("webdataset", None)  # the index says which
+    compressed = kinds.pop("compressed", None)
+    if compressed and not kinds and not listings:
         raise UserError(
             f"{data}: holds compressed tars, which cannot be read by range",
-            found=kinds["compressed"],
+            found=compressed[0],
             fix="unpack them (.tar)",
         )
-    kinds.pop("compressed", None)
+    if not kinds:
+        return _kind_of_files(filesystem, listings, data) if listings else "folder"
+    metadata = any(posixpath.basename(file).lower() in METADATA_NAMES for file in kinds.get("folder", ()))
+    naming = set()
+    for file in [] if metadata else listings:
+        said = _said(filesystem, file, rule, config)
+        if said is not None:
+            kinds.setdefault(_KINDS[extension(file)], []).append(file)
+            naming |= {_KINDS[extension(file)]} if said == "files" else set()
+    if "parquet" in kinds and "folder" in kinds and not metadata:
+        tables = ParquetSource(
+            filesystem, kinds["parquet"], rule, "", image_field=config.image_field, image_root=config.image_root
+        )
+        naming |= {"parquet"} if all(map(tables.names_files, tables.files)) else set()
+    if len(naming) == 1 and kinds.keys() - naming == {"folder"}:
+        return naming.pop()
     if len(kinds) > 1:
         raise UserError(
             f"{data}: holds data of several kinds",
-            found="; ".join(f"{kind} ({file})" for kind, file in sorted(kinds.items())),
+            expected="one kind, or the folder that holds it",
+            found="; ".join(f"{kind} ({min(files)})" for kind, files in sorted(kinds.items())),
             fix="--format " + "|".join(sorted(kinds)),
         )
-    if not kinds and listings:
-        return _kind_of_files(filesystem, listings, data)
-    return next(iter(kinds), "folder")
+    return next(iter(kinds))
 
 
-def _sample(filesystem: Filesystem) -> Iterable[str]:
-    """Files of a folder, top level first; on a disk at most `MAX_EXAMINED`, down to the first level that decides; in S3
-    more only while no kind is known."""
-    examined, decided = 0, False
-    if isinstance(filesystem, RemoteFilesystem):
-        for name in filesystem.find_top_first():
-            if decided and examined >= MAX_EXAMINED and filesystem.connection.is_paged:
-                return
-            examined, decided = examined + 1, decided or _kind(name) is not None
-            yield name
-    if not isinstance(filesystem, LocalFilesystem):
-        return
+def _said(filesystem: Filesystem, file: str, rule: CaptionRule, config: DataConfig) -> str | None:
+    """Whether a listing names `links` or `files` of the folder, with captions; None if it is about something else."""
+    name, row = first_row(filesystem, file, config.image_field)
+    if is_link(name):
+        return "links" if not row.keys().isdisjoint((*rule.columns, *LINK_CAPTIONS)) else None
+    if not name or row.keys().isdisjoint(rule.columns):
+        return None
+    return "files" if is_file(filesystem, name, config.image_root or "") else None
+
+
+def _sample(filesystem: Filesystem) -> Iterator[str]:
+    """Files of a folder, those of the top level first: at least `MAX_EXAMINED`, and more while no kind is known."""
+    decided = False
+    names = filesystem.find_top_first() if isinstance(filesystem, RemoteFilesystem) else _by_level(filesystem)
+    for examined, name in enumerate(names):
+        if decided and examined >= MAX_EXAMINED:
+            return
+        decided = decided or _kind(name) is not None
+        yield name
+
+
+def _by_level(filesystem: Filesystem) -> Iterator[str]:
+    """Files of a folder on a disk, level by level."""
+    assert isinstance(filesystem, LocalFilesystem)
     waiting = [""]
-    while waiting and examined < MAX_EXAMINED and not decided:
+    while waiting:
         below: list[str] = []
         for folder in waiting:
             with suppress(OSError):
@@ -347,11 +403,7 @@ def _sample(filesystem: Filesystem) -> Iterable[str]:
                         if entry.is_dir(follow_symlinks=False):
                             below.append(name)
                             continue
-                        examined += 1
-                        decided = decided or _kind(name) is not None
                         yield name
-            if examined >= MAX_EXAMINED:
-                break
         waiting = sorted(below)
 
 
@@ -361,17 +413,29 @@ def _kind_of_files(filesystem: Filesystem, files: list[str], data: str) -> str:
         raise UserError(
             f"{data}: is a compressed tar, which cannot be read by range", found=compressed[0], fix="unpack it"
         )
-    kinds = {"wids" if extension(file) == "json" else _KINDS.get(extension(file)) for file in files}
+    kinds = {
+        _kind_of_json(filesystem, file) if extension(file) == "json" else _KINDS.get(extension(file)) for file in files
+    }
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
         what, way = explain(filesystem, files) or (None, None)
         raise UserError(
             f"{data}: the files are of an unknown kind, or of several kinds",
-            expected="one of .tar, .parquet, .jsonl, .csv, or wids-meta.json",
+            expected="one of .tar, .parquet, .jsonl, .json, .csv, .tsv, or wids-meta.json",
             found=what or ", ".join(sorted({"." + extension(file) for file in files})),
             fix=way or "--format " + "|".join(FORMATS),
         )
     return kind
+
+
+def _kind_of_json(filesystem: Filesystem, file: str) -> str:
+    """An index of tars is known by its name or its first bytes; other .json files are listings."""
+    if posixpath.basename(file) == WIDS:
+        return "wids"
+    try:
+        return "wids" if b'"shardlist"' in filesystem.read(file, _INDEX_BYTES) else "jsonl"
+    except Unreadable:  # is reported where it is read
+        return "jsonl"
 
 
 def _wids(filesystem: Filesystem, files: list[str] | None, data: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from pipeline.errors import escaped as escaped
 from pipeline.urls import strip_credentials
 
 # Formats that `images` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
@@ -22,11 +23,29 @@ _EXTENSIONS = (
     "rw2"
 )
 EXTENSIONS = frozenset(_EXTENSIONS.split())
+REPEATS = re.compile(r"^[1-9][0-9]{0,2}_(?=[^_])")
+"""How folders of kohya's sd-scripts begin: `10_sks dog` are pictures of a `sks dog`, each ten times an epoch."""
+_LOST = re.compile(rf"\.({_EXTENSIONS.replace(' ', '|')})(?:\.\d+|[^a-z0-9.~].*)$", re.IGNORECASE | re.DOTALL)
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def extension(name: str) -> str:
     return posixpath.splitext(name)[1][1:].lower()
+
+
+def kind_of_file(name: str) -> str:
+    """What a file that is not used is called, by its ending."""
+    kind = extension(name)
+    return f".{escaped(kind)} file" if kind else "file without an extension"
+
+
+def lost_picture(name: str) -> str | None:
+    """Why a file that was a picture's by its name is none now (`a.jpg_large`, `a.jpg?x=1`, `a.jpg `, `a.jpg.1`), or
+    None."""
+    match = _LOST.search(posixpath.basename(name))
+    if match is None or extension(name) in EXTENSIONS:
+        return None
+    return f"the name does not end with .{match[1].lower()} but has more behind it: rename it"
 
 
 def stem(key: str) -> str:
@@ -71,14 +90,6 @@ def unsafe_reason(name: str) -> str | None:
     if ".." in name.split("/"):
         return "the name climbs with '..'"
     return None
-
-
-def escaped(text: str) -> str:
-    """The text for tables and terminals: control characters, surrogates and invisible marks escaped."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
 
 
 def host(url: str) -> str:

@@ -32,6 +32,8 @@ from pipeline.sources.filenames import (
     error_text,
     escaped,
     extension,
+    kind_of_file,
+    lost_picture,
     spellings,
     stem,
     unsafe_reason,
@@ -46,6 +48,7 @@ from pipeline.sources.metadata_files import (
     Pictures,
 )
 from pipeline.sources.range_prefetch import FileRange
+from pipeline.sources.reasons import EXAMPLES, Kinds
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
 from pipeline.sources.source import Item, Part, PartRange, PrefetchedSource, Reject, Seen
 from pipeline.sources.unread import explain
@@ -84,7 +87,8 @@ class Listing:
         rows: what the metadata files say about them; set before items are asked for.
 
     Attributes:
-        rejects: ascending by item. orphans: caption files without a picture, by their ending.
+        rejects: ascending by item. orphans: caption files without a picture, by their ending. orphan_examples: some of
+            them.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Listing:
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
         self.orphans: Counter[str] = Counter()
+        self.orphan_examples: dict[str, list[str]] = {}
         self._scratch = scratch
         self._assign(captions())
 
@@ -151,6 +156,8 @@ class Listing:
                     if not pictures and kinds[at] == _OBJECT:
                         others.add(names[at])
                     self.orphans[extension(names[at])] += not pictures
+                    if not pictures and kinds[at] != _OBJECT:
+                        self._orphan(names[at])
             for name, values in zip(stems, (*halves(keys[row >= 0]), row[row >= 0]), strict=True):
                 stems[name].add(values)
         columns = {name: writer.finish() for name, writer in stems.items()}
@@ -164,6 +171,11 @@ class Listing:
         self._sidecars = scratch.table(_SIDECARS, (part.drop(["key"]) for part in scratch.sorted_by_key(by_row())))
         rows = ({"row": batch["row"].to_numpy()} for batch in batches(self._sidecars))
         self._rows = scratch.arrays(rows, {"row": np.int64})["row"]
+
+    def _orphan(self, name: str) -> None:
+        examples = self.orphan_examples.setdefault(extension(name), [])
+        if len(examples) < EXAMPLES:
+            examples.append(name)
 
     def _by_stem(self, captions: pa.Table) -> Iterator[pa.Table]:
         first = 0
@@ -186,6 +198,8 @@ class Listing:
                 matches = stems.find(item_keys(prefixes))
                 at = int(matches[matches >= 0][0]) if (matches >= 0).any() else len(rows)
                 self.orphans["json"] -= at < len(rows)
+                if at == len(rows):
+                    self._orphan(name)
                 high, low = stems.high[at : at + 1], stems.low[at : at + 1]
                 while at < len(rows) and stems.high[at] == high and stems.low[at] == low:
                     sidecars.add(int(rows[at]), _PREFIXED, name)
@@ -254,7 +268,7 @@ class FolderSource(PrefetchedSource):
         self.location = root.location
         self.rule: CaptionRule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
         self.name = name
-        self.ignored_kinds = Counter()
+        self.ignored = Kinds()
 
     def items(self) -> Iterator[Item | Reject]:
         listing = self._list()  # errors of the whole folder are raised here, before the iteration
@@ -316,12 +330,12 @@ class FolderSource(PrefetchedSource):
         listing = Listing(self.scratch, pictures, found.captions.finish)
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch)
         if not len(listing) and not found.refused:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.ignored_kinds.items()))
             what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
+            kinds = "\n" + "\n".join(self.ignored.ranked().lines()) if self.ignored.total else "an empty folder"
             raise UserError(
                 f"the data folder {metadata.root!r} holds no picture",
                 expected="files that end in .jpg, .png, .webp, .tif, ... (in subfolders, too)",
-                found=": ".join(filter(None, [what, kinds])) or "an empty folder",
+                found=": ".join(filter(None, [what, kinds])),
                 fix=way,
             )
         rows = ItemRows(listing.pictures, self.scratch) if found.metadata else None
@@ -332,7 +346,7 @@ class FolderSource(PrefetchedSource):
         listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
         for kind, count in sorted(listing.orphans.items()):
             if count:
-                self._ignore(f".{kind} file without a picture", count)
+                self._ignore(f".{kind} file without a picture", count, listing.orphan_examples[kind])
         return listing
 
     def _walk(self, disk: LocalFilesystem, found: _Found) -> Iterator[tuple[str, str | None]]:
@@ -343,7 +357,7 @@ class FolderSource(PrefetchedSource):
             for entry in disk.entries(folder):
                 key = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.name.startswith("."):
-                    self._ignore("hidden")
+                    self._ignore("hidden", 1, [key])
                 elif not disk.is_folder(entry):
                     yield key, _problem(entry, key, disk) if _is_data(entry.name) else None
                 elif entry.is_symlink():
@@ -357,9 +371,14 @@ class FolderSource(PrefetchedSource):
         must not be used."""
         kind, name = extension(key), posixpath.basename(key)
         if not _is_data(name):
-            self._ignore(f".{escaped(kind)} file" if kind else "file without an extension")
+            problem = lost_picture(name)
+            if problem is not None:
+                found.rejects.add(escaped(key), problem)
+                found.refused += 1
+            else:
+                self._ignore(kind_of_file(key), 1, [key])
         elif kind in TEXT_ENDINGS and self.rule.text_weight is None:
-            self._ignore(f".{kind} file (data.caption_weights does not list txt)")
+            self._ignore(f".{kind} file (data.caption_weights does not list txt)", 1, [key])
         elif problem is not None:
             found.rejects.add(escaped(key), problem)
             found.refused += kind in EXTENSIONS
@@ -434,17 +453,19 @@ class FolderSource(PrefetchedSource):
             picture.problems += [Reject(key, reason) for reason in captions.problems]
         for file, content in contents.items():
             self._add_content(picture, file, content, columns.scores)
-        row_problems: list[str] = []
+        row_problems: list[tuple[str, str]] = []
         if rows is not None:
             picture.candidates += rows.candidates
             picture.meta = {**rows.meta, **picture.meta}
             row_problems = rows.problems
         weighted = self._weighted(picture.candidates, key)
         if weighted:
-            yield from picture.problems
+            for file, problem in [(p.key, p.reason) for p in picture.problems] + row_problems:
+                self._note(file, problem)
             yield Item(key, weighted, picture.meta)
             return
-        reasons = [f"{p.key} {p.reason}" for p in picture.problems] + picture.without + row_problems
+        reasons = [f"{p.key} {p.reason}" for p in picture.problems] + picture.without
+        reasons += [f"{where} {problem}" for where, problem in row_problems]
         if reasons:
             yield Reject(key, "has no usable caption: " + "; ".join(reasons))
         else:
@@ -463,7 +484,7 @@ class FolderSource(PrefetchedSource):
             elif base(file) == base(key):
                 others[file] = content
             else:
-                self._ignore(".json file without a picture")
+                self._ignore(".json file without a picture", 1, [file])
         return columns, others
 
     def _add_content(

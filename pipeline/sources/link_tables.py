@@ -23,12 +23,11 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import escaped, has_surrogates, is_url, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reason
 from pipeline.sources.links import REQUESTS, Links
-from pipeline.sources.metadata_files import NAME_COLUMNS, RowReader, check_caption_columns
+from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
 from pipeline.sources.source import FilesSource, Item, Part, PartRange, Reject
 
 LINK_RULE = "links-1"
-LINK_COLUMNS = ("url", "URL", "image_url", "img_url", "image_link", "link")
 LINK_CAPTIONS = ("TEXT", "caption", "alt_text")
 """Caption columns of tables of links that have no column `text`, where the configuration names no other."""
 
@@ -172,7 +171,7 @@ class LinkListing(LinkTables):
             yield Reject(key, "; ".join(read.problems))
         else:
             if read.problems:
-                yield Reject(key + " (caption)", "; ".join(read.problems))
+                self._note(key, "; ".join(read.problems))
             where = f"{place}@{digest_of(url)}"
             self._place(key, part, where)
             yield Item(key, captions, {k: v for k, v in values.items() if k not in rule.columns}, where)
@@ -210,12 +209,11 @@ class LinkListing(LinkTables):
     def _url(self, key: str) -> str | None:
         part, (start, length), _ = self._located(key)
         data = self.filesystem.read_range(part, start, length)
-        if part.lower().endswith(".csv"):
-            if part not in self._headers:
-                reader = RowReader(part, self.filesystem.lines(part))
-                next(iter(reader), None)
-                self._headers[part] = reader.header
-            data = self._headers[part] + data
+        if part not in self._headers:
+            reader = RowReader(part, self.filesystem.lines(part))
+            next(iter(reader), None)
+            self._headers[part] = reader.header
+        data = self._headers[part] + data
         row = next((row for _, row in RowReader(part, io.BytesIO(data)) if isinstance(row, dict)), {})
         url = row.get(self.image_field or link_column(row) or "")
         return url if isinstance(url, str) else None
@@ -240,16 +238,21 @@ def link_column(row: dict[str, Any]) -> str | None:
     return next((column for column in (*NAME_COLUMNS, *LINK_COLUMNS) if column in row), None)
 
 
-def lists_links(filesystem: Filesystem, file: str, image_field: str | None) -> bool:
-    """Whether a listing is of links: its first row that names a picture decides."""
+def first_row(filesystem: Filesystem, file: str, image_field: str | None) -> tuple[str, dict[str, Any]]:
+    """The first picture that a listing names, and its row; ("", {}) if none of the first rows does."""
     try:
         for _, row in islice(RowReader(file, filesystem.lines(file)), FIRST_ROWS):
             name = row.get(image_field or link_column(row) or "") if isinstance(row, dict) else None
-            if isinstance(name, str) and name:
-                return is_link(name)
+            if isinstance(name, str) and name and isinstance(row, dict):
+                return name, row
     except OSError:  # is reported by the listing
         pass
-    return False
+    return "", {}
+
+
+def lists_links(filesystem: Filesystem, file: str, image_field: str | None) -> bool:
+    """Whether a listing is of links: its first row that names a picture decides."""
+    return is_link(first_row(filesystem, file, image_field)[0])
 
 
 def is_link(name: str) -> bool:

@@ -193,7 +193,7 @@ class _NotPublic(OSError):
     """A socket was to be connected to an address that is not public."""
 
 
-def _is_public(address: str) -> bool:
+def is_public(address: str) -> bool:
     """Whether an address is of the public internet, and so is the IPv4 address in it, if any."""
     try:
         ip = ip_address(address)
@@ -211,7 +211,7 @@ def _public_socket(info: tuple[Any, ...]) -> socket.socket:
         _NotPublic: see there.
     """
     family, kind, protocol, _, address = info
-    if not _is_public(address[0]):
+    if not is_public(address[0]):
         raise _NotPublic("not public")
     return socket.socket(family, kind, protocol)
 

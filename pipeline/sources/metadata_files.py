@@ -1,4 +1,4 @@
-"""JSONL and CSV files whose rows name pictures: metadata.jsonl / metadata.csv in a folder, and listings.
+"""JSONL, JSON and CSV files whose rows name pictures: metadata.jsonl / metadata.csv in a folder, and listings.
 
 Rows pass through temporary files, since those that name one picture may stand anywhere: memory does not grow with them.
 Price: a row is written twice, since the columns of JSON rows are known at the end of the file only.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import json
 import pickle
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -21,13 +24,25 @@ from pipeline.cache.item_rows import ItemGroups
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, short_repr, shown
+from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
 NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "filename", "file_path", "filepath")
+LINK_COLUMNS = ("url", "URL", "image_url", "img_url", "image_link", "link")
+_CAPTION = "caption"
+"""The column of a caption in a JSON object {picture: caption}."""
+
+_SEPARATORS = (",", ";", "\t", "|")
+_MARKS = {
+    codecs.BOM_UTF8: ("utf-8", "surrogateescape"),
+    codecs.BOM_UTF16_LE: ("utf-16-le", "surrogatepass"),
+    codecs.BOM_UTF16_BE: ("utf-16-be", "surrogatepass"),
+}
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 _ROWS = pa.schema([("line", pa.int64()), ("row", pa.large_binary())])
 _NAMED = pa.schema([("item", pa.string()), ("row", pa.large_binary())])
@@ -38,12 +53,12 @@ REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 class PictureRows:
     """What the rows that name a picture say about it.
 
-    problems: captions that cannot be used, with their place.
+    problems: captions that cannot be used: (place, reason).
     meta: the other columns; of several rows with the same column the first counts.
     """
 
     candidates: list[CaptionCandidate] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
 
 
@@ -149,10 +164,8 @@ class MetadataReader:
         """Add a row to the picture `key`. column: names the file."""
         meta = {other: value for other, value in row.items() if other != column and other not in self.rule.columns}
         captions = self.rule.read(row)
-        problems = [f"{where} {reason}" for reason in captions.problems]
+        problems = [(where, reason) for reason in captions.problems]
         self._named.add(key, pickle.dumps((captions.candidates, problems, meta)))
-        for reason in captions.problems:
-            self.reject(where, reason)
 
 
 def check_caption_columns(
@@ -176,7 +189,10 @@ def _caption_columns(rule: CaptionRule) -> str:
 
 
 class RowReader:
-    """The rows of a JSONL or CSV file, of which one is in memory at a time.
+    """The rows of a JSONL, JSON or CSV file, of which one is in memory at a time.
+
+    A JSON file is an array of objects, or an object {picture: its columns, or its caption}. The separator of a CSV file
+    is found in its header. UTF-16 is read where its mark begins the file, as Excel and PowerShell write it.
 
     Args:
         file: its name, which decides the format.
@@ -184,52 +200,99 @@ class RowReader:
 
     Attributes:
         columns: in order of appearance, of the rows read so far.
-        header: the bytes before the first row of a CSV file.
+        header: bytes that make a file of the bytes of a row that follow them; known with the first row.
     """
 
     def __init__(self, file: str, stream: Iterable[bytes]):
-        self._stream, self._is_csv = stream, file.lower().endswith(".csv")
+        self._stream, self._ending = stream, extension(file)
         self.columns: dict[str, None] = {}
         self.header = b""
-        self._before_rows: list[bytes] | None = []
+        self._encoding, self._errors = "utf-8", "surrogateescape"
         self._end = 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        """(line number, row, or the reason why the line is not a row). A CSV record has the number of its last line."""
+        """(line number, row, or the reason why the line is not a row). A CSV record has the number of its last line, a
+        row of a JSON file its own."""
         yield from ((line, row) for line, _, row in self.placed())
 
     def placed(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
         """As the iteration, with the position of the row: its first byte, and the byte after its last."""
-        yield from self._csv() if self._is_csv else self._jsonl()
-
-    def _jsonl(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
-        for line, raw in enumerate(self._stream, start=1):
-            start, self._end = self._end, self._end + len(raw)
-            text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
-            if not text.strip():
-                continue
-            try:
-                row = parse_json(text.decode("utf-8"))
-            except UnicodeDecodeError:
-                row = "is not UTF-8"
+        rows = self._csv if self._ending in ("csv", "tsv") else self._json if self._ending == "json" else self._jsonl
+        for line, place, row in rows():
             if isinstance(row, dict):
                 self.columns.update(dict.fromkeys(row))
-            yield line, (start, self._end), row
+            yield line, place, row
+
+    def _bytes(self, text: str) -> bytes:
+        return text.encode(self._encoding, self._errors)
 
     def _texts(self) -> Iterator[str]:
-        """The lines of a CSV file, as `csv` expects them."""
-        for raw in self._stream:
-            for text in io.StringIO(raw.decode("utf-8", errors="surrogateescape"), newline=""):
-                first, data = self._end == 0, text.encode("utf-8", errors="surrogateescape")
-                self._end += len(data)
-                if self._before_rows is not None:
-                    self._before_rows.append(data)
-                yield text.removeprefix("\ufeff") if first else text
+        """The lines of the file; `_end` is behind the last one. Bytes that are not UTF-8 are surrogates."""
+        lines, pending = iter(self._stream), ""
+        first = next(lines, b"")
+        mark = next((mark for mark in _MARKS if first.startswith(mark)), b"")
+        if mark:
+            self._encoding, self._errors = _MARKS[mark]
+            self.header, self._end = mark, len(mark)
+        decoder = codecs.getincrementaldecoder(self._encoding)(self._errors)
+        for raw in chain([first[len(mark) :]], lines, [None]):
+            if raw is None and self._encoding != "utf-8":
+                decoder.errors = "replace"  # half a character
+            *whole, pending = (pending + decoder.decode(raw or b"", final=raw is None)).split("\n")
+            for text in [*(line + "\n" for line in whole), *([pending] if raw is None and pending else [])]:
+                # As `csv` expects them: the lines of old Macs end with \r.
+                for line in io.StringIO(text, newline="") if "\r" in text else [text]:
+                    self._end += len(self._bytes(line))
+                    yield line
+
+    def _jsonl(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
+        for line, text in enumerate(self._texts(), start=1):
+            if text.strip():
+                place = self._end - len(self._bytes(text)), self._end
+                yield line, place, parse_json(text) if _is_unicode(text) else "is not UTF-8"
+
+    def _json(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
+        text, number = _JsonText(self._texts(), self._bytes), 0
+        opening = text.next()
+        text.offset += len(self.header)
+        self.header += self._bytes(opening)
+        try:
+            if opening not in ("[", "{"):
+                raise ValueError("begins neither with '[' nor with '{'")
+            text.skip(opening)
+            while text.next() != {"[": "]", "{": "}"}[opening]:
+                if number:
+                    text.skip(",")
+                text.next()
+                start, key = text.offset, text.value() if opening == "{" else None
+                if opening == "{":
+                    text.skip(":")
+                value, number = text.value(), number + 1
+                yield number, (start, text.offset), _json_row(key, value)
+            text.skip("]" if opening == "[" else "}")
+            if text.next():
+                raise ValueError("has more behind its end")
+        except ValueError as error:
+            yield number + 1, (0, 0), f"is not JSON: {error}; what follows is not read"
 
     def _csv(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
         csv.field_size_limit(max(csv.field_size_limit(), MAX_CAPTION_BYTES))
-        reader = csv.reader(self._texts(), strict=True)
-        header: list[str] | None = None
+        texts, before, header = self._texts(), list[str](), list[str]()
+        first = next(texts, "")
+        named = re.fullmatch(r"sep=(.)[\r\n]*", first)
+        if named:  # Excel's own line
+            before.append(first)
+            first = next(texts, "")
+        above = len(before)
+
+        def recorded() -> Iterator[str]:
+            for text in chain([first] if first else [], texts):
+                if not header:
+                    before.append(text)
+                yield text
+
+        delimiter = named[1] if named else "\t" if self._ending == "tsv" else _separator(first)
+        reader = csv.reader(recorded(), delimiter=delimiter, strict=True)
         while True:
             start = self._end
             try:
@@ -237,26 +300,107 @@ class RowReader:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield reader.line_num, (start, self._end), f"is not CSV: {error}"
+                yield reader.line_num + above, (start, self._end), f"is not CSV: {error}"
                 continue
-            place = start, self._end
+            line, place = reader.line_num + above, (start, self._end)
             if not fields:
                 continue
-            if header is None:
+            if not header:
                 header = fields
-                self.header = b"".join(self._before_rows or [])
-                self._before_rows = None
+                self.header += b"".join(map(self._bytes, before))
                 if any(map(has_surrogates, header)):
-                    yield reader.line_num, place, "the header is not UTF-8"
+                    yield line, place, "the header is not UTF-8"
                     return
                 self.columns.update(dict.fromkeys(header))
                 twice = sorted({escaped(name) for name in header if header.count(name) > 1})
                 if twice:
-                    reason = f"the header has a column twice ({', '.join(twice)}); the last one counts"
-                    yield reader.line_num, place, reason
+                    yield line, place, f"the header has a column twice ({', '.join(twice)}); the last one counts"
             elif len(fields) != len(header):
-                yield reader.line_num, place, f"has {len(fields)} fields, the header has {len(header)}"
+                yield line, place, f"has {len(fields)} fields, the header has {len(header)}"
             elif any(map(has_surrogates, fields)):
-                yield reader.line_num, place, "is not UTF-8"
+                yield line, place, "is not UTF-8"
             else:
-                yield reader.line_num, place, dict(zip(header, fields, strict=True))
+                yield line, place, dict(zip(header, fields, strict=True))
+
+
+def _separator(header: str) -> str:
+    """What separates the columns of a CSV file: what finds a column that names pictures, else the most frequent."""
+    for separator in _SEPARATORS:
+        names = [name.strip().strip('"') for name in header.split(separator)]
+        if len(names) > 1 and not {*NAME_COLUMNS, *LINK_COLUMNS}.isdisjoint(names):
+            return separator
+    return max(_SEPARATORS, key=header.count)
+
+
+class _JsonText:
+    """Reads values from the text of a JSON file, a line at a time.
+
+    Attributes:
+        offset: bytes before the next character.
+    """
+
+    def __init__(self, texts: Iterator[str], encoded: Callable[[str], bytes]):
+        self._texts, self._encoded = texts, encoded
+        self._text, self._at, self.offset = "", 0, 0
+
+    def next(self) -> str:
+        """The next character that is not white space; empty at the end."""
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            assert match is not None
+            self._advance(match.end())
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def skip(self, character: str) -> None:
+        """Read a character. Raises a ValueError if the next one is another."""
+        if (found := self.next()) != character:
+            raise ValueError(f"expected {character!r} and found {found!r}" if found else "it is cut")
+        self._advance(self._at + 1)
+
+    def value(self) -> Any:
+        """Read a value. Raises a ValueError if there is none."""
+        self.next()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+                break
+            except (ValueError, RecursionError) as error:
+                if len(self._text) - self._at > MAX_CAPTION_BYTES or not self._more():
+                    raise ValueError(str(error).partition(":")[0]) from None
+        self._advance(end)
+        return value
+
+    def _advance(self, at: int) -> None:
+        self.offset += len(self._encoded(self._text[self._at : at]))
+        self._at = at
+
+    def _more(self) -> bool:
+        text = next(self._texts, "")
+        self._text, self._at = self._text[self._at :] + text, 0
+        return bool(text)
+
+
+def _json_row(key: Any, value: Any) -> dict[str, Any] | str:
+    """The row of a value in a JSON file, or the reason why it is none. key: of the value in an object."""
+    if key is not None and isinstance(value, str):
+        value = {_CAPTION: value}
+    if not isinstance(value, dict):
+        where = "" if key is None else f"under {short_repr(key)} "
+        return f"holds {where}{short_repr(value)}, no row; write a .jsonl, one object for each picture in a line"
+    if not _is_unicode(json.dumps([key, value], ensure_ascii=False)):
+        return "has an escape that stands for half a character, which is not valid Unicode"
+    if key is None or not value.keys().isdisjoint((*NAME_COLUMNS, *LINK_COLUMNS)):
+        return value
+    return {FILE_COLUMN: key, **value}
+
+
+def _is_unicode(text: str) -> bool:
+    """As `not has_surrogates`, and fast."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -61,20 +61,34 @@ class Kinds:
     def add(self, rejects: Iterable[tuple[str, str]]) -> None:
         """Count (item, reason) pairs."""
         for item, reason in rejects:
-            self._add(kind(item, reason), 1, [item])
+            self.count(kind(item, reason), 1, [item])
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def merge(self, other: Kinds) -> None:
+        """Add the counts and examples of another one."""
+        for name, count in other.counts.items():
+            self.count(name, count, other.examples[name])
 
     def ranked(self) -> Kinds:
         """The same kinds, the most frequent first, and at most `KINDS` of them."""
         order = sorted(self.counts, key=lambda name: (-self.counts[name], name))
         kinds = Kinds()
         for rank, name in enumerate(order):
-            kinds._add(name if rank < KINDS else OTHERS, self.counts[name], self.examples[name])
+            kinds.count(name if rank < KINDS else OTHERS, self.counts[name], self.examples[name])
         return kinds
 
-    def _add(self, name: str, count: int, items: list[str]) -> None:
+    def count(self, name: str, count: int, items: Sequence[str]) -> None:
+        """Count a kind. items: some of those that are counted."""
         self.counts[name] = self.counts.get(name, 0) + count
         examples = self.examples.setdefault(name, [])
         examples += items[: EXAMPLES - len(examples)]
+
+    def note(self, name: str, count: int, items: Sequence[str]) -> None:
+        """As `count`, for names that nobody limits: further kinds are counted together."""
+        self.count(name if name in self.counts or len(self.counts) < KINDS else OTHERS, count, items)
 
     def lines(self) -> list[str]:
         """Lines to print: each kind with its count, its examples below it."""

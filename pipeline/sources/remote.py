@@ -129,7 +129,7 @@ class RemoteFilesystem(Filesystem):
         """`find`. Where its beginning is cheap (`Connection.is_paged`), the files of the root itself come before it."""
         if self.connection.is_paged:
             yield from (name for name, _ in self._find(deep=False))
-        yield from self.find()
+        yield from (name for name in self.find() if "/" in name or not self.connection.is_paged)
 
     def _find(self, deep: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
         try:

@@ -7,15 +7,14 @@ changed, and the bytes. Archives, tables and object stores can answer these as w
 Price: a listing is in temporary files beside the cache; what an object store other than S3 lists is in memory first.
 
 Nothing is dropped silently: what cannot become an item becomes a `Reject` with a reason, and files that are plainly
-not pictures are counted in `ignored`.
+not pictures are counted in `ignored`, as are captions that cannot be used of pictures that have another one.
 """
 
 from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -33,6 +32,7 @@ from pipeline.cache.scratch import Scratch
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
+from pipeline.sources.reasons import Kinds, kind
 
 _PICKLED = pa.schema([("run", pa.large_binary())])
 _PLACES = pa.schema([(name, pa.string()) for name in ("item", "part", "where")])
@@ -113,6 +113,9 @@ class Source(ABC):
     scratch: Scratch = Scratch()
     """Temporary storage for items and their places."""
 
+    picture_columns: frozenset[str] = frozenset()
+    """The columns of tables that the last listing took pictures from."""
+
     _runs: ref[Runs] | None = None
 
     has_links: bool = False
@@ -125,11 +128,11 @@ class Source(ABC):
     requests: int = PARALLEL_REQUESTS
     """Reads that should be in flight at once, if it is remote."""
 
-    ignored: int = 0
-    """Files that the last listing skipped because they are neither pictures nor captions of one."""
+    left_out: Kinds = Kinds()
+    """Files beside the source that are not part of it, by kind."""
 
-    ignored_kinds: Counter[str]
-    """`ignored` by kind of file."""
+    ignored: Kinds = Kinds()
+    """What the last listing skipped, by kind, with `left_out`: files, members and captions."""
 
     def parts(self) -> list[Part]:
         """The parts of the listing, in its order. A part with an unchanged stamp need not be listed again if `recall`
@@ -239,19 +242,23 @@ class Source(ABC):
     # ------------------------------------------------------------ for subclasses
 
     def _reset_ignored(self) -> None:
-        self.ignored_kinds, self.ignored = Counter(), 0
+        self.ignored = Kinds()
+        self.ignored.merge(self.left_out)
 
-    def _ignore(self, kind: str, count: int = 1) -> None:
-        """Count skipped files or captions."""
-        self.ignored_kinds[kind] += count
-        self.ignored += count
+    def _ignore(self, kind: str, count: int = 1, examples: Sequence[str] = ()) -> None:
+        """Count skipped files or captions. examples: their names."""
+        self.ignored.note(kind, count, examples)
+
+    def _note(self, key: str, problem: str) -> None:
+        """Count a caption that cannot be used of a picture that has another one. key: of the picture, or the file."""
+        self._ignore(f"caption of a usable picture: {kind(key, problem)}", 1, [key])
 
     def _weighted(self, candidates: list[CaptionCandidate], key: str) -> tuple[tuple[str, float], ...]:
         """The captions of an item with their weights; counts the candidates that the rule never draws."""
         assert self.rule is not None
         captions, dropped = self.rule.weigh(candidates, key, self.name)
         if dropped:
-            self._ignore("caption that is never drawn (its score is below data.score_threshold)", dropped)
+            self._ignore("caption that is never drawn (its score is below data.score_threshold)", dropped, [key])
         return captions
 
 
@@ -294,7 +301,7 @@ class FilesSource(Source):
         self.filesystem, self.rule, self.name = filesystem, rule, name
         self.location = filesystem.location
         self.files = sorted(set(files), key=lambda file: file + "/")
-        self.ignored_kinds = Counter()
+        self.ignored = Kinds()
         self._versions: dict[str, tuple[int, int]] = {}
         self._listed: dict[str, tuple[str, str]] = {}
         self._recall: Callable[[], ItemRows | None] = lambda: None

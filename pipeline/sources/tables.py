@@ -15,10 +15,12 @@ order of the table decodes each group once, reading in random order once per pic
 from __future__ import annotations
 
 import posixpath
+import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -29,21 +31,35 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, shown
+from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, has_surrogates, shown, stem
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
-from pipeline.sources.link_tables import LINK_COLUMNS, LinkTables, digest_of, is_link
+from pipeline.sources.link_tables import LinkTables, digest_of, is_link
 from pipeline.sources.links import Links
-from pipeline.sources.metadata_files import NAME_COLUMNS, MetadataReader
+from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader
 from pipeline.sources.source import Item, Part, PartRange, Reject, Seen
 
-RULE = "parquet-1"
+RULE = "parquet-2"
 FIRST_ROWS = 1024
 """Rows that are decoded at once to find the first name in a table."""
 
 GROUP_BYTES = 512 << 20
 MAX_GROUP_BYTES = 1 << 30
-BYTE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
+PICTURE_COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content")
+"""Columns of bytes that are the pictures, the best first. One of another name is, if its bytes are pictures."""
+
+SNIFFED = 16
+"""Rows of a column that are looked at to find out whether it holds pictures."""
+
+JSON_CAPTIONS = ("caption", "tags")
+"""Caption columns of .json listings without the configured one."""
+
+_MAGIC = re.compile(
+    rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\x00|MM\x00\*|RIFF....WEBP|....ftyp(?:avi|hei|mif|hev|msf)|....JXL |\xff\x0a"
+    rb"|....jP  |qoif|\x00\x00\x01\x00|P[1-7]\s|DDS |8BPS",
+    re.DOTALL,
+)
+"""How files of pictures begin."""
 
 
 class ListingSource(FolderSource):
@@ -57,14 +73,15 @@ class ListingSource(FolderSource):
         files: names of the listings.
         rule: which captions.
         name: the source's name in sample identities.
-        image_field: the column that names the file; None: the first of `NAME_COLUMNS` that exists.
+        image_field: the column that names the file; None: the first of `NAME_COLUMNS` that exists. In a .json file a
+            name without an ending is that of the picture with this stem (kohya's `meta_cap.json`).
         image_root: the folder within the filesystem that names are relative to; None: each listing's folder.
     """
 
     def __init__(
         self,
         filesystem: Filesystem,
-        files: Iterable[str],
+        files: Collection[str],
         rule: CaptionRule,
         name: str,
         *,
@@ -72,13 +89,17 @@ class ListingSource(FolderSource):
         image_root: str | None = None,
         format: str = "jsonl",
     ):
+        if all(extension(file) == "json" for file in files):
+            rule = replace(rule, fallback=JSON_CAPTIONS)
         super().__init__(filesystem, rule, name)
+        self._stems: tuple[str, dict[str, str]] | None = None
         self.files, self.image_field, self.image_root, self.format = sorted(set(files)), image_field, image_root, format
 
     def _list(self) -> Listing:
         self.filesystem.refresh()
         self.filesystem.require(self.files)
         self._reset_ignored()
+        self._stems, self.picture_columns = None, frozenset()
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch)
         for file in self.files:
             self._read_listing(metadata, file)
@@ -102,12 +123,30 @@ class ListingSource(FolderSource):
                 found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
                 fix="--set data.image_field=COLUMN",
             )
-        metadata.check_columns(file, columns, column)
+        other = (
+            ", or write a .jsonl with it, one object for each picture in a line" if extension(file) == "json" else ""
+        )
+        metadata.check_columns(file, columns, column, other)
+        self.picture_columns |= {column}
         for line, row in rows:
             where = f"{file}:{line}"
             key = metadata.key(where, row, column, _folder(file, self.image_root))
             if key is not None:
-                metadata.add(where, row, column, key)
+                metadata.add(where, row, column, self._with_ending(key) if extension(file) == "json" else key)
+
+    def names_files(self, name: str) -> bool:
+        """Whether a file is a table of pictures that are files here."""
+        return True
+
+    def _with_ending(self, name: str) -> str:
+        """The picture of a name that may lack its ending."""
+        if extension(name) in EXTENSIONS:
+            return name
+        folder = posixpath.dirname(name)
+        if self._stems is None or self._stems[0] != folder:
+            pictures = (file for file in self.filesystem.names(folder) if extension(file) in EXTENSIONS)
+            self._stems = folder, {stem(file): file for file in pictures}
+        return self._stems[1].get(name, name)
 
 
 class ParquetSource(LinkTables):
@@ -134,19 +173,21 @@ class ParquetSource(LinkTables):
         self._values: tuple[str, int, pa.Table] | None = None
         self.image_field, self.image_root, self.links = image_field, image_root, links or Links()
         self._link_tables: dict[str, bool] = {}
+        self._columns: dict[str, tuple[str, bool]] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     # ------------------------------------------------------------ listing
 
     def _prepare(self) -> None:
         with self._lock:
-            self._open, self._groups, self._link_tables = OrderedDict(), OrderedDict(), {}
+            self._open, self._groups, self._link_tables, self._columns = OrderedDict(), OrderedDict(), {}, {}
 
     def parts(self) -> list[Part]:
         parts = super().parts()
         self.has_links = any(self._link_tables.values())
+        self.picture_columns = frozenset(column for column, _ in self._columns.values())
         return parts
 
     def runs(self, part: Part, size: int) -> Iterator[PartRange]:
@@ -205,7 +246,7 @@ class ParquetSource(LinkTables):
         try:
             with self._lock:
                 table = self._file(name)
-            column, _ = self._picture(name, table.schema_arrow)
+            column, _ = self._picture(name, table)
             rows, pictures = self._read_group(name, table, group, others, start, stop)
         except (pa.ArrowException, OSError) as error:
             which = f"rows {first + start} to {first + stop - 1}"
@@ -229,8 +270,8 @@ class ParquetSource(LinkTables):
         Raises:
             UserError: there is no column of pictures, or none of captions.
         """
-        column, _ = self._picture(name, table.schema_arrow)
-        others = [f.name for f in table.schema_arrow if f.name != column and not _holds_bytes(f.type)]
+        column, _ = self._picture(name, table)
+        others = [f.name for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)]
         self._check_captions(name, table, others)
         return others
 
@@ -269,22 +310,30 @@ class ParquetSource(LinkTables):
         links = self._link_tables.get(name)
         if links is None:
             try:
-                links = is_link(self._first_name(name))
+                with self._lock:
+                    table = self._file(name)
+                    column, holds_bytes = self._picture(name, table)
+                    links = not holds_bytes and is_link(_first_name(table, column))
             except (pa.ArrowException, OSError):  # is reported where the rows are read
                 links = False
             self._link_tables[name] = links
         return links
 
-    def _first_name(self, name: str) -> str:
-        """The first picture in a file that is given by a name; "" if there is none."""
-        with self._lock:
-            table = self._file(name)
-            column, holds_bytes = self._picture(name, table.schema_arrow)
-            for batch in () if holds_bytes else table.iter_batches(FIRST_ROWS, columns=[column]):
-                for value in map(_value, batch.column(0)):
-                    if isinstance(value, str) and value:
-                        return value
-        return ""
+    def names_files(self, name: str) -> bool:
+        """Whether a file is a table of pictures that are files here."""
+        try:
+            with self._lock:
+                table = self._file(name)
+                column, holds_bytes = self._picture(name, table)
+                others = [other for other in table.schema_arrow.names if other != column]
+                if (holds_bytes and not _nulls(table, column)) or self.rule.lacks_captions(others):
+                    return False
+                return self._exists(name, _first_name(table, column))
+        except (pa.ArrowException, OSError, UserError):  # is reported where the rows are read
+            return False
+
+    def _exists(self, table: str, name: str) -> bool:
+        return bool(name) and is_file(self.filesystem, name, _folder(table, self.image_root))
 
     def _item(self, place: _Row, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Iterator[Item | Reject]:
         """The item of a row. values: of the columns beside the picture."""
@@ -314,15 +363,23 @@ class ParquetSource(LinkTables):
             yield Reject(key, "; ".join(row.problems))
         else:
             if row.problems:
-                yield Reject(key + " (caption)", "; ".join(row.problems))
+                self._note(key, "; ".join(row.problems))
             meta = {column: value for column, value in values.items() if column not in rule.columns}
             if data is not None and file:
                 meta.setdefault("path", file)
             self._place(key, place.part, where)
             yield Item(key, captions, meta, where)
 
-    def _picture(self, part: str, schema: pa.Schema) -> tuple[str, bool]:
+    def _picture(self, part: str, table: ParquetFile) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
+        with self._lock:
+            if part not in self._columns:
+                self._columns[part] = self._find_picture(part, table)
+            return self._columns[part]
+
+    def _find_picture(self, part: str, table: ParquetFile) -> tuple[str, bool]:
+        schema = table.schema_arrow
+        kinds = dict(zip(schema.names, schema.types, strict=True))
         twice = sorted({field for field in schema.names if schema.names.count(field) > 1})
         if twice:
             raise UserError(
@@ -330,19 +387,18 @@ class ParquetSource(LinkTables):
                 fix="write it again with one name for each",
             )
         if self.image_field is not None:
-            candidates = [self.image_field] if self.image_field in schema.names else []
+            candidates = [name for name in (self.image_field,) if name in kinds]
         else:
-            binary = [f.name for f in schema if _binary(f.type)]
-            structs = [f.name for f in schema if _holds_bytes(f.type) and f.name not in binary]
-            named = [n for n in BYTE_COLUMNS if n in binary]
-            texts = [n for n in (*NAME_COLUMNS, *LINK_COLUMNS) if n in schema.names and _text(schema.field(n).type)]
-            candidates = structs or named or (binary if len(binary) == 1 else []) or texts
+            candidates = self._candidates(part, table, kinds)
+        if len(candidates) > 1:
+            raise UserError(
+                f"{self.location}/{part} has several columns that may be the pictures",
+                found=", ".join(f"{escaped(name)}: {kinds[name]}" for name in candidates),
+                fix="--set data.image_field=" + "|".join(map(escaped, candidates)),
+            )
         for name in candidates:
-            kind = schema.field(name).type
-            if _holds_bytes(kind):
-                return name, True
-            if _text(kind):
-                return name, False
+            if _holds_bytes(kinds[name]) or _text(kinds[name]):
+                return name, _holds_bytes(kinds[name])
         raise UserError(
             f"{self.location}/{part} has no column of pictures"
             + (f" {self.image_field!r}" if self.image_field is not None else ""),
@@ -350,6 +406,21 @@ class ParquetSource(LinkTables):
             found=", ".join(f"{escaped(field.name)}: {field.type}" for field in schema),
             fix="--set data.image_field=COLUMN",
         )
+
+    def _candidates(self, part: str, table: ParquetFile, kinds: dict[str, pa.DataType]) -> list[str]:
+        """The columns that may be the pictures: the one with the best known name, else all."""
+        bytes_columns = [name for name, kind in kinds.items() if _holds_bytes(kind)]
+        known = [name for column in PICTURE_COLUMNS for name in bytes_columns if name.lower() == column]
+        if known:
+            return known[:1]
+        others = [name for name in bytes_columns if _has_pictures(table, name)]
+        names = [name for name in (*NAME_COLUMNS, *LINK_COLUMNS) if name in kinds and _text(kinds[name])][:1]
+        if others and names:  # beside bytes, names of files that are not here are the names of the bytes
+            with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
+                first = _first_name(table, names[0])
+                called_so = names[0] in PICTURE_COLUMNS
+                names = names if called_so or is_link(first) or self._exists(part, first) else []
+        return others + names
 
     def _stamp(self, file: str) -> str | None:
         """None if rows name files, which may change without the table."""
@@ -359,7 +430,7 @@ class ParquetSource(LinkTables):
                 table = self._file(file)
         except (OSError, pa.ArrowException):
             return None
-        column, holds_bytes = self._picture(file, table.schema_arrow)
+        column, holds_bytes = self._picture(file, table)
         decisive = (self.rule.identity(), str(self.image_field), *map(str, version))
         if self._names_links(file):
             return digest(RULE, self.link_rule, *decisive).hex()
@@ -436,7 +507,7 @@ class ParquetSource(LinkTables):
             pictures = self._groups.get((part, group))
             if pictures is None:
                 table = self._file(part)
-                column, _ = self._picture(part, table.schema_arrow)
+                column, _ = self._picture(part, table)
                 size = _size(table, group, column)
                 if size > MAX_GROUP_BYTES:
                     raise UserError(
@@ -523,11 +594,45 @@ def _bytes_and_name(picture: Any) -> tuple[bytes | None, str | None]:
     return None, picture if isinstance(picture, str) and picture else None
 
 
+def _first_name(table: ParquetFile, column: str) -> str:
+    """The first picture of a column that is given by a name; "" if there is none, or bytes come first."""
+    rows = SNIFFED if _holds_bytes(table.schema_arrow.field(column).type) else FIRST_ROWS
+    for batch in table.iter_batches(rows, columns=[column]):
+        for value in map(_value, batch.column(0)):
+            data, name = _bytes_and_name(value)
+            if data is not None:
+                return ""
+            if name is not None:
+                return name
+    return ""
+
+
+def is_file(filesystem: Filesystem, name: str, folder: str) -> bool:
+    """Whether a name in a table, relative to `folder` or absolute, is that of a file of the data."""
+    try:
+        return bool(filesystem.stat(filesystem.key(name, folder)))
+    except (ValueError, Unreadable):
+        return False
+
+
+def _has_pictures(table: ParquetFile, column: str) -> bool:
+    """Whether the first values of a column are pictures, or it is not known because they are missing."""
+    try:
+        batch = next(table.iter_batches(SNIFFED, columns=[column]), None)
+        values = [] if batch is None else [_bytes_and_name(_value(value))[0] for value in batch.column(0)]
+    except (pa.ArrowException, OSError):  # is reported where the rows are read
+        return True
+    present = [value for value in values if value]
+    return not present or any(_MAGIC.match(value) for value in present)
+
+
 def _binary(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
 
 
 def _text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
@@ -538,6 +643,14 @@ def _image_struct(kind: pa.StructType) -> bool:
 
 def _holds_bytes(kind: pa.DataType) -> bool:
     return _binary(kind) or (pa.types.is_struct(kind) and _image_struct(kind))
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    """Whether values of a type have bytes somewhere in them."""
+    if pa.types.is_struct(kind):
+        return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
+    inner = getattr(kind, "value_type", None)
+    return _binary(kind) or (inner is not None and _has_bytes(inner))
 
 
 def _columns(table: ParquetFile, group: int, column: str) -> list[tuple[str, Any]]:

@@ -2,11 +2,12 @@
 
 `TarSource` lists tars (each is a part of the source) and reads pictures by byte range. The rules are those of
 webdataset: `dir/000.jpg` and `dir/000.txt` are one sample; the field is everything after the first dot of the base
-name, in lower case; folders and names of the form `__x__` are skipped. Every field of a sample that is a picture
-(`jpg`, `jpeg`, `png`, `webp`, ...; not `seg.png`) becomes an item; its captions are `txt` (`caption`, `cap`) and the
-caption columns of `json`. NVlabs' layout adds captions and scores in files beside the tar, `<tar without
-.tar><anything>.json`: {sample: {column: text}} and {sample: {column: score}}; they are recognised by their content. A
-tar with another number of samples than `wids-meta.json` says (`nsamples`) is reported.
+name, in lower case; folders, names of the form `__x__` and hidden files are skipped. Every field of a sample that is a
+picture (`jpg`, `jpeg`, `png`, `webp`, ...; not `seg.png`) becomes an item; its captions are `txt` (`caption`, `cap`)
+and the caption columns of `json`. A picture that is no field for its name (`000.v2.jpg`, `000.jpg_large`) is rejected.
+NVlabs' layout adds captions and scores in files beside the tar, `<tar without .tar><anything>.json`: {sample: {column:
+text}} and {sample: {column: score}}; they are recognised by their content. A tar with another number of samples than
+`wids-meta.json` says (`nsamples`) is reported.
 
 Keys are `<tar>/<member>`, because names inside tars often start anew in each tar. Pictures that move to another tar get
 other sample ids, but are not encoded again, since records are keyed by content.
@@ -24,23 +25,27 @@ import io
 import posixpath
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, unsafe_reason
+from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, lost_picture, stem, unsafe_reason
 from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, parse_json, read_sidecar
 from pipeline.sources.source import FilesSource, Item, PrefetchedSource, Reject
 
-RULE = "tar-1"
+RULE = "tar-2"
 """Version of this module's rules; another version lists every tar again."""
 
 MAX_SIDECAR_BYTES = 1 << 30
+INDEXES = ("wids-meta.json", "meta_data.json")
+"""Files of NVlabs' loader about all tars of a folder."""
+
+_TEXTS = (*TEXT_ENDINGS, "json")
 _FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
@@ -195,7 +200,10 @@ class TarSource(FilesSource, PrefetchedSource):
         while name.startswith("./"):
             name = name[2:]
         if re.search(r"(^|/)__[^/]*__($|/)", name):
-            self._ignore("__x__ member")
+            self._ignore("__x__ member", 1, [f"{tar.name}/{name}"])
+            return previous
+        if posixpath.basename(name).startswith("."):  # macOS writes `._x` before each `x`
+            self._ignore("hidden member", 1, [f"{tar.name}/{name}"])
             return previous
         parts = _FIELD.match(name)
         problem = _member_problem(name, member, size)
@@ -203,7 +211,7 @@ class TarSource(FilesSource, PrefetchedSource):
             tar.reject(f"{tar.name}/{name}", problem)
         if parts is None:
             if problem is None:
-                self._ignore("member without an extension")
+                self._ignore("member without an extension", 1, [f"{tar.name}/{name}"])
             return previous
         prefix, key = parts[1], parts[2].lower()
         if problem is not None:
@@ -220,7 +228,7 @@ class TarSource(FilesSource, PrefetchedSource):
         if key in sample.fields:
             sample.problems.append(f"has two members .{escaped(key)}")
         sample.fields[key] = (name, member.offset_data, member.size)
-        if key in (*TEXT_ENDINGS, "json"):
+        if key in _TEXTS:
             stream.seek(member.offset_data)
             sample.texts[key] = stream.read(min(member.size, MAX_CAPTION_BYTES + 1))
         return prefix
@@ -229,13 +237,21 @@ class TarSource(FilesSource, PrefetchedSource):
         """Add the items and rejects of a sample. columns: sample -> what the files beside the tar say."""
         pictures = [key for key in sample.fields if key in EXTENSIONS]
         tar.pictures += len(pictures)
-        for key in sample.fields.keys() - set(pictures) - {*TEXT_ENDINGS, "json"}:
-            self._ignore(f".{escaped(key)} member")
         if sample.problems:
             tar.reject(f"{tar.name}/{prefix}", "; ".join(sample.problems))
             return
+        lost = False
+        for key in sorted(sample.fields.keys() - set(pictures) - {*_TEXTS}):
+            name = f"{tar.name}/{sample.fields[key][0]}"
+            problem = _lost_picture(key, sample.fields.keys(), bool(pictures))
+            if problem is None:
+                self._ignore(f".{escaped(key)} member", 1, [name])
+            else:
+                tar.reject(name, problem)
+                lost = True
         if not pictures:
-            self._ignore("sample without a picture")
+            if not lost:
+                self._ignore("sample without a picture", 1, [f"{tar.name}/{prefix}"])
             return
         beside = columns.get(prefix) or columns.get(posixpath.basename(prefix)) or SampleColumns()
         candidates, row, problems = self._read_captions(sample, beside)
@@ -254,7 +270,7 @@ class TarSource(FilesSource, PrefetchedSource):
             tar.reject(f"{tar.name}/{name}", reason)
         if captions:
             for problem in problems:
-                tar.reject(f"{tar.name}/{prefix}", problem)
+                self._note(f"{tar.name}/{prefix}", problem)
 
     def _read_captions(
         self, sample: _Sample, beside: SampleColumns
@@ -297,11 +313,9 @@ class TarSource(FilesSource, PrefetchedSource):
             tars = [name for name in {*names, *chosen} if name.endswith(".tar") and posixpath.dirname(name) == folder]
             stems = {file.removesuffix(".tar"): file for file in tars}
             for name in names:
-                if not name.endswith(".json") or posixpath.basename(name) in ("wids-meta.json", "meta_data.json"):
-                    continue
-                prefix = next((name[:n] for n in range(len(name), len(folder), -1) if name[:n] in stems), None)
-                if prefix is not None:
-                    sidecars.setdefault(stems[prefix], []).append(name)
+                tar = tar_of(name, stems)
+                if tar is not None and posixpath.basename(name) not in INDEXES:
+                    sidecars.setdefault(tar, []).append(name)
         return sidecars
 
     def _read_sidecars(self, tar: _Tar) -> dict[str, SampleColumns]:
@@ -317,7 +331,7 @@ class TarSource(FilesSource, PrefetchedSource):
             if isinstance(value, str):
                 tar.reject(name, value)
             elif not value or not all(isinstance(entry, dict) for entry in value.values()):
-                self._ignore(".json file beside a tar that is about no samples")
+                self._ignore(".json file beside a tar that is about no samples", 1, [name])
             else:
                 for key, entry in value.items():
                     columns.setdefault(key, SampleColumns()).add(entry)
@@ -357,9 +371,25 @@ class TarSource(FilesSource, PrefetchedSource):
         return digest(RULE, self.rule.identity(), *numbers, *count).hex()
 
 
+def tar_of(name: str, stems: Mapping[str, str]) -> str | None:
+    """The tar that a .json file beside tars is about; None if there is none. stems: tars by name without ending."""
+    if not name.endswith(".json"):
+        return None
+    return next((stems[name[:n]] for n in range(len(name), name.rfind("/") + 1, -1) if name[:n] in stems), None)
+
+
 def _range(part: str, where: str) -> FileRange:
     offset, _, size = where.partition("+")
     return FileRange(part, int(offset), int(size))
+
+
+def _lost_picture(key: str, fields: Set[str], has_picture: bool) -> str | None:
+    """Why a field that was a picture by its file's name is none of the sample, or None. `seg.png` beside a picture is
+    another thing, unless it has a caption of its own."""
+    captioned = not fields.isdisjoint(f"{stem(key)}.{ending}" for ending in _TEXTS)
+    if extension(key) in EXTENSIONS and (captioned or not has_picture):
+        return "its name has a dot too many: in a tar a sample's name ends at the first dot; write _ for the others"
+    return lost_picture(f"x.{key}")
 
 
 def _member_problem(name: str, member: tarfile.TarInfo, size: int) -> str | None:

@@ -151,7 +151,7 @@ def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
         log(f"changed since the checkpoint: {line}")
     if "ema" in absent and run.ema is not None:
         run.ema.restart()
-        log(f"note: {folder} holds no running average: it starts from the weights of step {done}")
+        log(f"note: {folder} holds no EMA weights: they start from the weights of step {done}")
     log(f"resumed from {folder} after step {done}")
     return replace(run, done=done, checkpoint=folder, resumed=resumed)
 
@@ -218,6 +218,17 @@ def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
+    """The configuration with the numerics of a training, so that a picture is the one which that training draws.
+
+    Args:
+        earlier: the configuration in the checkpoint.
+    """
+    train = earlier["train"]
+    changes = {"residual": train.get("residual") or "compute", "recipe": train.get("recipe", "default")}
+    return config.with_train(**changes)
+
+
 def start_values(config: Config, spec: ModelSpec) -> Values:
     """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`.
 
@@ -250,8 +261,9 @@ def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:
 
 def architecture_of_weights(config: Config) -> ModelSpec:
     """The shape of `model.weights`, from its `config.json`."""
-    assert config.model.weights is not None
-    return spec_at(hub.resolve(config.model.weights, ("config.json",)))
+    weights = config.model.weights
+    assert weights is not None
+    return spec_at(hub.resolve(weights, ("config.json",)), weights.variant)
 
 
 def changed_options(earlier: dict[str, Any], config: Config) -> list[str]:

@@ -374,12 +374,33 @@ def newest(root: Path) -> Path | None:
     return published[-1] if published else None
 
 
+@contextlib.contextmanager
+def _there(folder: Path) -> Iterator[None]:
+    """Raise errors of reading a checkpoint that is not there any more as that: its training may remove it meanwhile."""
+    try:
+        yield
+    except CheckpointError:
+        if folder.exists():
+            raise
+        last = newest(folder.parent)
+        raise CheckpointError(
+            f"{folder}: is not there any more: a training removes all but its newest checkpoints",
+            found=None if last is None else f"the newest is {last}",
+            fix="run the command again with the newest; train.keep_checkpoints and train.keep_every keep more of them",
+        ) from None
+
+
 def read_document(folder: Path) -> Document:
     """Read and check `checkpoint.json`; names and sizes of the files are checked, too, their digests by `verify`.
 
     Raises:
         CheckpointError: no checkpoint, one of another version, or a damaged one.
     """
+    with _there(folder):
+        return _document(folder)
+
+
+def _document(folder: Path) -> Document:
     path = folder / DOCUMENT
     hint = "give another checkpoint; remove this folder, and --resume auto takes the one before it"
     try:
@@ -434,10 +455,11 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
     for name, (size, digest) in sorted(document.files.items()):
         if _reader(name, world) != rank:
             continue
-        try:
-            found = fingerprint_of(folder / name)
-        except OSError as error:
-            raise unreadable(folder / name, error) from None
+        with _there(folder):
+            try:
+                found = fingerprint_of(folder / name)
+            except OSError as error:
+                raise unreadable(folder / name, error) from None
         if found != [size, digest]:
             raise CheckpointError(
                 f"{folder / name}: is damaged: its bytes have changed since they were written",
@@ -537,7 +559,8 @@ def load(
     sections: set[str] = set()
     try:
         verify(folder, document, dist.get_rank(), world)
-        sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
+        with _there(folder):
+            sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
     except CheckpointError as caught:
         error = caught
     raise_first_error(error)
@@ -549,10 +572,11 @@ def load(
         else {"model": get_model_state_dict(model, options=_OPTIONS), **present}
     )
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS) if moments else (None, {})
-    _dcp(
-        lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
-        f"{folder}: could not be read into this model",
-    )
+    with _there(folder):
+        _dcp(
+            lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
+            f"{folder}: could not be read into this model",
+        )
     if moments:
         state = {**settings, **tensors["optim"]}
         set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=state, options=_OPTIONS)
@@ -561,16 +585,24 @@ def load(
     return set(more or {}) - sections
 
 
+EMA_WEIGHTS, LAST_WEIGHTS = "EMA weights", "last weights"
+"""The two sets of weights of a checkpoint, in messages and files."""
+
+
 class ModelTensors(Mapping[str, Tensor]):
     """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read on access. Needs one process and
     no process group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.
-        ema: read the EMA instead of the last weights.
+        ema: read the EMA weights instead of the last weights.
+
+    Attributes:
+        weights: `EMA_WEIGHTS` or `LAST_WEIGHTS`.
+        has_ema: whether the checkpoint holds EMA weights.
 
     Raises:
-        CheckpointError: an incomplete or damaged checkpoint, or one without EMA.
+        CheckpointError: an incomplete or damaged checkpoint, or one without EMA weights.
     """
 
     def __init__(self, folder: str | Path, *, ema: bool = False):
@@ -580,20 +612,27 @@ class ModelTensors(Mapping[str, Tensor]):
         verify(self.folder, document)
         self.architecture = document.architecture
         self._reader = TensorOnlyReader(str(self.folder))
-        self._metadata = self._reader.read_metadata()
+        with _there(self.folder):
+            self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._entries = {
             name.removeprefix(self._section): entry
             for name, entry in self._metadata.state_dict_metadata.items()
             if name.startswith(self._section) and isinstance(entry, TensorStorageMetadata)
         }
-        if ema and not self._entries:
+        self.weights = EMA_WEIGHTS if ema else LAST_WEIGHTS
+        self.has_ema = any(name.startswith("ema.") for name in self._metadata.state_dict_metadata)
+        if ema and not self.has_ema:
             raise CheckpointError(
-                f"{folder}: holds no running average of the weights",
-                fix="leave --ema out; for averages set train.ema: {decay: 0.9999} in training",
+                f"{folder}: holds no {EMA_WEIGHTS}",
+                fix="leave --ema out; for EMA weights set train.ema: {decay: 0.9999} in training",
             )
 
     def __getitem__(self, name: str) -> Tensor:
+        with _there(self.folder):
+            return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=torch.float32)
         planner = dcp.DefaultLoadPlanner()
@@ -607,6 +646,10 @@ class ModelTensors(Mapping[str, Tensor]):
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise CheckpointError(f"{self.folder}: {name} could not be read: {text}", fix=FIX) from None
         return tensor
+
+    def __str__(self) -> str:
+        other = "" if self.weights == EMA_WEIGHTS or not self.has_ema else f" (--ema takes its {EMA_WEIGHTS})"
+        return f"the {self.weights} of {self.folder}{other}"
 
     def exported(self) -> Mapping[str, Tensor]:
         """Those of the model, without what a recipe has beside it."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
@@ -229,23 +230,24 @@ def _create(path: Path, owner: Owner) -> bool:
         file = path.open("x", encoding="utf-8")
     except FileExistsError:
         return False
-    with file:
-        try:
-            _write(file.fileno(), owner)
-        except OSError:
-            path.unlink(missing_ok=True)  # a lock without an owner would hold up the next attempt
-            raise
+    try:
+        with file:
+            _write(file, owner)
+    except OSError:
+        path.unlink(missing_ok=True)  # a lock without an owner would hold up the next attempt
+        raise
     return True
 
 
 def _replace(path: Path, owner: Owner) -> None:
     with replacing(path) as fresh, fresh.open("w", encoding="utf-8") as file:
-        _write(file.fileno(), owner)
+        _write(file, owner)
 
 
-def _write(descriptor: int, owner: Owner) -> None:
-    os.write(descriptor, (json.dumps(asdict(owner), indent=1) + "\n").encode())
-    os.fsync(descriptor)
+def _write(file: TextIO, owner: Owner) -> None:
+    file.write(json.dumps(asdict(owner), indent=1) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _owner(path: Path) -> Owner | None:

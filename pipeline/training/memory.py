@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from pipeline.config import TrainConfig
-from pipeline.errors import UserError, is_out_of_memory
+from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.parallel.mesh import check_sizes
 
 NEARLY_FULL = 0.92
@@ -183,7 +183,7 @@ def sharing_processes(train: TrainConfig) -> int:
     return check_sizes(train.parallel, world).dp_shard if world > 1 else 1
 
 
-class OutOfMemory(UserError):
+class OutOfMemory(ResourceError):
     """An allocation failed."""
 
 

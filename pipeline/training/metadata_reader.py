@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, not_permitted
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
@@ -44,9 +44,9 @@ class CheckpointError(UserError):
     exit_code = 7
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: Path, error: OSError) -> UserError:
     """The error for a file that may be whole, but cannot be read now."""
-    return CheckpointError(
+    return not_permitted(path, CheckpointError) or CheckpointError(
         f"{path}: cannot be read: {error}", fix="check the disk and the rights, then run the same command again"
     )
 
