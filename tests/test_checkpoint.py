@@ -27,7 +27,7 @@ from pipeline.loader.loader import Batch
 from pipeline.models.sana_files import save_weights
 from pipeline.models.sana_start import InitialValues, Stored
 from pipeline.parallel import data_parallel, mesh
-from pipeline.training import build, checkpoint, host_copy, metrics, optimizers
+from pipeline.training import assemble, checkpoint, host_copy, metrics, optimizers
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit, generator_seed

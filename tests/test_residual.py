@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from pipeline.launch import Launch
+from pipeline.models import sana_config
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
-from pipeline.training import build, checkpoint
+from pipeline.training import checkpoint
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
