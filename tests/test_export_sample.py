@@ -314,7 +314,7 @@ def test_encoders_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) 
     shutil.copytree(trained.config.vae.id, models)
     path = models / "vae" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "latent_channels": 32}))
-    with pytest.raises(ConfigError, match=r"channels: 32, .*in_channels .*16"):
+    with pytest.raises(ConfigError, match=r"the VAE .*in_channels is 16, .*32"):
         export.run(changed(trained.config, tmp_path, f"vae.id={models}"), "auto", tmp_path / "export")
 
 

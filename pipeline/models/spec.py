@@ -3,7 +3,7 @@
 What: a `ModelSpec` is one model: its shape, and what depends on its kind (the module and its blocks, start values,
 operations of a step, what it draws, files). Training, planning and the stages name no architecture; they call
 `spec_at`, `spec_of` and `spec_from_arch`.
-A new architecture is a subclass in a file of its own and a line in `_KINDS`. Its module is called with the inputs of
+A new architecture is a subclass in a file of its own and a line in `KINDS`. Its module is called with the inputs of
 `Recipe.prepare` by name, keeps diffusers' parameter names, and has what `pipeline.parallel.parallelize.Model` states.
 """
 
@@ -24,7 +24,7 @@ from pipeline.config import ArchConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError, not_permitted
 
 SANA = "SanaTransformer2DModel"
-_KINDS: dict[str, str] = {SANA: "pipeline.models.sana_config:SanaConfig"}
+KINDS: dict[str, str] = {SANA: "pipeline.models.sana_config:SanaConfig"}
 """diffusers' `_class_name` -> module:class."""
 
 
@@ -226,9 +226,9 @@ def spec_class(name: str | None, source: str) -> type[ModelSpec]:
     Raises:
         ConfigError: an unknown one.
     """
-    if name not in _KINDS:
-        raise ConfigError(f"{source} describes another model", expected=" or ".join(_KINDS), found=name)
-    module, _, cls = _KINDS[name].partition(":")
+    if name not in KINDS:
+        raise ConfigError(f"{source} describes another model", expected=" or ".join(KINDS), found=name)
+    module, _, cls = KINDS[name].partition(":")
     return getattr(importlib.import_module(module), cls)
 
 

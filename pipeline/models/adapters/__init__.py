@@ -1,6 +1,6 @@
 """Train a part of a model: added parameters, or some of its own, with the rest frozen.
 
-An `Adapter` is a file here, and a line in `_KINDS`. It changes a module on the meta device before any strategy does, by
+An `Adapter` is a file here, and a line in `KINDS`. It changes a module on the meta device before any strategy does, by
 `pipeline.layer_classes`, and freezes what is not trained. What is trained then decides what the optimizer, the moving
 average and checkpoints hold.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 
-_KINDS: dict[str, str] = {}
+KINDS: dict[str, str] = {}
 """`kind` -> module:class."""
 
 
@@ -26,7 +26,7 @@ class Adapter(ABC):
     """A part of a model that is trained.
 
     Attributes:
-        kind: its name in `_KINDS`.
+        kind: its name in `KINDS`.
     """
 
     kind: ClassVar[str]
@@ -61,12 +61,12 @@ def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
     """
     if values is None:
         return None
-    if values.get("kind") not in _KINDS:
+    if values.get("kind") not in KINDS:
         raise ConfigError(
             "the checkpoint has an adapter of an unknown kind",
-            expected=" or ".join(_KINDS) or "none",
+            expected=" or ".join(KINDS) or "none",
             found=str(values.get("kind")),
             fix="use the version of sana-pipe that wrote it",
         )
-    module, _, name = _KINDS[values["kind"]].partition(":")
+    module, _, name = KINDS[values["kind"]].partition(":")
     return getattr(importlib.import_module(module), name).from_dict(values)

@@ -44,7 +44,7 @@ CHAIN: list[tuple[str, int, dict[str, Any]]] = [
     ("TP", 2, TP),
     ("PP x FSDP2", 4, {"pp_size": 2}),
     ("FSDP2 x TP", 4, {"tp_size": 2}),
-    ("FSDP2 over 3", 3, {}),
+    ("FSDP2 over 4", 4, {}),
     ("DDP", 2, DDP),
     ("one process again", 1, {}),
 ]
