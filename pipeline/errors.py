@@ -65,6 +65,11 @@ class UserError(Exception):
             lines.append(f"  fix:      {fix}")
         super().__init__(escaped(strip_credentials("\n".join(lines)), "\n"))
 
+    @property
+    def line(self) -> str:
+        """The error with its fix in one line, to print it as a part of another message."""
+        return strip_credentials(f"{self.what} ({self.fix})" if self.fix else self.what)
+
     def fields(self) -> dict[str, Any]:
         """The error as JSON values, for `of`."""
         texts = {"what": self.what, "expected": self.expected, "found": self.found, "fix": self.fix}
