@@ -31,7 +31,6 @@ from benchmarks.report import finish, median, reset_peak, resident, table
 from pipeline.config import TrainConfig
 from pipeline.launch import detect
 from pipeline.loader.loader import Batch
-from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import data_parallel
@@ -40,6 +39,7 @@ from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 
 PROCESSES = 4
@@ -96,7 +96,7 @@ def rung(name: str, train: TrainConfig, mesh: Any, size: argparse.Namespace, ste
     optimizer = optimizers.build(parallel.module, train.optim, CPU)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, parallel)
-    step, times = TrainStep(parallel, FlowMatching(train.flow), optimizer, train, CPU), []
+    step, times = TrainStep(parallel, Flow(train.flow), optimizer, train, CPU), []
     reset_peak()
     for number in range(steps):
         dist.barrier()

@@ -7,16 +7,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.config import TrainConfig
 from pipeline.loader.loader import Batch
-from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_config import SanaConfig, numerics
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.shards import local
 from pipeline.planning.trace import Shape
 from pipeline.training import optimizers
-from pipeline.training.build import numerics
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import in_backward
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 
 
@@ -40,7 +39,7 @@ class RealStep:
         self.ema = EMA(self.model.module, train.ema) if train.ema is not None else None
         if train.optim.in_backward:
             in_backward.fuse(self.optimizer, self.model)
-        self.step = TrainStep(self.model, FlowMatching(train.flow), self.optimizer, train, device)
+        self.step = TrainStep(self.model, Flow(train.flow), self.optimizer, train, device)
         self.done = 0
         self._batches = [made_up_batch(architecture, shape, 0)] * shape.count
 

@@ -21,11 +21,13 @@ from pipeline.config import FlowConfig, TrainConfig
 from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics
+from pipeline.models.sana_config import Numerics, numerics
 from pipeline.parallel.mesh import open_mesh
-from pipeline.parallel.parallelize import Microbatch, parallelize
+from pipeline.parallel.microbatch import Microbatch
+from pipeline.parallel.parallelize import parallelize
 from pipeline.processes import run_and_exit
-from pipeline.training.build import numerics
+from pipeline.training.recipes import StepLoss
+from pipeline.training.recipes.flow import Flow
 
 CPU = torch.device("cpu")
 SCALES = {"new weights": 1.0, "tokens x 10": 10.0}
@@ -52,8 +54,9 @@ def gradients(layers: int, scale: float, name: str, samples: int, side: int) -> 
             model.caption_norm.weight.fill_(1.0)
         parallel = parallelize(model, mesh, train)
         noised = objective.noised(latents, noise, sigma).to(dtype)
-        microbatch = Microbatch((noised, captions.to(dtype), mask, timesteps), objective.target(latents, noise))
-        (losses,) = parallel.forward_backward([microbatch], objective.loss, samples)
+        inputs = {"latents": noised, "captions": captions.to(dtype), "mask": mask, "timesteps": timesteps}
+        microbatch = Microbatch(inputs, {"flow": objective.target(latents, noise)})
+        (losses,) = parallel.forward_backward([microbatch], StepLoss(Flow(FlowConfig())), samples)
         whole = {}
         for key, parameter in parallel.module.named_parameters():
             gradient = parameter.grad

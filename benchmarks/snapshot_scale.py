@@ -7,8 +7,8 @@ Each figure is taken in a process of its own, from the page cache. The schedule 
 Keys per size N (1e5, ...): open_s_N (snapshot and loader), first_batch_s_N, resume_1e6_s_N (from nothing to the batch
 after step 10^6), resume_1e6_mib_N (what that read from shards), rss_mb_N (memory of the process's own after 200 more
 steps: what grows with neither N nor time), mapped_mb_N (mapped files at that moment, which the kernel may drop).
-lists_vV_s, lists_vV_mb: opening a snapshot of 300,000 shards (without looking at their files) whose head has version V,
-and the process's own memory for it. first_touch_vV_bytes: read from the index for one row of a full chunk.
+lists_s, lists_mb: opening a snapshot of 300,000 shards (without looking at their files), and the process's own memory
+for it. first_touch_bytes: read from the index for one row of a full chunk.
 schedule_1e9_s: making the schedule and asking it for step 10^6; schedule_1e9_mb: memory that took.
 """
 
@@ -171,8 +171,8 @@ def _read() -> int:
 SHARDS = 300_000
 
 
-def build_lists(root: Path) -> dict[int, str]:
-    """The ids of a snapshot of `SHARDS` shards, which do not exist, by the version of its head."""
+def build_lists(root: Path) -> str:
+    """The id of a snapshot of `SHARDS` shards, which do not exist."""
     build(root, snapshot.CHUNK_ROWS)
     cache = Cache(root)
     opened = cache.open_snapshot().head
@@ -180,14 +180,10 @@ def build_lists(root: Path) -> dict[int, str]:
         kind: tuple(snapshot.ShardFile(layout.digest(kind, str(i)).hex(), 1 << 26) for i in range(SHARDS // 2))
         for kind in opened.shards
     }
-    first = replace(opened, shards=shards, chunks=tuple(opened.chunks))
-    second, tables = first.with_tables()
-    first = replace(first, chunks=tuple(replace(chunk, blocks=None) for chunk in first.chunks))
-    for data in tables:
-        cache.files.put_content(data, "tables", "arrow")
-    for head in (first, second):
-        cache.files.ensure(layout.Paths.snapshot(head.id), head.sealed())
-    return {head.version: head.id for head in (first, second)}
+    head, lists = replace(opened, shards=shards, chunks=tuple(opened.chunks)).with_tables()
+    cache.put_lists(lists)
+    cache.files.ensure(layout.Paths.snapshot(head.id), head.sealed())
+    return head.id
 
 
 def measure_lists(root: Path, snapshot_id: str) -> dict[str, float]:
@@ -256,10 +252,8 @@ def main() -> None:
             ]
         )
     with tempfile.TemporaryDirectory() as folder:
-        for version, name in build_lists(Path(folder) / "cache").items():
-            found = apart(Path(folder) / "cache", name)
-            figures |= {f"lists_v{version}_s": found["s"], f"lists_v{version}_mb": found["mb"]}
-            figures[f"first_touch_v{version}_bytes"] = found["bytes"]
+        found = apart(Path(folder) / "cache", build_lists(Path(folder) / "cache"))
+        figures |= {"lists_s": found["s"], "lists_mb": found["mb"], "first_touch_bytes": found["bytes"]}
     alone = apart()
     table(["samples", "open s", "first batch s", "resume at 10^6 s", "MiB read", "own MB", "mapped MB"], rows)
     finish({**figures, "schedule_1e9_s": alone["s"], "schedule_1e9_mb": alone["mb"]})

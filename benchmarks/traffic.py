@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.memory import shape
 from benchmarks.report import finish, table
-from pipeline.config import TrainConfig
+from pipeline.config import FlowConfig, TrainConfig
 from pipeline.kernels import linear_attention as attention
 from pipeline.launch import Launch
 from pipeline.models import sana_layers
@@ -50,6 +50,7 @@ from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
 from pipeline.processes import run_and_exit
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 
 BLOCKS = 20
@@ -266,11 +267,11 @@ def update_launches() -> tuple[int, int]:
     fused = torch.optim.AdamW(small.parameters(), fused=True)
     step = TrainStep(
         ParallelModel(small),
-        None,
+        Flow(FlowConfig()),
         fused,
         TrainConfig(activation_checkpointing="full", microbatch=8),
         torch.device("cpu"),
-    )  # type: ignore[arg-type]
+    )
     small.weight.grad, small.bias.grad = torch.ones(2, 2), torch.ones(2)
     with Counter() as counter:
         step._update(torch.tensor(0.5))

@@ -39,6 +39,7 @@ from pipeline.parallel.parallelize import ParallelModel
 from pipeline.processes import run_and_exit
 from pipeline.training import metrics
 from pipeline.training import optimizers as optim
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
     objective = FlowMatching(FlowConfig())
     models = [SanaTransformer.from_scratch(config, seed=0) for _ in range(2)]
     optimizers = [optim.build(model, train.optim, CPU) for model in models]
-    step = TrainStep(ParallelModel(models[0]), objective, optimizers[0], train, CPU)  # type: ignore[arg-type]
+    step = TrainStep(ParallelModel(models[0]), Flow(FlowConfig()), optimizers[0], train, CPU)  # type: ignore[arg-type]
     sigma, timesteps = objective.sigmas(batch.logit)
     noised = objective.noised(batch.latents, batch.noise, sigma)
     target, captions = objective.target(batch.latents, batch.noise), batch.captions.float()

@@ -277,6 +277,7 @@ def encode(
         "sana-pipe bucket --name round2 --set bucket.batch=128 --set bucket.remainder=drop",
         "sana-pipe bucket --set 'bucket.filter=min(width, height) >= 768' --set bucket.heldout=0.01",
         "sana-pipe bucket --pack --snapshot round2   # joint shards for training from an object store",
+        "sana-pipe bucket --again round2   # write damaged lists of a snapshot again, as it was made",
     ]
 )
 @_configured
@@ -291,6 +292,7 @@ def encode(
 @click.option("--snapshot", metavar="NAME|ID", help="With --pack: pack this snapshot; do not make a new one.")
 @click.option("--latest", is_flag=True, help="With --pack: the packed snapshot becomes the newest.")
 @click.option("--move", is_flag=True, help="Move NAME from another snapshot to this one.")
+@click.option("--again", metavar="NAME|ID", help="Write the lists of this snapshot again, from what it was made from.")
 @_json
 def bucket(
     config_path: str | None,
@@ -302,6 +304,7 @@ def bucket(
     snapshot: str | None,
     latest: bool,
     move: bool,
+    again: str | None,
     as_json: bool,
 ) -> Any:
     """Join latents and captions into an immutable snapshot, grouped by resolution.
@@ -314,8 +317,10 @@ def bucket(
         raise click.UsageError("--latest is for --pack: a new snapshot is the newest without it")
     if snapshot is not None and not pack:
         raise click.UsageError("--snapshot is for --pack: training selects its snapshot by `train --snapshot`")
-    if move and name is None and not pack:
+    if move and name is None and again is None and not pack:
         raise click.UsageError("--move is for --name")
+    if again is not None and (name or caches or dry_run or pack or as_json):
+        raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = _load(config_path, overrides, *(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
@@ -324,6 +329,8 @@ def bucket(
         config = config.model_copy(update={"bucket": section})
     from stages import bucket as stage
 
+    if again is not None:
+        return stage.again(config, again, move=move)
     if not pack:
         return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move)
     from stages import pack as packing
@@ -529,7 +536,7 @@ def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) ->
 _checkpoint = click.option(
     "--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="auto: the newest of train.output."
 )
-_ema = click.option("--ema", is_flag=True, help="The moving average of the weights (train.ema).")
+_ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) instead of the last weights.")
 
 
 @cli.command(

@@ -118,7 +118,8 @@ class StartWeights(Weights):
     """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
     with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
-    """The variant of the weight files; null: the files of the highest precision (the run logs which)."""
+    """The variant of the weight files; null: the files of the highest precision (the run logs which). Of several models
+    in one `.pth`, the key of one, such as `state_dict_ema`."""
     runs_in: Annotated[list[Literal["fp32", "bf16", "fp16"]], Field(min_length=1)] | None = None
     """The precisions in which these weights work, the preferred one first; null: unknown. Weights trained in fp16 fail
     in bf16 (NVlabs/Sana #47, #109), and weights trained in bf16 overflow in fp16 (#65)."""
@@ -355,6 +356,10 @@ class SourceConfig(_Section):
     source is left out."""
     filter: str | None = None
     """As `bucket.filter`, for this source alone."""
+    repeats: bool | None = None
+    """Whether the number that a folder begins with multiplies the visits of its pictures, as for kohya's sd-scripts
+    (`10_sks dog`: ten times an epoch; not in the held-out part). null: if all pictures of the source lie in such
+    folders; `bucket` says so."""
 
     @model_validator(mode="after")
     def _check_decimals(self) -> SourceConfig:
@@ -566,7 +571,7 @@ class OptimConfig(_Section):
 
 
 class EmaConfig(_Section):
-    """Exponential moving average of the weights in fp32, for `export --ema` and `sample --ema`."""
+    """EMA weights: an exponential moving average in fp32, for `export --ema`, `sample --ema` and `train.pictures`."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
     """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
@@ -746,7 +751,7 @@ class TrainConfig(_Section):
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     ema: EmaConfig | None = None
-    """Moving average of the weights; null: none, {}: with its defaults."""
+    """EMA weights, a moving average; null: none, {}: with its defaults."""
     validation: ValidationConfig | None = None
     """Validation on held-out samples; null: none, {}: with its defaults."""
     pictures: PicturesConfig | None = None
@@ -1305,7 +1310,7 @@ def _read_file(source: Path) -> dict[str, Any]:
         tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
-    except _NO_YAML as error:
+    except NO_YAML as error:
         raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     if tree is None:
         tree = {}
@@ -1339,7 +1344,7 @@ def dump(config: Config) -> str:
     return as_yaml(written(config), sort_keys=False)
 
 
-_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
@@ -1408,7 +1413,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def from_yaml(text: str) -> Any:
-    """The value that a configuration file or `--set` means. Raises one of `_NO_YAML`."""
+    """The value that a configuration file or `--set` means. Raises one of `NO_YAML`."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -1425,7 +1430,7 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
         return keys, from_yaml(value), text
-    except _NO_YAML as error:
+    except NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
 
 

@@ -140,7 +140,7 @@ def not_permitted(path: Path, kind: type[UserError] = UserError) -> UserError | 
     closed = next((folder for folder in reversed(path.absolute().parents) if not os.access(folder, os.X_OK)), None)
     if (not os.path.isdir(closed)) if closed else (not os.path.lexists(path) or os.access(path, os.R_OK)):
         return None
-    what = f"{path}: this user may not read it" + (f": {closed} may not be entered" if closed else "")
+    what = f"{path}: may not be read by this user" + (f": {closed} may not be entered" if closed else "")
     mode = "a+rx" if closed or path.is_dir() else "a+r"
     return kind(what, fix=f"chmod {mode} {shlex.quote(str(closed or path))}, as its owner or root")
 
@@ -258,7 +258,7 @@ def machine_error(
 
 @contextmanager
 def writing(
-    place: Path, fix: str, kind: type[UserError] = UserError, again: str = "run the same command again"
+    place: Path | str, fix: str, kind: type[UserError] = UserError, again: str = "run the same command again"
 ) -> Iterator[None]:
     """Raise errors of writing to `place` with its name.
 

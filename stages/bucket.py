@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -22,14 +23,16 @@ import pyarrow as pa
 from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache.adopt import adopt, bring
+from pipeline.cache.arrow import batches
+from pipeline.cache.findings import fix_of_head
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, check_snapshot_name
-from pipeline.cache.snapshot import HeldOut, Policies, write_chunk
-from pipeline.config import Config, with_current_names
-from pipeline.errors import CacheError, UserError
+from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, write_chunk
+from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, with_current_names
+from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.images import buckets
-from pipeline.snapshots import selection
+from pipeline.snapshots import packing, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import (
     Assembled,
@@ -39,6 +42,7 @@ from pipeline.snapshots.join import (
     Joined,
     Resolution,
     assemble,
+    folder_repeats,
     join,
     pieces,
     unjudged,
@@ -66,6 +70,7 @@ class _Inputs:
         scans: by source, also of sources that are not used.
         unused: sources of weight 0.
         resolutions: one after the other, they are `table`.
+        options: what the configuration says, as `Head.options`.
     """
 
     caches: list[Cache]
@@ -74,6 +79,7 @@ class _Inputs:
     records: EncodedRecords
     resolutions: list[Resolution]
     table: BucketTable
+    options: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -113,18 +119,10 @@ def run(
     if not dry_run:
         copies.repair_all(cache.files)
     inputs = _inputs(config, caches)
-    joined = _joined(config, inputs)
-    frame = joined.frame()
-    earlier = _earlier(config, cache)
-    if settings.dedup == "image":
-        frame = selection.deduplicated(joined, frame, list(settings.sources), earlier)
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
-    frame, heldout_made = _held_out(config, inputs, joined, frame, earlier)
-    if settings.subset is not None:
-        frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
-        if pictures < settings.subset:
-            report["note"] = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
-    made = _make(config, inputs, joined, frame, earlier)
+    made, heldout_made, note = _both(config, inputs)
+    joined = made.joined
+    report |= {"note": note} if note else {}
     report |= _publish(made, inputs, dry_run, name, move)
     if heldout_made is not None:
         report["heldout"] = _publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
@@ -136,6 +134,65 @@ def run(
         report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
     _print(report, as_json)
     return report["snapshot"] or ""
+
+
+def again(config: Config, name: str, move: bool = False) -> str:
+    """Write the lists and chunks of a snapshot again, from the scans and with the options that it was made with.
+
+    Args:
+        name: of the snapshot, or its id.
+        move: if its sources or records have changed, let the name point to the snapshot that those give.
+
+    Returns:
+        The snapshot's id.
+
+    Raises:
+        CacheError: there is no such snapshot, or it cannot be made again.
+    """
+    cache = Cache.of(config)
+    copies.repair_all(cache.files)
+    snapshot_id = cache.snapshot_of(name) or name
+    head = Head.read(cache.files, snapshot_id)
+    try:
+        made = _made_again(config, cache, head) if head.folder is None else _packed_again(cache, head)
+    except IntegrityError as error:
+        raise CacheError(
+            f"{cache.location}: snapshot {name} cannot be made again: {error.what}", fix=fix_of_head(name)
+        ) from None
+    new, lists = made.with_tables()
+    if (new.chunks, new.shards) == (head.chunks, head.shards):
+        cache.put_lists(lists)
+    elif move:
+        snapshot_id = cache.add_snapshot(made, name, latest=False, move=True)
+    else:
+        raise CacheError(
+            f"{cache.location}: snapshot {name} cannot be made again: its records have changed since",
+            fix=f"sana-pipe bucket --again {name} --move, which lets the name point to what comes out now",
+        )
+    click.echo(f"snapshot {snapshot_id} ({name})")
+    return snapshot_id
+
+
+def _made_again(config: Config, cache: Cache, head: Head) -> Head:
+    options = head.options or {}
+    bucket = BucketConfig.model_validate(options.get("bucket", {}))
+    used = {source: setting for source, setting in bucket.sources.items() if source in head.sources}
+    bucket = bucket.model_copy(update={"sources": used})
+    data = DataConfig.model_validate({**config.data.model_dump(), **options.get("data", {})})
+    config = config.model_copy(update={"bucket": bucket, "data": data})
+    recipes = {"latent": head.latent.name, "text": head.text.name}
+    scans = {source: _Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
+    made, heldout, _ = _both(config, _inputs(config, [cache], scans))
+    side = head.policies.heldout
+    assembled = (heldout or made).assembled if side is not None and side.side == "heldout" else made.assembled
+    chunks = tuple(write_chunk(cache.files, *tables) for tables in assembled.chunks())
+    return replace(assembled.head, chunks=chunks, options=head.options)
+
+
+def _packed_again(cache: Cache, head: Head) -> Head:
+    packed, source = head.policies.packed, head.parent
+    assert head.folder is not None and packed is not None and source is not None
+    return packing.assembled(cache, Snapshot(cache.files, source), cache.plan(head.folder, 0), packed.window)
 
 
 # ---------------------------------------------------------------- inputs
@@ -151,10 +208,11 @@ def _caches(config: Config, dry_run: bool) -> list[Cache]:
     return caches
 
 
-def _inputs(config: Config, caches: list[Cache]) -> _Inputs:
+def _inputs(config: Config, caches: list[Cache], scans: dict[str, _Scan] | None = None) -> _Inputs:
+    """scans: of the sources that are used; default: the last of every source."""
     settings = config.bucket
     unused = {source for source, setting in settings.sources.items() if not setting.weight}
-    scans = _scans(caches, unused)
+    scans = _scans(caches, unused) if scans is None else scans
     if not scans:
         raise CacheError(
             f"{config.cache}: no source has been encoded into this cache", fix="sana-pipe encode --data DIR"
@@ -172,7 +230,18 @@ def _inputs(config: Config, caches: list[Cache]) -> _Inputs:
     batches = buckets.batches(settings, shapes, latent.compression)
     latents, texts = (RecordIndex.union([cache.index(recipe.name) for cache in caches]) for recipe in (latent, text))
     records = EncodedRecords(latent, text, latents, texts)
-    return _Inputs(caches, scans, unused, records, resolutions, BucketTable(shapes, batches))
+    options = _options(config, caches[0])
+    return _Inputs(caches, scans, unused, records, resolutions, BucketTable(shapes, batches), options)
+
+
+def _options(config: Config, cache: Cache) -> dict[str, dict[str, Any]]:
+    """What decides a snapshot beside its scans. Records of other caches lie in its own."""
+    elsewhere = {"caches", "pack_mib", "pack_window"}
+    bucket = config.bucket.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
+    if config.bucket.grow:
+        bucket["grow"] = cache.open_snapshot(config.bucket.grow).id  # the name may move
+    policy = {"resolution", "buckets", "min_side", "max_upscale", "max_crop_loss"}
+    return {"bucket": bucket, "data": config.data.model_dump(mode="json", include=policy)}
 
 
 def _scans(caches: list[Cache], unused: set[str]) -> dict[str, _Scan]:
@@ -217,9 +286,22 @@ def _joined(config: Config, inputs: _Inputs) -> Joined:
     if common or by_source:
         items = selection.filtered(joined, items, common, by_source)
     for source, table in items.items():
+        if repeats := _repeats(table, settings.sources.get(source, SourceConfig()).repeats):
+            joined.repeats[source] = repeats
         for resolution in inputs.resolutions:
             join(joined, source, table, inputs.records, resolution)
     return joined
+
+
+def _repeats(table: pa.Table, wanted: bool | None) -> dict[int, int]:
+    """Visits by the numbers of the folders -> items; empty if they do not count. wanted: `repeats` of the source."""
+    counts: Counter[int] = Counter()
+    for batch in batches(table.select(["item"])) if wanted is not False else ():
+        numbers, items = np.unique(folder_repeats(batch.column("item").combine_chunks()), return_counts=True)
+        counts.update(dict(zip(numbers.tolist(), items.tolist(), strict=True)))
+    if wanted is None and 0 in counts:
+        return {}
+    return {visits or 1: items for visits, items in sorted(counts.items())} if set(counts) - {0, 1} else {}
 
 
 def _earlier(config: Config, cache: Cache) -> selection.Earlier:
@@ -229,6 +311,22 @@ def _earlier(config: Config, cache: Cache) -> selection.Earlier:
 
 
 # ---------------------------------------------------------------- outputs
+
+
+def _both(config: Config, inputs: _Inputs) -> tuple[Made, Made | None, str]:
+    """The snapshot to train on, the held-out part if there is one, and a note for the user."""
+    settings, note = config.bucket, ""
+    joined = _joined(config, inputs)
+    frame = joined.frame()
+    earlier = _earlier(config, inputs.caches[0])
+    if settings.dedup == "image":
+        frame = selection.deduplicated(joined, frame, list(settings.sources), earlier)
+    frame, heldout_made = _held_out(config, inputs, joined, frame, earlier)
+    if settings.subset is not None:
+        frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
+        if pictures < settings.subset:
+            note = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
+    return _make(config, inputs, joined, frame, earlier), heldout_made, note
 
 
 def _held_out(
@@ -281,10 +379,12 @@ def _publish(
     made: Made, inputs: _Inputs, dry_run: bool, name: str | None, move: bool, latest: bool = True
 ) -> dict[str, Any]:
     """Adopt the shards of other caches and publish the snapshot; returns the report."""
-    cache, head = inputs.caches[0], made.assembled.head
+    cache, head = inputs.caches[0], replace(made.assembled.head, options=inputs.options)
     adopted_bytes = _adopt(made, inputs, dry_run)
     before = snapshot_id = None
-    if not dry_run:
+    if dry_run:
+        _check_shards(made, inputs)
+    else:
         before = cache.snapshot_of("latest")
         chunks = tuple(write_chunk(cache.files, *tables) for tables in made.assembled.chunks())
         snapshot_id = cache.add_snapshot(replace(head, chunks=chunks), name, latest=latest, move=move)
@@ -312,7 +412,18 @@ def _publish(
             for reason, count in head.left_out.items()
         ],
         "adopted_bytes": adopted_bytes,
+        "repeats": made.joined.repeats,
     }
+
+
+def _check_shards(made: Made, inputs: _Inputs) -> None:
+    """Raise IntegrityError if a shard is missing, in whichever cache it is, or of another size."""
+    head = made.assembled.head
+    for index in (inputs.records.latents, inputs.records.texts):
+        cache_of = dict(zip(index.shards, index.caches, strict=True))
+        for number, cache in enumerate(inputs.caches):
+            shards = (shard for shard in head.shards[index.kind] if cache_of[shard.name] == number)
+            check_sizes(cache.files, ((head.shard_path(index.kind, shard.name), shard.bytes) for shard in shards))
 
 
 def _adopt(made: Made, inputs: _Inputs, dry_run: bool) -> int:
@@ -330,6 +441,7 @@ def _adopt(made: Made, inputs: _Inputs, dry_run: bool) -> int:
         tables = {body["table"] for source in other.sources() if (body := other.last_scan(source)) is not None}
         for digest in tables & set(head.sources.values()):
             bring(cache.files, other.files, Paths.table(digest, "parquet"), digest)
+            cache.files.duplicate(Paths.table(digest, "parquet"))
     return total
 
 
@@ -361,6 +473,12 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         click.echo(json.dumps(report))
         return
     _print_buckets(report, report["dry_run"])
+    for source, repeats in report["repeats"].items():
+        visits = ", ".join(f"{count} pictures {times} times" for times, count in repeats.items())
+        click.echo(
+            f"the folders of source {source!r} say how often an epoch visits their pictures: {visits} (each once: "
+            f"--set bucket.sources.{source}.repeats=false)"
+        )
     for entry in report["left_out"]:
         keep = f"; to keep: {entry['keep']}" if entry["keep"] else ""
         click.echo(f"left out: {entry['samples']:6d}  {with_current_names(entry['reason'])}{keep}")

@@ -21,8 +21,7 @@ from pipeline.config import Config, Weights
 from pipeline.errors import ConfigError, UserError
 from pipeline.images import buckets
 from pipeline.models import encoders, hub
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import architecture_at
+from pipeline.models.spec import ModelSpec, spec_at, spec_from_arch
 
 
 @dataclass
@@ -57,9 +56,9 @@ def run(config: Config, as_json: bool = False) -> int:
     parts = [vae, text, _tokenizer(config)]
     if config.vae.decoder is not None:
         parts.append(_inspect(_Part("decoder", config.vae.decoder, "sample"), encoders.decoder_shape))
-    shape: SanaConfig | None = None
+    shape: ModelSpec | None = None
     if (weights := config.model.weights) is not None:
-        read = partial(architecture_at, variant=weights.variant)
+        read = partial(spec_at, variant=weights.variant)
         model = _inspect(_Part("transformer", weights, "train"), read, widest=True)
         parts.append(model)
         shape = model.facts
@@ -153,22 +152,22 @@ def _tokenizer(config: Config) -> _Part:
 
 
 def _misfits(
-    config: Config, vae: tuple[int, int] | None, width: int | None, shape: SanaConfig | None
+    config: Config, vae: tuple[int, int] | None, width: int | None, shape: ModelSpec | None
 ) -> list[UserError]:
     """Shapes that do not agree; None: the shape is unknown."""
-    transformer = shape or config.model.arch
-    problems: list[UserError] = []
-    for what, encoder, accepted in (
-        ("the VAE gives channels", vae[1] if vae else None, transformer.in_channels if transformer else None),
-        ("the text encoder gives rows of width", width, transformer.caption_channels if transformer else None),
-    ):
-        if None not in (encoder, accepted) and encoder != accepted:
-            problems.append(
-                ConfigError(
-                    f"{what} {encoder}, the transformer takes {accepted}",
-                    fix="take all three from one released repository",
-                )
-            )
+    transformer, problems = shape, list[UserError]()
+    if transformer is None and config.model.arch is not None:
+        transformer = spec_from_arch(config.model.arch, 1)
+    widths: tuple[dict[str, int], ...] = (
+        *([{"channels": vae[1]}] if vae else []),
+        *([{"text_width": width}] if width is not None else []),
+    )
+    for each in widths:
+        try:
+            if transformer is not None:
+                transformer.check_widths("the encoders", "take all three from one released repository", **each)
+        except ConfigError as error:
+            problems.append(error)
     if vae is not None:
         try:
             buckets.table(config.data, vae[0])

@@ -148,7 +148,7 @@ def dry_run(
         click.echo(json.dumps(report))
     if report["items"] and not report["usable"]:
         return RejectRateError.exit_code
-    return 0 if report["enough_space"] else NoSpaceError.exit_code
+    return NoSpaceError.exit_code if report["enough_space"] is False else 0
 
 
 def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
@@ -360,8 +360,10 @@ def encode_source(
     planned, work = _planned(run, rehash, targets, fragments)
     prompts = None if asked is None else _prompts(run, asked[1])
     further = 0 if prompts is None else planning.count_missing(cache, text, prompts.work)[0]
-    made, idle = _encode(run, planned, work, prompts)
-    fragments.finish()
+    try:
+        made, idle = _encode(run, planned, work, prompts)
+    finally:  # the scan is published, even if a signal ends the encoding
+        fragments.finish()
 
     failed = [
         reject for recipe in (latent, text) for reject in _unit_rejects(cache, recipe, partial(work.of, recipe.kind))

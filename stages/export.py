@@ -29,8 +29,8 @@ from pipeline.cache.local_files import sync_path
 from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
-from pipeline.models.sana_config import SanaConfig, with_sample_size
-from pipeline.models.sana_files import save_nvlabs, save_weights
+from pipeline.models.adapters import adapter_from
+from pipeline.models.spec import ModelSpec
 from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
 from pipeline.training import checkpoint as checkpoints
 from pipeline.urls import strip_credentials
@@ -84,8 +84,9 @@ def run(
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
         out: must not exist, or be empty.
-        ema: export the EMA instead of the last weights.
-        overwrite: `out` may hold an export of the same run after as many steps or fewer, which is replaced.
+        ema: export the EMA weights instead of the last weights.
+        overwrite: `out` may hold an export of the same weights of the same run after as many steps or fewer, which is
+            replaced.
         dtype: of the transformer's files: fp32, bf16 or fp16.
         form: `diffusers` (a whole pipeline) or `nvlabs` (the transformer).
 
@@ -101,29 +102,41 @@ def run(
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
     document = checkpoints.read_document(folder)
-    state = {"run": run_of(folder), **document.state.as_dict()}
+    which = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
+    state = {"run": run_of(folder), "weights": which, **document.state.as_dict()}
     _check_target(out, state, overwrite)
     check_same(config, document.config, folder)
-    parts = _parts(config) if form == "diffusers" else None
-    architecture = document.architecture
+    architecture, adapter = document.architecture, adapter_from(document.adapter)
+    if form not in architecture.formats:
+        raise ConfigError(
+            f"--format {form} is not one of a {architecture.class_name}", fix=f"--format {architecture.formats[0]}"
+        )
+    whole = form == "diffusers" and adapter is None and architecture.pipeline is not None
+    parts = _parts(config) if whole else None
     if parts is not None:
-        architecture = with_sample_size(architecture, config.data.resolution // parts.compression)
+        architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
         _check_fit(config, architecture, parts)
     weights = checkpoints.ModelTensors(folder, ema=ema)
 
     with _published(out) as work:
         if parts is not None:
-            save_weights(weights, architecture, work / "transformer", DTYPES[dtype])
-            _write(config, parts, work)
-            text = readme(config, architecture, parts.compression, document, dtype)
+            architecture.save(weights.exported(), work / "transformer", DTYPES[dtype])
+            _write(config, architecture, parts, work)
+            text = readme(config, architecture, parts.compression, document, which, dtype)
+        elif form == "nvlabs":
+            stem = f"sana_step_{document.state.step}{'_ema' if ema else ''}"
+            architecture.save(weights.exported(), work, DTYPES[dtype], form, stem, config.text.max_length)
+            text = nvlabs_readme(config, architecture, document, which, dtype)
         else:
-            stem = f"sana_step_{document.state.step}"
-            save_nvlabs(weights, architecture, work, stem, DTYPES[dtype], config.text.max_length)
-            text = nvlabs_readme(config, architecture, document, dtype)
+            if adapter is not None:
+                adapter.save(weights.exported(), work, DTYPES[dtype])
+            else:
+                architecture.save(weights.exported(), work / "transformer", DTYPES[dtype])
+            origin = f"the {which} of step {document.state.step}"
+            text = f"Written by `sana-pipe export` from {origin}, a {architecture.class_name}.\n"
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)
-    which = "the running average at " if ema else ""
-    print(f"exported {which}step {document.state.step} of {folder} to {out}; the call is in its README.md", flush=True)
+    print(f"exported {weights} to {out}; the call is in its README.md", flush=True)
     return out
 
 
@@ -162,16 +175,16 @@ def _check_target(out: Path, state: dict[str, Any], overwrite: bool) -> None:
             expected="a folder that is new or empty",
             fix="give another --out",
         )
-    same = {name: value for name, value in exported.items() if name != "step"} == {
-        name: value for name, value in state.items() if name != "step"
-    }
-    older = same and exported["step"] <= state["step"]
+    ours, theirs = ({k: v for k, v in of.items() if k not in ("step", "weights")} for of in (state, exported))
+    which = exported.get("weights")
+    older = ours == theirs and which == state["weights"] and exported["step"] <= state["step"]
     if not (older and overwrite):
-        what = f"after step {exported.get('step')} of {'this' if same else 'another'} run"
+        run = "this" if ours == theirs else "another"
+        what = f"of the {which} after step {exported.get('step')} of {run} run"
         raise UserError(
             f"{out} holds an export {what}",
             expected=f"a folder that is new or empty{', or --overwrite' if older else ''}",
-            found=f"step {state['step']} is to be exported",
+            found=f"the {state['weights']} after step {state['step']} are to be exported",
             fix="--overwrite, or another --out" if older else "give another --out",
         )
 
@@ -231,24 +244,18 @@ def _parts(config: Config) -> Parts:
     return Parts(vae, hub.resolve(config.text), hub.resolve(tokenizer, _TOKENIZER), 2 ** (stages - 1))
 
 
-def _check_fit(config: Config, architecture: SanaConfig, parts: Parts) -> None:
+def _check_fit(config: Config, architecture: ModelSpec, parts: Parts) -> None:
     channels = hub.read_json(parts.vae / "config.json").get("latent_channels", _VAE_DEFAULTS["latent_channels"])
     width = hub.read_json(parts.text / "config.json").get("hidden_size", _TEXT_WIDTH)
-    for what, of_encoder, name, of_model in (
-        (f"the VAE {config.vae.id} gives channels:", channels, "in_channels", architecture.in_channels),
-        (f"the text encoder {config.text.id} gives width", width, "caption_channels", architecture.caption_channels),
-    ):
-        if of_encoder != of_model:
-            raise ConfigError(
-                f"{what} {of_encoder}, the model's {name} is {of_model}",
-                fix="give the encoders that the model was trained with",
-            )
+    fix = "give the encoders that the model was trained with"
+    architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=channels)
+    architecture.check_widths(f"the text encoder {config.text.id}", fix, text_width=width)
 
 
 # --------------------------------------------------------------------------------------------------- writing
 
 
-def _write(config: Config, parts: Parts, work: Path) -> None:
+def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) -> None:
     """Everything of a pipeline but its transformer and its README."""
     from pipeline.models.sampler import scheduler  # the only import of diffusers here
 
@@ -266,11 +273,11 @@ def _write(config: Config, parts: Parts, work: Path) -> None:
     _json(
         work / "model_index.json",
         {
-            "_class_name": "SanaPipeline",
+            "_class_name": architecture.pipeline,
             "scheduler": ["diffusers", "DPMSolverMultistepScheduler"],
             "text_encoder": ["transformers", "Gemma2Model"],
             "tokenizer": ["transformers", tokenizer_class(parts.tokenizer)],
-            "transformer": ["diffusers", "SanaTransformer2DModel"],
+            "transformer": ["diffusers", architecture.class_name],
             "vae": ["diffusers", "AutoencoderDC"],
         },
     )
@@ -357,7 +364,7 @@ def _put_in_place(work: Path, out: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- readme
 
 
-def call_arguments(config: Config, architecture: SanaConfig, compression: int) -> dict[str, str]:
+def call_arguments(config: Config, architecture: ModelSpec, compression: int) -> dict[str, str]:
     """What `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
     resolution = architecture.sample_size * compression
     side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
@@ -378,9 +385,18 @@ def call_arguments(config: Config, architecture: SanaConfig, compression: int) -
 
 
 def readme(
-    config: Config, architecture: SanaConfig, compression: int, document: checkpoints.Document, dtype: str = "fp32"
+    config: Config,
+    architecture: ModelSpec,
+    compression: int,
+    document: checkpoints.Document,
+    which: str = checkpoints.LAST_WEIGHTS,
+    dtype: str = "fp32",
 ) -> str:
-    """The README of an export: the code that loads and calls it, and why each argument is there."""
+    """The README of an export: the code that loads and calls it, and why each argument is there.
+
+    Args:
+        which: `EMA_WEIGHTS` or `LAST_WEIGHTS` of `training.checkpoint`.
+    """
     arguments = call_arguments(config, architecture, compression)
     used, weights = instruction(config.text), config.model.weights
     custom = "complex_human_instruction" in arguments and bool(used)
@@ -403,13 +419,15 @@ def readme(
         [
             "# A Sana model in diffusers' format",
             "",
-            f"Written by `sana-pipe export` from step {state.step} (snapshot `{state.snapshot}`, seed {state.seed}).",
+            f"Written by `sana-pipe export` from the {which} of step {state.step} (snapshot `{state.snapshot}`, seed "
+            f"{state.seed}). It needs diffusers 0.33 or newer: older ones load it and draw something else, or fail.",
             "",
             "```python",
             *lines,
             "```",
             "",
             *_reasons(config, architecture, compression, arguments),
+            *_guidance(config),
             f"* The scheduler carries `flow_shift={config.train.flow.shift}`, the one of training.",
             "",
             "| part | from |",
@@ -422,7 +440,7 @@ def readme(
     )
 
 
-def _reasons(config: Config, architecture: SanaConfig, compression: int, arguments: dict[str, str]) -> list[str]:
+def _reasons(config: Config, architecture: ModelSpec, compression: int, arguments: dict[str, str]) -> list[str]:
     """Why the call has each argument, a line each."""
     why = [
         f"* `height`, `width`: trained at {config.data.resolution} px"
@@ -459,6 +477,16 @@ def _reasons(config: Config, architecture: SanaConfig, compression: int, argumen
     return why
 
 
+def _guidance(config: Config) -> list[str]:
+    """What the call cannot do with this guidance, a line each."""
+    if config.sample.guidance >= 1:
+        return []
+    return [
+        f"* `guidance_scale`: `SanaPipeline` guides only above 1, so this call draws with the caption alone. "
+        f"`sana-pipe sample` draws with guidance {config.sample.guidance:g}, mixed with the empty caption."
+    ]
+
+
 _LOAD_COMMENTS = {
     True: ["# or torch_dtype=torch.float32. Not float16: the text encoder and the VAE overflow in it."],
     False: [
@@ -475,22 +503,27 @@ def _load_dtype(config: Config) -> str:
     return '{"transformer": torch.float32, "default": torch.bfloat16}'
 
 
-def nvlabs_readme(config: Config, architecture: SanaConfig, document: checkpoints.Document, dtype: str) -> str:
-    """The README of an export in NVlabs' form."""
+def nvlabs_readme(
+    config: Config, architecture: ModelSpec, document: checkpoints.Document, which: str, dtype: str
+) -> str:
+    """The README of an export in NVlabs' form. which: as in `readme`."""
     state, weights = document.state, config.model.weights
     able = " or ".join(weights.runs_in) if weights is not None and weights.runs_in else "fp32 or bf16"
-    norm = "true" if architecture.qk_norm else "false"
+    has_qk_norm = getattr(architecture, "qk_norm", None) is not None
+    call = '`SanaTransformer2DModel.from_single_file(FILE, config="PATH/OF/THIS/FOLDER")`'
+    single = [] if has_qk_norm else [f"* diffusers 0.33 or newer: {call} with either file."]
     return "\n".join(
         [
             "# A Sana transformer in NVlabs' format",
             "",
-            f"Written by `sana-pipe export --format nvlabs` from step {state.step} (snapshot `{state.snapshot}`, seed "
-            f"{state.seed}), in {dtype}. The `.pth` and the `.safetensors` hold the same.",
+            f"Written by `sana-pipe export --format nvlabs` from the {which} of step {state.step} (snapshot "
+            f"`{state.snapshot}`, seed {state.seed}), in {dtype}. The `.pth` and the `.safetensors` hold the same.",
             "",
-            f"* NVlabs/Sana: `--model_path` or `model.load_from` with the `.pth`. Their configuration must say depth "
-            f"{architecture.num_layers}, width {architecture.inner_dim}, `qk_norm` and `cross_norm` {norm}, "
+            "* NVlabs/Sana: `--model_path` or `model.load_from` with the `.pth`. Their configuration must say "
+            f"{architecture.described}, "
             f"`flow_shift` {config.train.flow.shift:g}, and a precision of {able}.",
             "* ComfyUI: either file, where its Sana nodes look for checkpoints.",
+            *single,
             "* Going on with it in sana-pipe: `--set model.weights.id=FILE --set model.weights.subfolder=null`, with "
             "`config.json` beside the file.",
             f"* The text encoder's instruction and captions were those of recipe `{config.text.recipe}`, resolution "

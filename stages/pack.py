@@ -15,8 +15,9 @@ from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import copies, index
 from pipeline.cache.root import Cache, check_snapshot_name, name_taken
+from pipeline.cache.snapshot import Head
 from pipeline.config import Config
-from pipeline.snapshots import packing
+from pipeline.snapshots import heldout, packing
 from pipeline.work import claims, engine
 from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
@@ -41,6 +42,7 @@ def run(
     Args:
         snapshot: name or id; default: the newest.
         name: a name that will point to the packed snapshot. Default: the name (or id) of the source and `.packed`.
+            NAME.heldout will point to what was held out of the source.
         as_json: print one JSON object instead of lines.
         move: let the name point to it though it points to another snapshot.
         latest: let `latest` point to it, too.
@@ -58,10 +60,10 @@ def run(
     copies.repair_all(cache.files)
     source = cache.open_snapshot(snapshot)
     source_name = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
-    name = name if name is not None else f"{source_name[:93]}.packed"
+    name = name if name is not None else f"{source_name[:85]}.packed"
     mib = config.bucket.pack_mib
     pointed = cache.snapshot_of(name)  # checked before a plan is there to be finished; `add_snapshot` checks again
-    if pointed is not None and not move and cache.open_snapshot(pointed).head.folder != packing.folder_of(source, mib):
+    if pointed is not None and not move and Head.read(cache.files, pointed).folder != packing.folder_of(source, mib):
         raise name_taken(name, pointed, f"a pack of {source.id}")
     plan = packing.planned(cache, source, mib)
     try:
@@ -75,6 +77,8 @@ def run(
     if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
         head = packing.assembled(cache, source, plan, config.bucket.pack_window)
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
+        if (part := heldout.find(cache, source)) is not None:
+            cache.point(f"{name}.heldout", part, move=move)
         report["bytes"] = int(head.shard_sizes().sum())
     report |= {"snapshot": packed, "name": name}
     if as_json:

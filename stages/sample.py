@@ -18,7 +18,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,15 @@ from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import resolve
-from pipeline.models.sana_config import SanaConfig
 from pipeline.reporting import decoder, drawing, pictures
 from pipeline.reporting.drawing import DrawnLatent
 from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
+from pipeline.training.build import as_trained
 
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
+_FIX = "--snapshot or --config with this model's encoders"
 TITLES = ("photo", "reconstruction", "drawn")
 
 
@@ -63,7 +64,7 @@ def run(
         snapshot: a name or an id; None is the newest.
         out: folder of the pictures; files of an earlier call are replaced.
         count: number of captions, taken evenly from the snapshot (None: `sample.count`).
-        ema: use the EMA instead of the last weights.
+        ema: use the EMA weights instead of the last weights.
 
     Raises:
         UserError: no checkpoint, no snapshot, or a snapshot of other encoders.
@@ -71,17 +72,18 @@ def run(
     out = Path(out)
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
-    config = config.at(folder)
+    config = as_trained(config.at(folder), checkpoints.read_document(folder).config)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
-    architecture, weights = checkpoints.load_model_state(folder, ema=ema)
-    recipes = opened.latent_recipe.channels, opened.text_recipe.width
-    _check_channels(architecture, *recipes, folder, f"snapshot {opened.id[:12]}")
+    stored = checkpoints.ModelTensors(folder, ema=ema)
+    architecture, weights = stored.architecture, dict(stored)
+    channels, text_width = opened.latent_recipe.channels, opened.text_recipe.width
+    architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or config.sample.count, len(opened))
     if wanted < (count or config.sample.count):
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
     _make(out)
-    _log(f"drawing {wanted} pictures from {folder} for captions of snapshot {opened.id[:12]}")
+    _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
     drawn = drawing.draw_for(
         config, architecture, weights, opened, drawing.spread(len(opened), wanted), resolve_device(config.train.device)
     )
@@ -91,7 +93,7 @@ def run(
 
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
         decode_in_subprocess(config, drawn, Path(work))
-        sheet = _publish(config, cache, drawn, hits, Path(work), out)
+        sheet = _publish(config, cache, drawn, hits, stored, Path(work), out)
     _log(f"contact sheet: {sheet}")
     return Result(sheet, len(drawn), sum(hits))
 
@@ -133,6 +135,7 @@ def run_prompts(
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
     document = checkpoints.read_document(folder)
+    config = as_trained(config, document.config)
     latent, text = recipes_of(config, document.state.snapshot)
     compression, channels = (
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
@@ -148,16 +151,18 @@ def run_prompts(
                 found="; ".join(text.nameless().difference(replace(encoded.recipe, storage=text.storage))),
                 fix="--config FILE, that of the training",
             )
-        _check_channels(document.architecture, channels, encoded.recipe.width, folder, "the configured encoders")
-        _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} from {folder}")
-        architecture, weights = checkpoints.load_model_state(folder, ema=ema)
+        widths = {"channels": channels, "text_width": encoded.recipe.width}
+        document.architecture.check_widths("the configured encoders", _FIX, **widths)
+        stored = checkpoints.ModelTensors(folder, ema=ema)
+        architecture, weights = stored.architecture, dict(stored)
+        _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
         shape = channels, size[0] // compression, size[1] // compression
         device = resolve_device(config.train.device)
         latents = drawing.draw_prompts(config, architecture, weights, encoded, shape, device)
         del weights
         tensors = {f"{number:04d}": each for number, each in enumerate(latents)}
         made = decoder.decode(config, tensors, Path(work))
-        sheet = _publish_prompts(encoded.texts, size, made, Path(work), out)
+        sheet = _publish_prompts(encoded.texts, size, made, stored, Path(work), out)
     _log(f"contact sheet: {sheet}")
     return sheet
 
@@ -196,19 +201,6 @@ def decode(config: Config, latents: Path, out: Path) -> int:
     return 0
 
 
-def _check_channels(architecture: SanaConfig, channels: int, width: int, folder: Path, what: str) -> None:
-    pairs = (
-        ("in_channels", architecture.in_channels, "latents", channels),
-        ("caption_channels", architecture.caption_channels, "text rows", width),
-    )
-    for name, of_model, records, ours in pairs:
-        if of_model != ours:
-            raise ConfigError(
-                f"{folder} and {what} do not fit: the model's {name} is {of_model}, the {records} have {ours}",
-                fix="--snapshot or --config with this model's encoders",
-            )
-
-
 def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
     """The recipes that a model was trained with; None if its snapshot is not in the cache."""
     try:
@@ -232,7 +224,15 @@ def decode_in_subprocess(config: Config, drawn: list[DrawnLatent], work: Path) -
     decoder.decode(config, tensors, work)
 
 
-def _publish(config: Config, cache: Cache, drawn: list[DrawnLatent], hits: list[bool], work: Path, out: Path) -> Path:
+def _publish(
+    config: Config,
+    cache: Cache,
+    drawn: list[DrawnLatent],
+    hits: list[bool],
+    stored: checkpoints.ModelTensors,
+    work: Path,
+    out: Path,
+) -> Path:
     """Move the pictures into place; the sheet comes last."""
     from PIL import Image
 
@@ -259,12 +259,19 @@ def _publish(config: Config, cache: Cache, drawn: list[DrawnLatent], hits: list[
                 "nearest_is_own": hit,
             }
         )
-    _write_table(lines, work, out)
+    _write_table(lines, stored, work, out)
     contact_sheet(cards, TITLES, out / SHEET)
     return out / SHEET
 
 
-def _publish_prompts(texts: Sequence[str], size: tuple[int, int], made: Path, work: Path, out: Path) -> Path:
+def _publish_prompts(
+    texts: Sequence[str],
+    size: tuple[int, int],
+    made: Path,
+    stored: checkpoints.ModelTensors,
+    work: Path,
+    out: Path,
+) -> Path:
     """Move the pictures of prompts into place; the sheet comes last."""
     from PIL import Image
 
@@ -277,14 +284,18 @@ def _publish_prompts(texts: Sequence[str], size: tuple[int, int], made: Path, wo
         with Image.open(out / name) as picture:
             cards.append(SheetRow(text, (picture.convert("RGB"),)))
         lines.append({"file": name, "caption": text, "height": size[0], "width": size[1]})
-    _write_table(lines, work, out)
+    _write_table(lines, stored, work, out)
     contact_sheet(cards, TITLES[-1:], out / SHEET)
     return out / SHEET
 
 
-def _write_table(lines: list[dict[str, Any]], work: Path, out: Path) -> None:
-    table = work / TABLE
-    table.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+def _write_table(lines: list[dict[str, Any]], stored: checkpoints.ModelTensors, work: Path, out: Path) -> None:
+    table, origin = work / TABLE, {"checkpoint": stored.folder.name, "weights": stored.weights}
+    table.write_text("".join(json.dumps(line | origin, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    with suppress(OSError, ValueError, AttributeError):
+        earlier = json.loads((out / TABLE).read_text(encoding="utf-8").partition("\n")[0])
+        if (weights := earlier.get("weights")) != stored.weights:
+            _log(f"note: pictures of the {weights} ({earlier.get('checkpoint')}) in {out} were replaced")
     os.replace(table, out / TABLE)
 
 

@@ -30,7 +30,7 @@ from pipeline.loader import shard_prefetch
 from pipeline.loader.loader import Loader, LoaderSettings, LoaderState, bf16
 from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
@@ -265,7 +265,7 @@ def _decided(
     """The configuration with values for what is `auto`, and the launch, which may have opened process groups."""
     as_begun, processes = (None, None) if continued is None else (continued.config, continued.processes)
 
-    def shape() -> SanaConfig:
+    def shape() -> ModelSpec:
         return architecture_of(config, task(config, inputs, launch))
 
     def decide(machine: Machine) -> tuple[Config, list[str]]:
@@ -391,13 +391,18 @@ def _heldout(
     if name is None:
         raise ConfigError(
             f"train.validation: nothing was held out of snapshot {snapshot.id[:12]}, as far as names show",
-            fix="sana-pipe bucket --set bucket.heldout=0.01, or --set train.validation.snapshot=NAME, or --set "
-            "train.validation=null",
+            fix=f"{_hold_out(snapshot)}, or --set train.validation.snapshot=NAME, or --set train.validation=null",
         )
     part = cache.open_snapshot(name)
     heldout.check(snapshot, part)
     log(f"validation: {min(len(part), validation.samples)} of {len(part)} samples of snapshot {part.id[:12]}")
     return config.with_train(validation=validation.model_copy(update={"snapshot": part.id})), part
+
+
+def _hold_out(snapshot: Snapshot) -> str:
+    """The command that makes a held-out part; for a snapshot that had one, of the same pictures."""
+    side = snapshot.head.policies.heldout
+    return f"sana-pipe bucket --set bucket.heldout={0.01 if side is None else side.share}"
 
 
 def _old_heldout(

@@ -71,6 +71,11 @@ def _pair(text: str) -> tuple[str, str]:
     return name, expanded(folder)
 
 
+SET_ASIDE = "moved to damaged/: only reports of snapshots read it"
+REPAIRED = ("restored", "replaced", SET_ASIDE)
+"""Outcomes after which nothing is left to do."""
+
+
 class _Report:
     """Findings and their outcomes.
 
@@ -109,7 +114,7 @@ class _Report:
     def left(self) -> list[Finding]:
         """What is still wrong."""
         late = {finding.path for finding in self.late}
-        repaired = {path for path, outcome in self._outcomes.items() if outcome in ("restored", "replaced")}
+        repaired = {path for path, outcome in self._outcomes.items() if outcome in REPAIRED}
         return [finding for finding in self._findings if finding.path not in late | repaired] + self.late
 
     def rows(self) -> list[dict[str, Any]]:
@@ -163,7 +168,7 @@ def _repair_contents(
         AwayError, NoSpaceError: every other repair would fail, too.
     """
     first: UserError | None = None
-    for finding in sorted(findings, key=lambda finding: (not _is_record_table(finding.path), finding.recipe)):
+    for finding in sorted(findings, key=lambda finding: (not _is_table(finding.path), finding.recipe)):
         try:
             outcome = _repair_content(repairs, finding, replaced)
         except (AwayError, NoSpaceError):
@@ -180,13 +185,13 @@ def _repair_contents(
     return first
 
 
-def _is_record_table(path: str) -> bool:
-    return path.startswith("tables/") and path.endswith(".arrow")
+def _is_table(path: str) -> bool:
+    return path.removeprefix("copies/").startswith("tables/")
 
 
 def _repair_content(repairs: Repairs, finding: Finding, replaced: Replaced) -> str | None:
     """The outcome of a finding; None for snapshots and prompt sets, which come last."""
-    if _is_record_table(finding.path):
+    if _is_table(finding.path):
         return _repair_table(repairs.cache, finding)
     if finding.unit:
         return repairs.unit(finding, replaced)
@@ -196,7 +201,12 @@ def _repair_content(repairs: Repairs, finding: Finding, replaced: Replaced) -> s
 
 
 def _repair_table(cache: Cache, finding: Finding) -> str:
-    digest = PurePosixPath(finding.path).stem
+    name, digest = finding.path.removeprefix("copies/"), PurePosixPath(finding.path).stem
+    if cache.files.duplicate(name):
+        return "restored"
+    if finding.path.endswith(".parquet") and finding.fix == layout.REPAIR:
+        cache.files.set_aside(name)
+        return SET_ASIDE
     problem = BACKUP if finding.fix == layout.REPAIR else finding.fix
     for owner in (*recipe_names(cache), *packs(cache)):
         try:

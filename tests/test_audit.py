@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.loader.loader import Loader
 from pipeline.models import encoders
+from pipeline.work.stop import Stopped
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
 
@@ -143,8 +145,9 @@ def test_other_bytes_go_into_a_new_plan(
     for repair in (True, False, True):  # the newest snapshot refers to the damaged record until there is another
         assert stages.verify.run(config, repair=repair, as_json=True) == 4
         finding = last_json(capsys)["findings"][-1]
-        assert finding["path"].startswith("snapshots/") and finding["fix"] == "sana-pipe bucket"
-    stages.bucket.run(config)
+        assert finding["path"].startswith("snapshots/")
+        assert finding["fix"] == "sana-pipe bucket --again latest --move"
+    stages.bucket.again(config, "latest", move=True)
     assert stages.verify.run(config) == 0
     loader = Loader(
         Cache(config.cache).open_snapshot(),
@@ -261,10 +264,10 @@ def test_gc_removes_only_what_nothing_needs(
 def test_every_file_that_is_lost_is_named(
     filled: tuple[Config, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All but copies, and advice and reports."""
+    """All but advice and reports."""
     config, _ = filled
     root = tmp_path / "cache"
-    free = ("tmp/", "reports/", "claims/", "copies/")
+    free = ("tmp/", "reports/", "claims/")
     names = [p.relative_to(root).as_posix() for p in sorted(root.rglob("*")) if p.is_file()]
     names = [name for name in names if not name.startswith(free) and name != "format.json"]
     assert len(names) > 20
@@ -311,6 +314,25 @@ def test_a_cache_that_was_only_scanned_is_not_complete(
     monkeypatch.undo()
     stages.encode.run(config, data=str(photos))
     assert stages.status.run(config) == 0
+
+
+def test_a_signal_in_the_last_unit_leaves_a_complete_cache(
+    make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = stages.encode.make_units, []
+
+    def make(*arguments: Any) -> Any:
+        made = real(*arguments)
+        calls.append(made)
+        if len(calls) == 2:  # captions, then pictures
+            raise Stopped
+        return made
+
+    monkeypatch.setattr(stages.encode, "make_units", make)
+    config = make_config(tmp_path)
+    with suppress(Stopped):
+        stages.encode.run(config, data=str(photos), task_index=0, task_count=2)
+    assert len(calls) == 2 and stages.status.run(config) == 0
 
 
 def test_gc_spares_what_was_trained_on(filled: tuple[Config, Path], tmp_path: Path) -> None:

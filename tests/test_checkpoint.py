@@ -27,7 +27,7 @@ from pipeline.loader.loader import Batch
 from pipeline.models.sana_files import save_weights
 from pipeline.models.sana_start import InitialValues, Stored
 from pipeline.parallel import data_parallel, mesh
-from pipeline.training import build, checkpoint, host_copy, metrics, optimizers
+from pipeline.training import assemble, checkpoint, host_copy, metrics, optimizers
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit, generator_seed
@@ -314,13 +314,13 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_after_it(
 
 
 def test_the_model_has_no_memory_until_it_is_parallelized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parallelize, seen = build.parallelize, []
+    parallelize, seen = assemble.parallelize, []
 
     def watched(model: torch.nn.Module, *rest: Any) -> Any:
         seen.append({parameter.device.type for parameter in model.parameters()})
         return parallelize(model, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(build, "parallelize", watched)
+    monkeypatch.setattr(assemble, "parallelize", watched)
     train(tiny_run.config(tmp_path / "run", steps=1))
     train(tiny_run.config(tmp_path / "run", steps=2), resume="auto")
     assert seen == [{"meta"}, {"meta"}]

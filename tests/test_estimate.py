@@ -53,7 +53,7 @@ def dry(config: Config, source: Path, capsys: pytest.CaptureFixture[str], **opti
     capsys.readouterr()
     code = stages.encode.dry_run(config, data=str(source), as_json=True, **options)
     summary = json.loads(capsys.readouterr().out)
-    assert code == (0 if summary["enough_space"] else 6)
+    assert code == (6 if summary["enough_space"] is False else 0)
     return summary
 
 
@@ -61,6 +61,15 @@ def picture(path: Path, seed: int, size: tuple[int, int] = (90, 70)) -> None:
     pixels = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), np.uint8)
     Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)
     path.with_suffix(".txt").write_text(f"random picture number {seed}")
+
+
+def test_an_unknown_free_space_is_not_called_enough(
+    source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Files, "free_bytes", lambda self: None)
+        summary = dry(make_config(tmp_path), source, capsys, probe=False)
+    assert summary["free_bytes"] is None and summary["enough_space"] is None
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8", "bf16-zstd"])

@@ -145,8 +145,8 @@ def test_exported_weights_are_the_checkpoints(trained: Trained, exported: Path) 
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
 
 
-def test_the_average_is_exported_and_drawn_with_when_asked_for(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_ema_weights_are_exported_and_drawn_with_when_asked_for(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(dump(trained.config))
@@ -159,6 +159,15 @@ def test_the_average_is_exported_and_drawn_with_when_asked_for(
     exported = dict(load_transformer(tmp_path / "averaged" / "transformer").named_parameters())
     assert all(torch.equal(exported[name], value) for name, value in averages.items())
     assert not all(torch.equal(last[name], value) for name, value in averages.items())
+    assert json.loads((tmp_path / "averaged" / export.MARK).read_text())["state"]["weights"] == "EMA weights"
+    assert "the EMA weights of step 3" in (tmp_path / "averaged" / "README.md").read_text()
+    with pytest.raises(UserError, match="EMA weights"):
+        export.run(trained.config, "auto", tmp_path / "averaged", overwrite=True)
+    for ema, stem in ((False, "sana_step_3"), (True, "sana_step_3_ema")):
+        export.run(trained.config, "auto", tmp_path / stem, ema=ema, form="nvlabs")
+        assert (tmp_path / stem / f"{stem}.pth").is_file()
+        name = "EMA weights" if ema else "last weights"
+        assert name in (tmp_path / stem / "README.md").read_text() and name in capsys.readouterr().out
 
     drawn: list[dict[str, torch.Tensor]] = []
 
@@ -187,6 +196,17 @@ def test_the_parts_are_those_of_the_configuration(trained: Trained, exported: Pa
     assert json.loads((exported / "transformer" / "config.json").read_text())["sample_size"] == 64 // 8
 
 
+def test_readme_says_where_the_pipeline_cannot_draw_as_sample_does(trained: Trained, tmp_path: Path) -> None:
+    """`SanaPipeline` guides above 1 only."""
+    document, compression = checkpoints.read_document(trained.checkpoint), 8
+    told = {}
+    for guidance in (0.5, 1.0, 4.5):
+        config = changed(trained.config, tmp_path, f"sample.guidance={guidance}")
+        told[guidance] = "guides only above 1" in export.readme(config, document.architecture, compression, document)
+    assert told == {0.5: True, 1.0: False, 4.5: False}
+    assert "diffusers 0.33" in export.readme(trained.config, document.architecture, compression, document)
+
+
 def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, tmp_path: Path) -> None:
     text = (exported / "README.md").read_text()
     assert "use_resolution_binning=False" in text
@@ -196,21 +216,19 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
 
     document = checkpoints.read_document(trained.checkpoint)
     big = load("sana_1600m_1024")
-    from pipeline.models.sana_config import with_sample_size
-
-    plain = export.call_arguments(big, with_sample_size(document.architecture, 32), 32)
+    plain = export.call_arguments(big, document.architecture.with_sample_size(32), 32)
     assert set(plain) == {"height", "width", "num_inference_steps", "guidance_scale"}
     assert plain["height"] == "1024"
     # 1024 px of an f8 VAE has the sample_size of Sana's 4096 px bins: they would be the wrong shapes
     assert (
-        export.call_arguments(big, with_sample_size(document.architecture, 128), 8)["use_resolution_binning"] == "False"
+        export.call_arguments(big, document.architecture.with_sample_size(128), 8)["use_resolution_binning"] == "False"
     )
     square = changed(big, tmp_path, "data.buckets=[[1024, 1024]]")
-    shape = with_sample_size(document.architecture, 32)
+    shape = document.architecture.with_sample_size(32)
     assert export.call_arguments(square, shape, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
     raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
-    assert export.call_arguments(raw, with_sample_size(document.architecture, 32), 32)["max_sequence_length"] == "200"
-    printed = export.readme(raw, with_sample_size(document.architecture, 32), 32, document)
+    assert export.call_arguments(raw, document.architecture.with_sample_size(32), 32)["max_sequence_length"] == "200"
+    printed = export.readme(raw, document.architecture.with_sample_size(32), 32, document)
     assert "lowers and strips" in printed
     assert 'an \\\\\\"Enhanced prompt\\\\\\"' in printed
     none = changed(big, tmp_path, "text.instruction=''")
@@ -296,7 +314,7 @@ def test_encoders_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) 
     shutil.copytree(trained.config.vae.id, models)
     path = models / "vae" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "latent_channels": 32}))
-    with pytest.raises(ConfigError, match=r"channels: 32, .*in_channels .*16"):
+    with pytest.raises(ConfigError, match=r"the VAE .*in_channels is 16, .*32"):
         export.run(changed(trained.config, tmp_path, f"vae.id={models}"), "auto", tmp_path / "export")
 
 
@@ -333,7 +351,8 @@ def test_only_an_older_export_of_the_same_run_is_overwritten(
     out = tmp_path / "export"
     out.mkdir()
     mark = out / export.MARK
-    state = {"run": export.run_of(trained.checkpoint), **checkpoints.read_document(trained.checkpoint).state.as_dict()}
+    document = checkpoints.read_document(trained.checkpoint)
+    state = {"run": export.run_of(trained.checkpoint), "weights": "last weights", **document.state.as_dict()}
     written: list[Path] = []
     monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[2]))
 
@@ -352,6 +371,7 @@ def test_only_an_older_export_of_the_same_run_is_overwritten(
     for odd in ({"run": "another"}, {"seed": 1}, {"snapshot": "another"}):
         assert "another run" in run({**state, **odd, "step": 2}, True)
     assert "another run" in run({name: value for name, value in state.items() if name != "run"}, True)
+    assert "EMA weights" in run({**state, "weights": "EMA weights", "step": 2}, True)
     assert not written
     assert run({**state, "step": 2}, True) == "written"
 
@@ -500,11 +520,13 @@ def test_new_prompts_are_drawn_as_in_training(
     before = sorted(path for path in Path(trained.config.cache).rglob("*"))
     sheet = sample.run_prompts(trained.config, "auto", PROMPTS, tmp_path / "samples", height=32, width=48)
     assert sorted(path for path in Path(trained.config.cache).rglob("*")) == before, "the cache is left as it was"
-    assert "line 3 repeats" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "line 3 repeats" in printed and "--ema" in printed
     names = {path.name for path in (tmp_path / "samples").iterdir()}
     assert names == {"0000.png", "0001.png", sheet.name, "samples.jsonl"}
     rows = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
     assert [row["caption"] for row in rows] == PROMPTS[:2]
+    assert {(row["weights"], row["checkpoint"]) for row in rows} == {("last weights", trained.checkpoint.name)}
     with Image.open(tmp_path / "samples" / "0001.png") as picture:
         assert picture.size == (48, 32)
 
@@ -556,12 +578,13 @@ def test_how_the_cache_stores_text_is_no_other_text_recipe(
 def test_captions_of_other_encoders_are_refused(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    architecture, weights = checkpoints.load_model_state(trained.checkpoint)
+    stored = checkpoints.ModelTensors(trained.checkpoint)
+    architecture = stored.architecture
     monkeypatch.setattr(drawing, "draw_for", lambda *args: pytest.fail("drew"))
+    monkeypatch.setattr(checkpoints, "ModelTensors", lambda *_, **__: stored)
     others = {"in_channels": {"in_channels": 7, "out_channels": 7}, "caption_channels": {"caption_channels": 7}}
     for field, change in others.items():
-        other = replace(architecture, **change)
-        monkeypatch.setattr(checkpoints, "load_model_state", lambda *_, other=other, **__: (other, weights))
+        stored.architecture = replace(architecture, **change)
         with pytest.raises(ConfigError, match=naming(field, "7", "--snapshot")):
             sample.run(trained.config, "auto", None, tmp_path / "samples")
 

@@ -1,13 +1,12 @@
-"""Caches and checkpoints of earlier versions: same identities, same batches, same losses.
+"""A cache and a checkpoint that were written earlier: same identities, same batches, same losses.
 
-`data/golden-fc02fdf.tar.xz` was written by commit fc02fdf: a cache of two sources (`synthetic.add`) with three plain
-snapshots and a packed one, and the checkpoint of four training steps. `figures.json` holds what that commit made of
-them: snapshot ids, a digest of every batch of 40 steps, the losses of steps 5 to 8.
+`data/golden.tar.xz` holds a cache of two sources (`synthetic.add`) with three plain snapshots and a packed one, and the
+checkpoint of four training steps. `figures.json` holds what was made of them then: snapshot ids, a digest of every
+batch of 40 steps, the losses of steps 5 to 8. `tests/support/golden.py` records the cache anew.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,38 +15,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
 import stages.bucket
 import stages.pack
 from pipeline.cache import layout
 from pipeline.cache.root import Cache
-from pipeline.config import Config
 from pipeline.encoding import plan as planning
 from pipeline.encoding.scan import SCAN
 from pipeline.launch import Launch
-from pipeline.loader.loader import Loader
 from pipeline.training.trainer import fit
 from tests.support import synthetic
-from tests.support.golden import GOLDEN
-from tests.support.loading import loader_settings
+from tests.support.golden import GOLDEN, SETTINGS, batch_digests, config
 from tests.support.trees import unpack
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SETTINGS = {
-    "plain": [],
-    "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.small=drop", "bucket.heldout=0.2"],
-    "windows": ["bucket.batch=2"],
-}
-
-VERSION_2 = {
-    "plain": "a7338f6cf952776bc9abdbe7dfa8eddc",
-    "chosen": "88670566f0aafaea9b10bdf6c70a60d0",
-    "windows": "1e2e6ddecc37647b3a9725a466fd2c1c",
-    "packed": "9b78e1b34b5de4f671b0f58b17903f3c",
-}
-"""Ids of the same snapshots made anew, with heads of version 2."""
 
 
 @pytest.fixture
@@ -61,63 +43,29 @@ def figures(golden: Path) -> dict[str, Any]:
     return json.loads((golden / "figures.json").read_text())
 
 
-def config(golden: Path, *overrides: str) -> Config:
-    return synthetic.config(golden / "cache", *overrides)
-
-
-def batch_digests(cache: Path, snapshot: str) -> list[str]:
-    """A digest of the ids and tensors of each step's batch."""
-    loader = Loader(
-        Cache(cache).open_snapshot(snapshot),
-        loader_settings(
-            seed=7,
-            phase=1,
-            microbatch=64,
-            caption_drop=0.2,
-            stop_step=40,
-            length_window=3 if snapshot == "windows" else 1,
-        ),
-    )
-    steps = []
-    for parts, _ in loader:
-        digest = hashlib.sha256()
-        for batch in parts:
-            digest.update(repr((batch.sample_ids, batch.bucket)).encode())
-            bits = (batch.latents.view(torch.int16), batch.captions.view(torch.int16))
-            for tensor in (*bits, batch.mask, batch.noise, batch.logit):
-                digest.update(tensor.numpy().tobytes())
-        steps.append(digest.hexdigest()[:16])
-    return steps
-
-
 @pytest.mark.parametrize("snapshot", [*SETTINGS, "packed"])
-def test_an_earlier_versions_snapshot_gives_the_same_batches(
-    golden: Path, figures: dict[str, Any], snapshot: str
-) -> None:
+def test_an_earlier_snapshot_gives_the_same_batches(golden: Path, figures: dict[str, Any], snapshot: str) -> None:
     assert batch_digests(golden / "cache", snapshot) == figures["orders"][snapshot]
 
 
-def test_an_earlier_versions_cache_gives_the_same_snapshots(golden: Path, figures: dict[str, Any]) -> None:
+def test_an_earlier_cache_gives_the_same_snapshots(golden: Path, figures: dict[str, Any]) -> None:
     snapshots = figures["snapshots"]
     for name, overrides in SETTINGS.items():
         assert stages.bucket.run(config(golden, *overrides), name=name) == snapshots[name]
     assert stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed") == snapshots["packed"]
 
 
-def test_new_snapshots_of_an_earlier_versions_cache(golden: Path, figures: dict[str, Any]) -> None:
-    """The same everywhere, and the same batches as of the earlier version. The order of a packed one depends on the id
-    of its parent."""
+def test_new_snapshots_of_an_earlier_cache(golden: Path, figures: dict[str, Any]) -> None:
+    """They are the same everywhere."""
     for folder in ("snapshots", "names"):
         shutil.rmtree(golden / "cache" / folder)
+        shutil.rmtree(golden / "cache" / "copies" / folder)
     made = {name: stages.bucket.run(config(golden, *overrides), name=name) for name, overrides in SETTINGS.items()}
     made["packed"] = str(stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed"))
-    assert made == VERSION_2
-    for name in VERSION_2:
-        assert Cache(golden / "cache").open_snapshot(name).head.version == 2
-        assert (batch_digests(golden / "cache", name) == figures["orders"][name]) == (name in SETTINGS)
+    assert made == figures["snapshots"]
 
 
-def test_an_earlier_versions_cache_is_encoded_further(golden: Path) -> None:
+def test_an_earlier_cache_is_encoded_further(golden: Path) -> None:
     of, cache = config(golden), Cache(golden / "cache")
     before = cache.open_snapshot(stages.bucket.run(of))
     recipes = (synthetic.LATENT, synthetic.text_recipe(of))
@@ -149,7 +97,7 @@ def test_an_earlier_versions_cache_is_encoded_further(golden: Path) -> None:
         reader.read(sample.shard, sample.offset, sample.key, sample.checksum, into)
 
 
-def test_an_earlier_versions_checkpoint_goes_on_as_it_did(golden: Path, figures: dict[str, Any]) -> None:
+def test_an_earlier_checkpoint_goes_on_as_it_did(golden: Path, figures: dict[str, Any]) -> None:
     settings = tiny_run.config(
         golden / "run",
         steps=8,

@@ -11,8 +11,7 @@ import pytest
 
 from pipeline.config import TrainConfig, from_yaml, load, shipped
 from pipeline.models import objective
-from pipeline.models.sana_config import DIFFUSERS
-from pipeline.training.build import numerics
+from pipeline.models.sana_config import DIFFUSERS, numerics
 from pipeline.training.optimizers import came
 
 TEXT = (Path(__file__).parent.parent / "docs/nvlabs.md").read_text(encoding="utf-8")

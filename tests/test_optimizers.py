@@ -32,6 +32,7 @@ from pipeline.training import build, checkpoint, loss_scale, metrics, optimizers
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import came, stochastic_rounding
 from pipeline.training.optimizers.came import CAME
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
@@ -419,7 +420,7 @@ def test_adamw_on_the_cpu_is_fused_clips_in_its_kernel_and_is_torchs_plain_loop(
     for ours, other in zip(fused_model.parameters(), plain_model.parameters(), strict=True):
         groups[number[id(ours)]]["params"].append(other)
     plain = torch.optim.AdamW([{**group, "fused": None, "foreach": False} for group in groups])
-    step = TrainStep(ParallelModel(fused_model), FlowMatching(settings.train.flow), fused, settings.train, CPU)
+    step = TrainStep(ParallelModel(fused_model), Flow(settings.train.flow), fused, settings.train, CPU)
     torch.manual_seed(0)
     for number_of_step in range(20):
         factor = None if number_of_step % 2 else torch.tensor(0.03)
@@ -706,7 +707,7 @@ def test_an_average_begins_with_the_weights_where_the_checkpoint_has_none(tmp_pa
     _, weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
     printed: list[str] = []
     _fit(tiny_run.config(tmp_path / "run", steps=3, ema={"decay": 0.9}), resume="auto", log=printed.append)
-    assert any("no running average: it starts from the weights of step 2" in line for line in printed)
+    assert any("no EMA weights: they start from the weights of step 2" in line for line in printed)
     _, last = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003")
     _, averages = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003", ema=True)
     share = 1 - 4 / 13  # step 3

@@ -18,13 +18,16 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipeline.config import ParallelConfig
+from pipeline.config import FlowConfig, ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.models.sana_stage import SanaStage
 from pipeline.parallel import pipeline_parallel
+from pipeline.parallel.microbatch import Microbatch
+from pipeline.training.recipes import StepLoss
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
@@ -41,15 +44,15 @@ def stages_of(model: SanaTransformer, count: int) -> list[SanaStage]:
     return [model.stage(part.start, part.stop) for part in pipeline_parallel.stage_ranges(len(model.blocks), count)]  # type: ignore[misc]
 
 
-def inputs(batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def inputs(batch: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     torch.manual_seed(1)
     mask = torch.arange(9)[None] < torch.randint(1, 10, (batch, 1))
-    return (
-        torch.randn(batch, 4, 6, 10, dtype=dtype),
-        torch.randn(batch, 9, 24, dtype=dtype),
-        mask,
-        torch.rand(batch) * 999,
-    )
+    return {
+        "latents": torch.randn(batch, 4, 6, 10, dtype=dtype),
+        "captions": torch.randn(batch, 9, 24, dtype=dtype),
+        "mask": mask,
+        "timesteps": torch.rand(batch) * 999,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------- cutting
@@ -101,16 +104,16 @@ def test_the_chain_of_stages_is_the_model(changes: dict[str, Any], dtype: torch.
             assert (tensor.shape, tensor.dtype, tensor.stride()) == (stand_in.shape, stand_in.dtype, stand_in.stride())
             assert tensor.requires_grad
             assert not tensor._is_view(), "FSDP2 warns of views"
-    assert torch.equal(travelling, model(*given))
+    assert torch.equal(travelling, model(**given))
 
 
 def test_a_stage_refuses_what_the_model_refuses() -> None:
     stage = stages_of(SanaTransformer.on_meta(config()), 2)[0]
-    latents, captions, mask, timesteps = inputs()
+    given = inputs()
     with pytest.raises(TypeError, match="must be bool"):
-        stage.split((latents, captions, mask.float(), timesteps))
+        stage.split({**given, "mask": given["mask"].float()})
     with pytest.raises(TypeError, match="must be float32"):
-        SanaTransformer.from_scratch(config(), 0).time_embed(timesteps.bfloat16(), torch.bfloat16)
+        SanaTransformer.from_scratch(config(), 0).time_embed(given["timesteps"].bfloat16(), torch.bfloat16)
 
 
 def test_gradients_for_the_stage_before_are_contiguous() -> None:
@@ -300,9 +303,12 @@ def test_parameters_stay_gathered_in_a_pipeline() -> None:
 
 def test_microbatches_of_different_shapes_are_refused(one_of_many: Any) -> None:
     pipeline = first_of_two(one_of_many)
-    parts = [(inputs(batch), inputs(batch)[0]) for batch in (2, 1)]
+    parts = [Microbatch(inputs(batch), {"flow": inputs(batch)["latents"]}) for batch in (2, 1)]
     with pytest.raises(ValueError, match="one shape"):
-        pipeline.forward_backward(parts, lambda actual, target: actual, 3)
+        pipeline.forward_backward(parts, StepLoss(Flow(FlowConfig())), 3)
+    several = [Microbatch(inputs(), dict.fromkeys(("flow", "other"), inputs()["latents"]))]
+    with pytest.raises(ValueError, match="flow, other"):
+        pipeline.forward_backward(several, StepLoss(Flow(FlowConfig())), 2)
 
 
 def test_one_schedule_per_shape_and_no_more_than_a_few(one_of_many: Any) -> None:

@@ -42,19 +42,19 @@ def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int
     """Peak bytes of real CPU steps after the first: allocations and frees as torch's profiler records them, and what
     lasts."""
     from pipeline.launch import detect
-    from pipeline.models.objective import FlowMatching
     from pipeline.models.sana import SanaTransformer
+    from pipeline.models.sana_config import numerics
     from pipeline.parallel.mesh import open_mesh
     from pipeline.parallel.parallelize import parallelize
     from pipeline.training import optimizers
-    from pipeline.training.build import numerics
+    from pipeline.training.recipes.flow import Flow
     from pipeline.training.step import TrainStep
 
     device = torch.device("cpu")
     with open_mesh(detect(), train.parallel, device) as mesh:
         model = parallelize(SanaTransformer.from_scratch(architecture, 0, numerics=numerics(train)), mesh, train)
         optimizer = optimizers.build(model.module, train.optim, device)
-        step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device)
+        step = TrainStep(model, Flow(train.flow), optimizer, train, device)
         batches = [made_up_batch(architecture, shape, 0)]
         step(batches, 1)
         states = [value for state in optimizer.state.values() for value in state.values()]

@@ -327,6 +327,10 @@ def test_two_runs_differ_in_these_options(made: Made, run_copy: Path) -> None:
     (run_copy / "config.yaml").write_text(yaml.safe_dump(options))
     compared = collect(made.config, compare=run_copy)[0]["compare"]
     assert compared["options"] == [{"option": "train.seed", "here": made.config.train.seed, "there": 7}]
+    lists = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghij")]
+    (run_copy / "config.yaml").write_text("a: &a [1]\n" + "".join(lists))
+    with pytest.raises(UserError, match=naming(run_copy / "config.yaml")):
+        collect(made.config, compare=run_copy)
     (run_copy / "config.yaml").unlink()
     with pytest.raises(UserError, match=r"config\.yaml"):
         collect(made.config, compare=run_copy)

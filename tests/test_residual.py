@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from pipeline.launch import Launch
+from pipeline.models import sana_config
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
-from pipeline.training import build, checkpoint
+from pipeline.training import checkpoint
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
@@ -135,7 +136,7 @@ def test_a_new_run_has_fp32_tokens_and_a_resumed_run_what_it_began_with(
         used.append(train.residual)
         return Numerics()
 
-    monkeypatch.setattr(build, "numerics", noted)
+    monkeypatch.setattr(sana_config, "numerics", noted)
     _fit(tmp_path / "new", 1)
     _fit(tmp_path / "compute", 1, residual="compute")
     _fit(tmp_path / "compute", 2, resume="auto")

@@ -24,7 +24,7 @@ from pipeline.kernels import linear_attention as kernel
 from pipeline.kernels.linear_attention import linear_attention
 from pipeline.models import sana_layers
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, with_sample_size
+from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import (
     deinterleave,
     expected_shapes,
@@ -502,9 +502,9 @@ def test_training_from_scratch_uses_the_arch() -> None:
     config = SanaConfig.from_arch(arch, sample_size=16)
     assert (config.cross_attention_dim, config.out_channels, config.sample_size) == (48, 4, 16)
     assert SanaConfig.from_arch(arch.model_copy(update={"sample_size": 7}), 16).sample_size == 7
-    assert with_sample_size(config, 32).sample_size == 32
+    assert config.with_sample_size(32).sample_size == 32
     with pytest.raises(ConfigError, match="position embedding"):
-        with_sample_size(replace(config, interpolation_scale=1.0), 32)
+        replace(config, interpolation_scale=1.0).with_sample_size(32)
 
 
 # ----------------------------------------------------------------------------------------------------------- files

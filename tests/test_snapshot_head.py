@@ -1,4 +1,4 @@
-"""The typed head of a snapshot: written as it was read, whichever version wrote it."""
+"""The typed head of a snapshot: written as it was read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def head_of(root: Path) -> dict[str, Any]:
     }
 
 
-def test_heads_of_an_earlier_version_are_written_as_they_were_read(tmp_path: Path) -> None:
+def test_earlier_heads_are_written_as_they_were_read(tmp_path: Path) -> None:
     unpack(GOLDEN, tmp_path)
     files = Files(tmp_path / "cache")
     ids = [path.stem for path in (tmp_path / "cache" / "snapshots").glob("*.json")]

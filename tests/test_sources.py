@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -971,7 +971,8 @@ def test_a_folder_of_several_kinds_is_a_choice_at_any_depth_and_the_rest_is_name
     assert file.rpartition("/")[2] in str(source.ignored.examples)
     source = opened(tmp_path, format)
     assert "new/deep/0.jpg" not in listed(source)[0]
-    assert source.ignored.examples[".jpg file"] == ["new/deep/0.jpg"]
+    used = case == "two tables"  # a row names the picture
+    assert (".jpg file" in source.ignored.counts) != used
 
 
 @pytest.mark.parametrize("name", ["metadata.parquet", "new/metadata.parquet", "list.jsonl", "list.csv"])
@@ -1174,8 +1175,9 @@ def test_listings_of_other_programs(tmp_path: Path, name: str) -> None:
     assert isinstance(links, LinkListing)
     items, rejects = listed(links)
     assert not rejects and [texts(item) for item in items.values()] == expected
+    links.links = cast("Any", SimpleNamespace(read=str.encode))
     for key in reversed(items):
-        assert links._url(key) == f"http://höst/{ROWS[list(items).index(key)]['file_name']}"
+        assert links.read(key).decode() == f"http://höst/{ROWS[list(items).index(key)]['file_name']}"
 
 
 @pytest.mark.parametrize(

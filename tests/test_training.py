@@ -34,7 +34,6 @@ from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, Tr
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderSettings
-from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -43,6 +42,7 @@ from pipeline.parallel.shards import local
 from pipeline.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
 from pipeline.training.expectation import Expected
 from pipeline.training.profiling import Profiler
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.training.trainer import closing_on_exit, fit
 from tests.support import tiny_cache
@@ -538,7 +538,7 @@ def test_a_fused_optimizer_clips_in_its_kernel(clip: float | None) -> None:
         with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
             parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
             optimizer = torch.optim.AdamW(parallel_model.module.parameters(), lr=1e-2, foreach=False, fused=fused)
-            step = TrainStep(parallel_model, FlowMatching(settings.train.flow), optimizer, settings.train, CPU)
+            step = TrainStep(parallel_model, Flow(settings.train.flow), optimizer, settings.train, CPU)
             losses[fused] = [float(step([tiny_run.global_batch(0)], 1).loss)]
             with Launches() as launches:
                 losses[fused] += [float(step([tiny_run.global_batch(n)], n + 1).loss) for n in (1, 2)]
@@ -954,7 +954,7 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
     printed: list[str] = []
     tracked: list[tuple[Any, ...]] = []
     service = SimpleNamespace(log=lambda *given: tracked.append(given), close=lambda: tracked.append(("closed",)))
-    expected = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, False, None, {"processes": 2})
+    expected = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, None, {"processes": 2})
     journal = metrics.Metrics(tmp_path / "metrics.jsonl", printed.append, service, expected)  # type: ignore[arg-type]
     journal.start(step=8)
     speed = {"images_per_s": 8.0, "data_wait": 0.75, "mfu": 0.6, "model_tflops": 1.6, "forward_tokens": 500}
@@ -1070,7 +1070,7 @@ def test_processes_that_differ_are_refused(differing: int, monkeypatch: pytest.M
         return [value if rank < differing else f"of process {rank}" for rank in range(3)]
 
     context: Any = SimpleNamespace(log=print)
-    start: Any = SimpleNamespace(fingerprint=lambda: "own")
+    start: Any = SimpleNamespace(fingerprint=lambda: "own", description="")
     model: Any = SimpleNamespace(module="module")
     loaded: list[Any] = []
     monkeypatch.setattr(build, "run_on_all", lambda function: function())

@@ -35,6 +35,7 @@ from pipeline.planning import trace as tracing
 from pipeline.reporting import drawing
 from pipeline.training import checkpoint, lock, metrics, throughput, trainer
 from pipeline.training import drawings as in_training
+from pipeline.training.build import as_trained
 from pipeline.training.task import Report, TrainingTask
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
@@ -332,7 +333,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
     class Drawing(tracing.TracedStep):
         def __call__(self, batches: Any, step: int, *, stop: bool = False) -> Any:
             for batch in batches:
-                self.model.predict(*self.prepare(batch, 0.5).inputs)
+                self.model.predict(**self.prepare(batch, 0.5).inputs)
 
     def peak(samples: int, passes: Any) -> float:
         with passes:
@@ -415,6 +416,26 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert decoded == [f"pictures/step-{step:08d}/{number:04d}.png" for step in range(3) for number in range(3)] + [
         "pictures/step-00000003/0000.png"
     ]
+
+
+def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config]) -> None:
+    """With the precision between the blocks and the recipe of the training, whatever is configured now."""
+    config = small("train.precision=bf16", "train.recipe=nvlabs", "train.optim.lr=0.01")
+    stages.bucket.run(config)
+    cache = Cache(config.cache)
+    published = publish(cache)[2]
+    output = Path(config.train.output)
+    stages.train.run(config)
+    latents, _ = drawn(output, 1)
+    folder = output / "checkpoints/step-00000001"
+    document = checkpoint.read_document(folder)
+    trained = as_trained(small("train.precision=bf16"), document.config)
+    latent = cache.open_snapshot().latent_recipe
+    shape = (latent.channels, *[config.data.resolution // latent.compression] * 2)
+    expected = drawing.draw_prompts(
+        trained, *checkpoint.load_model_state(folder), published, shape, torch.device("cpu")
+    )
+    assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
 
 def test_a_finished_phase_that_drew_has_not_changed(small: Callable[..., Config]) -> None:

@@ -33,6 +33,7 @@ from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import numerics
 from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.parallelize import parallelize
@@ -40,8 +41,8 @@ from pipeline.parallel.shards import local
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine, Prediction, predict
 from pipeline.training import optimizers
-from pipeline.training.build import numerics
 from pipeline.training.optimizers import in_backward
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 
 COMPILED = {"compile": "block"}
@@ -111,7 +112,7 @@ def ours(sizes: Sizes, train: TrainConfig, ending: ExitStack) -> Ours:
     optimizer = optimizers.build(model.module, train.optim, sizes.device)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, model)
-    return Ours(TrainStep(model, FlowMatching(train.flow), optimizer, train, sizes.device), optimizer, train)
+    return Ours(TrainStep(model, Flow(train.flow), optimizer, train, sizes.device), optimizer, train)
 
 
 def diffusers(sizes: Sizes, microbatch: int, checkpointing: bool) -> Callable[[Batch], None]:

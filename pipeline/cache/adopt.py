@@ -133,6 +133,7 @@ def check_same_scales(cache: Cache, other: Cache, recipe: str) -> None:
         return
     theirs = other.files.document(where)
     bring(cache.files, other.files, Paths.table(theirs["table"], "npy"), theirs["table"])
+    cache.files.duplicate(Paths.table(theirs["table"], "npy"))
     cache.files.put(where, layout.seal(theirs))
     ours = cache.files.document(where)
     if ours["table"] != theirs["table"]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache as run_once
 from functools import partial
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -27,13 +28,13 @@ from pipeline.cache.findings import (
     PROMPTS,
     Finding,
     Replaced,
+    again,
     damage_only,
-    fix_of_snapshot,
     named_snapshots,
     recipe_names,
     skip_damaged,
 )
-from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
+from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document, numbers_of
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.errors import CacheError, IntegrityError
@@ -51,8 +52,12 @@ def verify(cache: Cache, on_file_read: OnFileRead = lambda size: None) -> Iterat
 def verify_documents(cache: Cache, on_file_read: OnFileRead = lambda size: None) -> Iterator[Finding]:
     """Documents that are damaged, lost, or contradict the shards."""
     files, reported = cache.files, set[str]()
-    for name, size in [(Paths.FORMAT, 0), *copies.documents(files)]:
+    alone: dict[str, int] = {}
+    for name, size in chain([(Paths.FORMAT, 0)], copies.documents(files), alone.items()):
         pair = copies.inspect(files, name)
+        if name not in alone and pair.copy and not files.has_file(Paths.copy(name)):
+            alone[name] = size  # the copy may be on its way: looked at again at the end
+            continue
         if pair.document:
             files.damage.setdefault(name, pair.document)
             reported.add(name)
@@ -90,19 +95,25 @@ def _verify_tables(cache: Cache, named: Mapping[str, str], on_file_read: OnFileR
     files = cache.files
     referring = _referring_documents(cache)
     existing: set[str] = set()
-    for entry in files.walk("tables"):
+    for entry in chain(files.walk("tables"), files.walk(Paths.copy("tables"))):
         existing.add(entry.name)
         try:
-            if files.digest(entry.name) != PurePosixPath(entry.name).stem:
-                fix = _fix_of_table(referring.get(entry.name), named)
-                yield Finding(entry.name, "its bytes do not match its name", fix=fix)
+            intact = files.digest(entry.name) == PurePosixPath(entry.name).stem
+            problem = "" if intact else "its bytes do not match its name"
         except (CacheError, OSError) as error:
-            yield Finding(entry.name, damage_only(error), fix=_fix_of_table(referring.get(entry.name), named))
+            problem = damage_only(error)
+        if problem:
+            table = entry.name.removeprefix("copies/")
+            yield Finding(entry.name, problem, fix=_fix_of_table(cache, table, referring.get(table), named))
         on_file_read(entry.size)
     for table, document in sorted(referring.items()):
-        # `_verify_scale` and `verify_snapshot` report missing tables of scales and snapshots.
-        if table not in existing and not document.startswith(("snapshots/", "scales/")):
-            yield Finding(table, f"is missing, and {document} refers to it", fix=_fix_of_table(document, named))
+        folder = document.partition("/")[0]
+        if folder == "snapshots" and table.endswith(".parquet"):
+            continue  # nothing but reports reads it
+        for name in (table,) if folder in ("units", "segments") else (table, Paths.copy(table)):
+            if name not in existing:
+                fix = _fix_of_table(cache, table, document, named)
+                yield Finding(name, f"is missing, and {document} refers to it", fix=fix)
 
 
 def _referring_documents(cache: Cache) -> dict[str, str]:
@@ -140,13 +151,23 @@ def _tables_of(cache: Cache, name: str) -> Iterator[str]:
         yield from (Paths.table(table, "arrow") for table in tables if table)
 
 
-def _fix_of_table(document: str | None, named: Mapping[str, str]) -> str:
-    """What repairs a table. document: refers to the table."""
+def _fix_of_table(cache: Cache, table: str, document: str | None, named: Mapping[str, str]) -> str:
+    """What repairs a table or its copy. document: refers to the table."""
+    if any(map(cache.files.is_intact, (table, Paths.copy(table)))):
+        return REPAIR
     if document is None:
         return GC
-    if document.startswith("snapshots/"):
-        return fix_of_snapshot(BUCKET, named.get(PurePosixPath(document).stem))
-    return {"sources": ENCODE, "scales": BACKUP}.get(document.partition("/")[0], REPAIR)
+    folder, _, name = document.partition("/")
+    if folder == "snapshots" and table.endswith(".arrow"):
+        snapshot = named.get(PurePosixPath(name).stem)
+        return GC if snapshot is None else again(snapshot)
+    if folder == "sources" and document == _last_scan(cache, name.partition("/")[0]):
+        return ENCODE
+    return BACKUP if folder == "scales" else REPAIR
+
+
+def _last_scan(cache: Cache, source: str) -> str:
+    return Paths.numbered(Paths.scans(source), max(numbers_of(cache.files.names(Paths.scans(source)))))
 
 
 # ---------------------------------------------------------------- joint shards of packed snapshots
@@ -227,7 +248,6 @@ def _verify_shards(
         with skip_damaged():
             snapshots.append(Snapshot(cache.files, name))
     for recipe in recipe_names(cache):
-        yield from _verify_scale(cache, recipe)
         open_index = run_once(partial(cache.index, recipe))
         for plan, commit in _commits(cache, recipe):
             verified = _Shard(cache, recipe, plan, commit, open_index, snapshots)
@@ -236,17 +256,6 @@ def _verify_shards(
             except (CacheError, OSError) as error:
                 problem = f"is damaged, and its damaged records cannot be listed: {damage_only(error)}"
                 yield verified.finding(problem)
-
-
-def _verify_scale(cache: Cache, recipe: str) -> Iterator[Finding]:
-    """A missing table of channel scales. `_verify_tables` reports a damaged table."""
-    try:
-        table = cache.files.document(Paths.scale(recipe))["table"] if cache.files.exists(Paths.scale(recipe)) else None
-    except CacheError as error:
-        damage_only(error)
-        return  # `verify_documents` reports it
-    if table is not None and not cache.files.exists(Paths.table(table, "npy")):
-        yield Finding(Paths.table(table, "npy"), f"the channel scales of {recipe} are missing", fix=BACKUP)
 
 
 def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
@@ -401,15 +410,15 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         if bad := sum(map(len, referred_keys(snapshot, replaced))) if any(replaced.values()) else 0:
             if snapshot.id in named:
-                fix = fix_of_snapshot(BUCKET, named[snapshot.id])
+                fix = f"{again(named[snapshot.id])} --move"
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=fix)
             return
         check_files(cache.files, snapshot.head)
         for number in range(len(snapshot.head.chunks)):
             snapshot.check_chunk(number)
     except CacheError as error:
-        fix = fix_of_snapshot(error.fix, named.get(PurePosixPath(name).stem))
-        yield Finding(name, damage_only(error), fix=fix)
+        pointing = named.get(PurePosixPath(name).stem)
+        yield Finding(name, damage_only(error), fix=(error.fix or REPAIR) if pointing is not None else GC)
 
 
 def verify_prompts(cache: Cache, replaced: Replaced) -> Iterator[Finding]:

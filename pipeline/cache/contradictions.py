@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import PurePosixPath
 
 from pipeline.cache import codec, copies, index, layout, shard
-from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_snapshot, named_snapshots, recipe_names
+from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_head, named_snapshots, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.root import Cache
@@ -70,7 +70,7 @@ def _snapshot_contradictions(cache: Cache) -> Iterator[Finding]:
     for snapshot, name in sorted(named_snapshots(cache).items()):
         if f"{snapshot}.json" not in heads:
             problem = f"is missing, and {Paths.names(name)} refers to it"
-            yield Finding(Paths.snapshot(snapshot), problem, fix=fix_of_snapshot(BUCKET, name))
+            yield Finding(Paths.snapshot(snapshot), problem, fix=fix_of_head(name))
     if heads and not any(cache.files.names(Paths.names(name)) for name in cache.snapshot_names()):
         yield Finding("names", "there are snapshots, and no name points to any", fix=BUCKET)
 

@@ -1,4 +1,4 @@
-"""The two copies of every document: compare them, repair each from the other.
+"""The two copies of every document: compare them, repair each from the other. (Tables: `Files.duplicate`.)
 
 `Files` writes every document twice (`name`, then `copies/name`) and reads the copy if the document is lost or damaged.
 `inspect` checks both, `repair` repairs both from the intact file, `repair_all` repairs all documents of which one of
@@ -7,7 +7,7 @@ Why: a lost document looks as if it had never been written, so records without a
 encoded again or removed. With two copies a single loss or flipped bit changes no answer and can be reported.
 Price: two small files and two more syncs per document; from object stores, a request more where a name is free.
 
-Shards and tables exist once: they are named by their content, and records can be encoded again.
+Shards and record tables exist once: they are named by their content, and records can be encoded again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Pair:
     """A document and its copy.
 
     Attributes:
-        document, copy: what is wrong with each, "" if nothing. A missing copy is not damage: earlier versions had none.
+        document, copy: what is wrong with each, "" if nothing.
         data: the intact bytes, if the other ones are not; None if neither has them.
         whole: whether both exist and are intact.
     """
@@ -49,7 +49,7 @@ def inspect(files: Files, name: str) -> Pair:
         what = f"{files.where(name)}: differs from its copy, and both are whole"
         return Pair(what, what, None, False)
     document = "" if isinstance(first, bytes) else first
-    copy = second if isinstance(second, str) and files.has_file(Paths.copy(name)) else ""
+    copy = second if isinstance(second, str) else ""
     data = next((result for result in (first, second) if isinstance(result, bytes)), None)
     return Pair(document, copy, data, False)
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -332,22 +332,27 @@ class Files:
                 raise IntegrityError(f"{path}: reads back other bytes than were written", fix="check the disk")
             return self.publish(path, name)
 
-    def put_content(self, data: bytes, folder_of: str, suffix: str) -> str:
+    def put_content(self, data: bytes, folder_of: str, suffix: str, twice: bool = False) -> str:
         """Publish bytes under the digest of their content; returns the digest. An existing file with these bytes is
-        freshened, a damaged file is replaced."""
+        freshened, a damaged file is replaced.
+
+        Args:
+            twice: also publish the copy; for what cannot be made from other files.
+        """
         digest = layout.content_digest(data)
         target = Paths.table(digest, suffix) if folder_of == "tables" else f"{folder_of}/{digest}.{suffix}"
-        if self.freshen(target):
-            with suppress(IntegrityError):  # missing again while `discard` checks its age
-                if self.read(target) == data:
-                    return digest
-        with self.temporary() as path:
-            write_synced(path, data)
-            self.publish_content(path, target, digest)
+        for name in (target, Paths.copy(target)) if twice else (target,):
+            if self.freshen(name):
+                with suppress(IntegrityError):  # missing again while `discard` checks its age
+                    if self.read(name) == data:
+                        continue
+            with self.temporary() as path:
+                write_synced(path, data)
+                self.publish_content(path, name, digest)
         return digest
 
     def put_content_file(self, path: Path, suffix: str) -> str:
-        """`put_content` of a written file into `tables/`, which need not fit into memory."""
+        """`put_content` of a written file into `tables/`, which need not fit into memory. Publishes no copy."""
         with cache_errors(path), open(path, "rb+") as file:
             sync(file)
         digest = file_digest(path)
@@ -358,6 +363,31 @@ class Files:
                     return digest
         self.publish_content(path, target, digest)
         return digest
+
+    def duplicate(self, name: str) -> bool:
+        """Store a content-addressed file and its copy from the intact one of both, which is freshened. Returns False if
+        neither is intact."""
+        digest = PurePosixPath(name).stem
+        for source, target in ((name, Paths.copy(name)), (Paths.copy(name), name)):
+            if not self.is_intact(source):
+                continue
+            with self.temporary() as path:
+                with cache_errors(path), self.open(source).file() as file, open(path, "xb") as copy:
+                    shutil.copyfileobj(file, copy, 4 << 20)
+                    sync(copy)
+                self.publish_content(path, target, digest)
+            return self.freshen(source)
+        return False
+
+    def is_intact(self, name: str) -> bool:
+        """Whether a content-addressed file exists and its bytes match its name. Raises as `open`, if the fault is not
+        the file's."""
+        try:
+            return self.digest(name) == PurePosixPath(name).stem
+        except (IntegrityError, OSError) as error:
+            if isinstance(error, OSError):
+                raise_if_of_machine(error, self.where(name))
+            return False
 
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         """Publish a finished file whose content has `digest`, after reading it back.
@@ -400,7 +430,7 @@ class Files:
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists, and its copy. Only for files that readers ignore (claims) or that are unused."""
-        if layout.is_document(name):
+        if layout.has_copy(name):
             self._remove(Paths.copy(name))
         self._remove(name)
 
@@ -448,7 +478,7 @@ class Files:
         """Remove a file and its copy if it was last written or freshened at or before a moment (see `now`). Returns
         whether it was removed."""
         removed = self._discard(name, before)
-        if removed and layout.is_document(name):
+        if removed and layout.has_copy(name):
             self._remove(Paths.copy(name))
         return removed
 

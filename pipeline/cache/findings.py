@@ -64,21 +64,19 @@ def recipe_names(cache: Cache) -> list[str]:
     return [name.removesuffix(".json") for name in cache.files.names("recipes") if name.endswith(".json")]
 
 
-def fix_of_snapshot(fix: str | None, name: str | None) -> str:
-    """What to do about a lost or damaged snapshot.
+def again(name: str) -> str:
+    """The command that writes lists and chunks of a snapshot again. name: points to it."""
+    return f"sana-pipe bucket --again {name}"
 
-    `encode` and `bucket` make the same again only while its sources are the same. `latest` moves to any snapshot.
+
+def fix_of_head(name: str) -> str:
+    """What to do about a lost head of a snapshot, which said how it was made. `latest` moves to any snapshot.
 
     Args:
-        fix: as the error of reading it says.
-        name: points to it; None if no name does.
+        name: points to it.
     """
-    if fix is None or not fix.startswith((BUCKET, ENCODE)):
-        return fix or REPAIR
-    if name is None:
-        return GC
-    without = f"{fix}; if its sources have changed since, to do without it: sana-pipe forget --snapshot {name}"
-    return fix if name == "latest" else without
+    without = f"{BUCKET} with the settings that it was made with; to do without it: sana-pipe forget --snapshot {name}"
+    return BUCKET if name == "latest" else without
 
 
 def packs(cache: Cache) -> list[str]:

@@ -29,7 +29,7 @@ from pathlib import PurePosixPath
 
 from pipeline.cache import index, process_identity
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.findings import damage_only, fix_of_snapshot, packs, recipe_names
+from pipeline.cache.findings import damage_only, packs, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
@@ -44,7 +44,7 @@ Unneeded = tuple[str, int, str]
 """A file, its size in bytes, and why nothing needs it."""
 
 # Units before plans: if removal is interrupted, the rest of a pack is not a pack. Heads before what they refer to.
-_ORDER = ("tmp", "units", "plans", "snapshots", "shards", "tables", "claims", "fragments")
+_ORDER = ("tmp", "units", "plans", "snapshots", "shards", "tables", "copies/tables", "claims", "fragments")
 
 
 def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None = None) -> Iterator[Unneeded]:
@@ -150,8 +150,7 @@ class Needed:
             except CacheError as error:
                 damage_only(error)
                 if snapshot_id in named:
-                    fix = fix_of_snapshot(error.fix, named[snapshot_id])
-                    raise type(error)(error.what, expected=error.expected, found=error.found, fix=fix) from None
+                    raise
                 continue
             packs_in_use[head.folder] = packs_in_use.get(head.folder, False) or counts
             if counts:
@@ -190,7 +189,7 @@ class Needed:
 
     def why_unneeded(self, name: str) -> str | None:
         """Why nothing needs a file; None if something needs it."""
-        path = PurePosixPath(name)
+        path = PurePosixPath(name.removeprefix("copies/"))
         folder, stem = path.parts[0], path.stem
         if folder in ("plans", "units") and path.parts[1] in self.abandoned_packs:
             return "no name points to the snapshot of this pack"

@@ -30,8 +30,6 @@ from pipeline.errors import CacheError, IntegrityError
 
 FORMAT = "sana-pipe-cache"
 VERSION = 1
-HEAD_VERSION = 2
-"""Newest version of heads of snapshots: their lists are tables. Those of version 1 are read, too."""
 PLAN_VERSION = 2
 """Version of plans with `fanned`: their units are in several folders. Other plans have version 1."""
 META = "__sana_pipe__"
@@ -245,6 +243,11 @@ def is_document(name: str) -> bool:
     return name == Paths.FORMAT or (name.partition("/")[0] in DOCUMENTS and name.endswith(".json"))
 
 
+def has_copy(name: str) -> bool:
+    """Whether a file is stored twice: documents, and tables that cannot be made from other files."""
+    return is_document(name) or name.startswith("tables/")
+
+
 def numbers_of(names: Iterable[str], suffix: str = ".json") -> list[int]:
     """The numbers in names of documents (`NNNNNNNN.json`) or, without the suffix, of folders. Others are left out."""
     stems = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
@@ -292,7 +295,7 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
 
 def newest_version(name: str) -> int:
     """The newest version of a document that this sana-pipe reads."""
-    return {"snapshots": HEAD_VERSION, "plans": PLAN_VERSION}.get(name.partition("/")[0], VERSION)
+    return {"plans": PLAN_VERSION}.get(name.partition("/")[0], VERSION)
 
 
 def unseal(data: bytes, where: str, name: str = "") -> dict[str, Any]:
@@ -326,7 +329,7 @@ def unseal(data: bytes, where: str, name: str = "") -> dict[str, Any]:
         raise CacheError(f"{where}: is not a {FORMAT} document")
     version, newest = body.pop("version", None), newest_version(name)
     if version not in range(VERSION, newest + 1):
-        if version in (HEAD_VERSION, PLAN_VERSION) and (other := misplaced(name, body)):
+        if version == PLAN_VERSION and (other := misplaced(name, body)):
             raise IntegrityError(f"{where}: is another document", found=other, fix=REPAIR)
         raise CacheError(
             f"{where}: is of format version {version}; this sana-pipe reads up to version {newest}",

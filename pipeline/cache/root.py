@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -238,11 +237,13 @@ class Cache:
         if last is not None and table.equals(last[1]) and self.files.freshen(Paths.table(last[0], "parquet")):
             return last[0]  # an unchanged scan
         if table.nbytes <= scratch.LIMIT:
-            return self.files.put_content(parquet_bytes(table), "tables", "parquet")
+            return self.files.put_content(parquet_bytes(table), "tables", "parquet", twice=True)
         with self.files.temporary() as path:
             with cache_errors(path):
                 write_parquet(table, path)
-            return self.files.put_content_file(path, "parquet")
+            digest = self.files.put_content_file(path, "parquet")
+        self.files.duplicate(Paths.table(digest, "parquet"))
+        return digest
 
     def table(self, digest: str, columns: list[str] | None = None) -> pa.Table:
         """A Parquet table by its digest; the rows of a large table are in a temporary file (see `Scratch`). The last
@@ -372,8 +373,7 @@ class Cache:
         """Publish a snapshot and let `latest` (and `name`) point to it; returns its id.
 
         Its parent is the snapshot to which the name pointed, unless the head has a parent (a packed snapshot). If the
-        head equals that of the parent, or of the snapshot from which the parent was packed, that snapshot is used,
-        whichever version its head has. A new head has tables for its lists.
+        head equals that of the parent, or of the snapshot from which the parent was packed, that snapshot is used.
 
         Args:
             latest: False for a snapshot that is not trained on by default (a held-out part); it needs a name.
@@ -390,27 +390,23 @@ class Cache:
         parent = self.snapshot_of(name or "latest")
         new, tables = head.with_tables()
         before = self._readable([parent])
-        if head.parent is not None:  # a packed snapshot, which another version may have published
+        if head.parent is not None:
             before = [snapshot for snapshot in before if snapshot.head.parent == head.parent]
         elif before and before[0].packed:
             before += self._readable([before[0].head.parent])
-        same = [
-            snapshot.head
-            for snapshot in before
-            if snapshot.head.content == (new if snapshot.head.version == new.version else head).content
-        ]
+        same = [snapshot.head for snapshot in before if snapshot.head.content == new.content]
         head = same[0] if same else replace(new, parent=head.parent or parent)
-        if head.version == new.version:
-            self._put_tables(tables)
+        self.put_lists(tables)
         snapshot_id = head.id
         self.files.ensure(Paths.snapshot(snapshot_id), head.sealed())
         for pointer in [*([name] if name else []), *(["latest"] if latest else [])]:
             self.point(pointer, snapshot_id, move=move)
         return snapshot_id
 
-    def _put_tables(self, tables: Iterable[bytes]) -> None:
+    def put_lists(self, tables: Iterable[bytes]) -> None:
+        """Write the lists of a head, as `Head.with_tables` gives them."""
         for data in tables:
-            self.files.put_content(data, "tables", "arrow")
+            self.files.put_content(data, "tables", "arrow", twice=True)
 
     def _readable(self, ids: Iterable[str | None]) -> list[Snapshot]:
         snapshots = []
@@ -431,10 +427,10 @@ class Cache:
         pointers = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
         parents = {body["snapshot"] for body in self.files.documents(pointers)}
         new, tables = head.with_tables()
-        for parent, form in product({None, *parents}, (new, head)):
-            again = replace(form, parent=head.parent or parent)
+        for parent in {None, *parents}:
+            again = replace(new, parent=head.parent or parent)
             if again.id in lost:
-                self._put_tables(tables)
+                self.put_lists(tables)
                 self.files.ensure(Paths.snapshot(again.id), again.sealed())
 
     def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:

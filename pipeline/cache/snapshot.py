@@ -6,9 +6,6 @@ that were touched are mapped into memory; a block of 2^10 rows is checked at the
 changed since. Two runs that name the same snapshot train on the same samples in the same order, wherever the cache was
 copied. A sample costs about 150 bytes of disk; its row is in memory only once it is used.
 
-Heads of version 1 hold both lists as JSON and no digests of blocks, so a chunk is checked whole. They keep their ids:
-`bucket` reuses an equal version-1 snapshot.
-
 The head is parsed and written here and nowhere else. It belongs to the format: `verify` and `gc` read it, too.
 
 Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, position in the bucket). A packed snapshot
@@ -52,7 +49,6 @@ from pipeline.cache.snapshot_lists import (
     ShardTable,
     nested,
     nested_list,
-    table_or_list,
 )
 from pipeline.errors import CacheError, IntegrityError
 
@@ -210,9 +206,6 @@ class NullRecord(HeadObject):
         )
 
 
-_SHARDS = table_or_list(ShardTable, ShardFile)
-
-
 @dataclass(frozen=True)
 class Head(HeadObject):
     """The head of a snapshot.
@@ -224,6 +217,7 @@ class Head(HeadObject):
         sources: source -> digest of its scan's table.
         parent: id of the snapshot that the name pointed to before; of the source, if this snapshot is packed.
         folder: of the joint shards of a packed snapshot, below `shards/`.
+        options: settings of the configuration that `bucket` made it with, where they are not the defaults, by section.
         counts: `samples`, for other tools.
     """
 
@@ -237,15 +231,16 @@ class Head(HeadObject):
     chunks: Sequence[Chunk] = ()
     parent: str | None = None
     folder: str | None = None
+    options: Mapping[str, Mapping[str, Any]] | None = None
     counts: Mapping[str, int] | None = None
     forms: ClassVar[Mapping[str, Form]] = {
         "policies": nested(Policies),
         "buckets": nested_list(Bucket),
         "null": nested(NullRecord),
-        "chunks": table_or_list(ChunkTable, Chunk),
+        "chunks": (ChunkTable.parse, ChunkTable.values),
         "shards": (
-            lambda kinds: {kind: _SHARDS[0](shards) for kind, shards in kinds.items()},
-            lambda kinds: {kind: _SHARDS[1](shards) for kind, shards in kinds.items()},
+            lambda kinds: {kind: ShardTable.parse(shards) for kind, shards in kinds.items()},
+            lambda kinds: {kind: shards.values() for kind, shards in kinds.items()},
         ),
     }
 
@@ -261,21 +256,16 @@ class Head(HeadObject):
     def bound(self, files: Files) -> Self:
         """This head, whose tables are in a cache."""
         for part in self._tables():
-            part.bind(files, self.command)
+            part.bind(files)
         return self
 
     def _tables(self) -> list[ShardTable | ChunkTable]:
         parts = (*self.shards.values(), self.chunks)
         return [part for part in parts if isinstance(part, ShardTable | ChunkTable)]
 
-    @property
-    def version(self) -> int:
-        """Of the document: 2 if the lists are tables."""
-        return layout.HEAD_VERSION if self._tables() else layout.VERSION
-
     def with_tables(self) -> tuple[Self, list[bytes]]:
-        """The head of version 2, and the files of its tables. A head that was read from a cache stays as it is."""
-        if not self.chunks or any(chunk.blocks is None for chunk in self.chunks) or self._tables():
+        """The head with tables for its lists, and their files. A head that was read from a cache stays as it is."""
+        if self._tables():
             return self, []
         shards = {kind: ShardTable.of(files) for kind, files in self.shards.items()}
         chunks = ChunkTable.of(self.chunks)
@@ -287,7 +277,7 @@ class Head(HeadObject):
 
     def sealed(self) -> bytes:
         """The head as a document."""
-        return layout.seal(self.values(), self.version)
+        return layout.seal(self.values())
 
     @property
     def id(self) -> str:
@@ -296,8 +286,8 @@ class Head(HeadObject):
 
     @property
     def content(self) -> bytes:
-        """The head without its parent; equal for snapshots of the same samples, records and policies."""
-        return layout.canonical({**self.values(), "parent": None})
+        """The head without its parent and options; equal for snapshots of the same samples, records and policies."""
+        return layout.canonical({**self.values(), "parent": None, "options": None})
 
     @cached_property
     def latent(self) -> layout.LatentRecipe:
@@ -348,44 +338,37 @@ class Head(HeadObject):
         """Digests of the tables of the lists."""
         return {part.entry.table for part in self._tables()}
 
-    @property
-    def command(self) -> str:
-        """The command that makes such a snapshot; it also writes damaged chunks again."""
-        return "sana-pipe bucket" if self.folder is None else "sana-pipe bucket --pack"
-
 
 def check_files(files: Files, head: Head) -> None:
-    """Compare the sizes of all files that a head names with what it says. Reads only the head's lists.
+    """Compare the sizes of all files that training needs with what a head says. Reads only the head's lists.
 
     Raises:
-        IntegrityError: a shard is missing or has another size; a list, a chunk or a scan's table is missing or empty.
+        IntegrityError: a shard is missing or has another size; a list or a chunk is missing or empty.
     """
-    chunks = [Paths.table(digest, "arrow") for digest in sorted(head.tables())]
-    scans = [Paths.table(table, "parquet") for table in sorted(set(head.sources.values()))]
-    wanted = chain(head.each_shard_file(), ((name, None) for name in (*chunks, *scans)))
-    fixes = {**dict.fromkeys(chunks, head.command), **dict.fromkeys(scans, "sana-pipe encode --data DIR")}
-    _check_sizes(files, wanted, fixes)
+    chunks = ((Paths.table(digest, "arrow"), None) for digest in sorted(head.tables()))
+    check_sizes(files, chain(head.each_shard_file(), chunks))
 
 
-def _check_sizes(files: Files, wanted: Iterable[tuple[str, int | None]], fixes: Mapping[str, str]) -> None:
-    """wanted: files and their sizes; None: any but 0. fixes: of files that are no shards."""
+def check_sizes(files: Files, wanted: Iterable[tuple[str, int | None]]) -> None:
+    """wanted: files and their sizes; None: any but 0. Raises as `check_files`."""
     for name, size, actual in files.sized(wanted):
-        fix = fixes.get(name, layout.REPAIR)
         if not actual:
-            raise IntegrityError(f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=fix)
+            raise IntegrityError(
+                f"{files.where(name)}: is missing (or empty), and a snapshot needs it", fix=layout.REPAIR
+            )
         if size not in (None, actual):
             raise IntegrityError(
                 f"{files.where(name)}: has another size than the snapshot says",
                 expected=f"{size} bytes",
                 found=f"{actual} bytes",
-                fix=fix,
+                fix=layout.REPAIR,
             )
 
 
 def write_chunk(files: Files, samples: pa.Table, names: pa.Table) -> Chunk:
     """Write one chunk: up to `CHUNK_ROWS` rows of `samples_schema` and of `NAMES`, in the same order."""
     written = [to_ipc(table) for table in (samples, names)]
-    digests = [files.put_content(data, "tables", "arrow") for data in written]
+    digests = [files.put_content(data, "tables", "arrow", twice=True) for data in written]
     return Chunk(samples.num_rows, *digests, blocks=blocks_of(written[0], BLOCK_ROWS))
 
 
@@ -534,7 +517,7 @@ class Snapshot:
         Args:
             share: shards of each list to look at, by number.
         """
-        _check_sizes(self.files, self.head.each_shard_file(share), {})
+        check_sizes(self.files, self.head.each_shard_file(share))
 
     def check_chunk(self, number: int) -> None:
         """Read both tables of a chunk and check them, also if they were checked before."""
@@ -661,7 +644,7 @@ class Snapshot:
         A chunk without digests of blocks is checked whole."""
         chunk = self.head.chunks[number]
         blocks = chunk.blocks
-        if blocks is None or not len(blocks.digests):
+        if not len(blocks.digests):
             return _Chunk(self._map(number, "samples", self._schema))
         handle = self._open(chunk.samples, trust)
         identity = handle.identity()
@@ -692,7 +675,7 @@ class Snapshot:
             return self.files.open(Paths.table(digest, "arrow"), trust=trust)
         except FileNotFoundError:
             where = self.files.where(Paths.table(digest, "arrow"))
-            raise IntegrityError(f"{where}: a chunk of snapshot {self.id} is missing", fix=self.head.command) from None
+            raise IntegrityError(f"{where}: a chunk of snapshot {self.id} is missing", fix=layout.REPAIR) from None
 
     def _read_chunk(self, digest: str, read: Callable[[], T]) -> T:
         try:
@@ -700,7 +683,7 @@ class Snapshot:
         except OSError as error:
             where = self.files.where(Paths.table(digest, "arrow"))
             raise_if_of_machine(error, where)
-            raise IntegrityError(f"{where}: cannot be read: {error.strerror}", fix=self.head.command) from None
+            raise IntegrityError(f"{where}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
 
     def _differs(self, digest: str, what: str, expected: bytes, found: bytes) -> IntegrityError:
         return IntegrityError(
@@ -708,7 +691,7 @@ class Snapshot:
             f"({what})",
             expected=expected.hex(),
             found=found.hex(),
-            fix=self.head.command,
+            fix=layout.REPAIR,
         )
 
     def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:

@@ -1,9 +1,8 @@
 """The long lists of a snapshot's head: its shards, and its chunks with the digests of their blocks.
 
-In a head of version 2 each list is an Arrow table beside the head, which names it by its digest: `ShardTable` and
-`ChunkTable` are such lists. They are read when they are first used, checked whole and mapped, so that the processes of
-a machine share the memory. In a head of version 1 the lists are JSON in the head itself, and tuples here.
-Price: a list exists once, where the head exists twice; `bucket` writes it again.
+Each list is an Arrow table beside the head, which names it by its digest: `ShardTable` and `ChunkTable` are such lists.
+They are read when they are first used, checked whole and mapped, so that the processes of a machine share the memory.
+While a snapshot is made, its lists are tuples.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipeline.cache.chunk_blocks import BLOCK_ROWS, Blocks
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import digest_of, raise_if_of_machine
+from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
 from pipeline.cache.shard import to_ipc
 from pipeline.errors import IntegrityError
 
@@ -102,15 +101,12 @@ class ShardFile(HeadObject):
 
 @dataclass(frozen=True)
 class Chunk(HeadObject):
-    """Digests of the two tables of up to `CHUNK_ROWS` rows.
-
-    blocks: of the samples; None where the head has no such digests (version 1).
-    """
+    """Digests of the two tables of up to `CHUNK_ROWS` rows. blocks: of the samples."""
 
     rows: int
     samples: str
     names: str
-    blocks: Blocks | None = field(default=None, kw_only=True, compare=False)
+    blocks: Blocks = field(kw_only=True, compare=False)
 
 
 @dataclass(frozen=True)
@@ -142,11 +138,19 @@ class _TableList(Sequence[T]):
     def __init__(self, entry: ListTable):
         self.entry = entry
         self._files: Files | None = None
-        self._fix = ""
 
-    def bind(self, files: Files, fix: str) -> None:
-        """Name the cache of the table, and the command that writes it again."""
-        self._files, self._fix = files, fix
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """The list that a head names."""
+        return cls(ListTable.parse(values))
+
+    def values(self) -> dict[str, Any]:
+        """What a head says of the list, as JSON."""
+        return self.entry.values()
+
+    def bind(self, files: Files) -> None:
+        """Name the cache of the table."""
+        self._files = files
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.entry == self.entry
@@ -181,25 +185,17 @@ class _TableList(Sequence[T]):
         blocks as `.blocks`.
 
         Raises:
-            IntegrityError: the table is missing, damaged or another list's.
+            IntegrityError: the table and its copy are missing or damaged, or it is another list's.
         """
         assert self._files is not None, "a list of a head that was not read from a cache"
         files, name = self._files, Paths.table(self.entry.table, "arrow")
         try:
-            handle = files.open(name)
-            actual = files.when_reachable(lambda: digest_of(handle))
-        except FileNotFoundError:
-            raise IntegrityError(f"{files.where(name)}: a list of a snapshot is missing", fix=self._fix) from None
-        except OSError as error:
-            raise_if_of_machine(error, files.where(name))
-            raise IntegrityError(f"{files.where(name)}: cannot be read: {error.strerror}", fix=self._fix) from None
-        if actual != self.entry.table:
-            raise IntegrityError(
-                f"{files.where(name)}: a list of a snapshot does not match its name",
-                expected=self.entry.table,
-                found=actual,
-                fix=self._fix,
-            )
+            handle = self._opened(files, name)
+        except IntegrityError as error:
+            try:
+                handle = self._opened(files, Paths.copy(name))
+            except IntegrityError:
+                raise error from None
         table = ipc_table(handle.map())
         if table.schema != self.schema or table.num_rows != self.entry.count:
             raise IntegrityError(
@@ -218,6 +214,25 @@ class _TableList(Sequence[T]):
             else:
                 columns[kind.name] = fixed(array) if kind.type == _KEY else array.to_numpy()
         return columns
+
+    def _opened(self, files: Files, name: str) -> Handle:
+        """The table's file or its copy, checked."""
+        try:
+            handle = files.open(name)
+            actual = files.when_reachable(lambda: digest_of(handle))
+        except FileNotFoundError:
+            raise IntegrityError(f"{files.where(name)}: a list of a snapshot is missing", fix=layout.REPAIR) from None
+        except OSError as error:
+            raise_if_of_machine(error, files.where(name))
+            raise IntegrityError(f"{files.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
+        if actual != self.entry.table:
+            raise IntegrityError(
+                f"{files.where(name)}: a list of a snapshot does not match its name",
+                expected=self.entry.table,
+                found=actual,
+                fix=layout.REPAIR,
+            )
+        return handle
 
 
 class ShardTable(_TableList[ShardFile]):
@@ -275,9 +290,9 @@ class ChunkTable(_TableList[Chunk]):
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> tuple[Self, bytes]:
-        """The table of a list, and the bytes of its file. Every chunk has `blocks`."""
+        """The table of a list, and the bytes of its file."""
         chunks = tuple(chunks)
-        blocks = [chunk.blocks for chunk in chunks if chunk.blocks is not None]
+        blocks = [chunk.blocks for chunk in chunks]
         columns = [
             pa.array([chunk.rows for chunk in chunks], pa.uint32()),
             *(
@@ -311,15 +326,3 @@ L = TypeVar("L", bound="_TableList[Any]")
 def _listed(kind: type[L], columns: list[pa.Array], **entry: Any) -> tuple[L, bytes]:
     data = to_ipc(pa.table(columns, schema=kind.schema))
     return kind(ListTable(layout.content_digest(data), len(columns[0]), **entry)), data
-
-
-def table_or_list(kind: type[_TableList[Any]], entry: type[HeadObject]) -> Form:
-    """How a list is written: as a table, or entry by entry."""
-
-    def parse(value: Any) -> Any:
-        return kind(ListTable.parse(value)) if isinstance(value, Mapping) else tuple(map(entry.parse, value))
-
-    def values(items: Any) -> Any:
-        return items.entry.values() if isinstance(items, kind) else [item.values() for item in items]
-
-    return parse, values

@@ -286,9 +286,9 @@ def sizes(
     null = text_bytes(text, text.max_length, 0) if work.null else 0
     image_units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in work.pictures.items())
     text_units = -(-work.captions // config.encode.unit_captions) + work.null
-    # Twice a row: the unit's table and the plan's; the scan and the plan hold keys, digests and the text itself.
-    index = work.images * (2 * _row("latent") + 64) + work.texts * (2 * _row("text") + 24)
-    index += (image_units + text_units) * _UNIT + work.caption_bytes // 2 + work.items * 48
+    # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.
+    index = work.images * (2 * _row("latent") + 128) + work.texts * (2 * _row("text") + 48)
+    index += (image_units + text_units) * _UNIT + work.caption_bytes + work.items * 96
     return Sizes(
         latents + image_units * _SHARD,
         round(body * scale) + null + text_units * _SHARD,
@@ -490,7 +490,7 @@ def report(
         "bytes": {"latents": size.latents, "text": size.text, "index": size.index, "total": size.total},
         "free_bytes": free,
         "reserve_bytes": reserve,
-        "enough_space": free is None or size.total + reserve <= free,
+        "enough_space": None if free is None else size.total + reserve <= free,
         "time": time_estimate,
     }
 
@@ -540,7 +540,7 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
 
 def _space_lines(report: dict[str, Any], cache: str) -> list[str]:
     size = report["bytes"]
-    state = "enough" if report["enough_space"] else "NOT ENOUGH"
+    state = {True: "enough", False: "NOT ENOUGH", None: "whether that is enough is unknown"}[report["enough_space"]]
     free = "free space unknown" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free"
     return [
         f"bytes: latents {amount(size['latents'])}, text {amount(size['text'])}, index {amount(size['index'])}; "

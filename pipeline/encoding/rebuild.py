@@ -96,10 +96,7 @@ def _numbers(cache: Cache, folder: str) -> list[int]:
 
 
 def _readable(cache: Cache, table: str) -> bool:
-    try:
-        return bool(cache.files.content(Paths.table(table, "parquet"), table))
-    except IntegrityError:
-        return False
+    return cache.files.duplicate(Paths.table(table, "parquet"))
 
 
 # ---------------------------------------------------------------- plans

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Predict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(latents, captions, mask, timesteps) -> flow, as `SanaTransformer.forward`."""
+INPUTS = "latents", "captions", "mask", "timesteps"
+"""Their names, in the order of `Predict`."""
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Odd and large: seeds 0, 1, 2 lie so far apart that no two pictures share noise."""
 

@@ -8,20 +8,23 @@ Price: fields that diffusers adds have to be added here; until then its folders 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import ArchConfig
-from pipeline.errors import ConfigError, UserError, not_permitted
+import torch
+from torch import Tensor, nn
 
-CLASS_NAME = "SanaTransformer2DModel"
+from pipeline.config import ArchConfig, TrainConfig
+from pipeline.errors import ConfigError
+from pipeline.models.spec import SANA, ModelSpec, Values, read_json
+
+CLASS_NAME = SANA
 
 
 @dataclass(frozen=True)
-class SanaConfig:
+class SanaConfig(ModelSpec):
     """Shape of a Sana transformer. Names and defaults are those of diffusers' config.json (defaults: Sana 1.6B).
 
     `sample_size` is the side of the latent at the base resolution: it selects `SanaPipeline`'s aspect-ratio bins
@@ -30,6 +33,11 @@ class SanaConfig:
     Raises:
         ConfigError: a combination that this model does not implement; the message names the field.
     """
+
+    class_name = CLASS_NAME
+    free = ("sample_size", "interpolation_scale")
+    pipeline = "SanaPipeline"
+    formats = ("diffusers", "nvlabs")
 
     in_channels: int = 32
     out_channels: int | None = 32
@@ -138,30 +146,67 @@ class SanaConfig:
         given["sample_size"] = sample_size if arch.sample_size is None else arch.sample_size
         return cls(out_channels=arch.in_channels, cross_attention_dim=width, **given)
 
-    def check_sides(self, height: int, width: int, compression: int, option: str) -> None:
-        """Refuse pictures that the model cannot draw.
-
-        Args:
-            height, width: in pixels.
-            compression: pixels per latent side.
-            option: how a side is set, with `{name}` and `{value}`.
-
-        Raises:
-            ConfigError: with the nearest side that works.
-        """
-        multiple = compression * self.patch_size
-        for name, side in (("height", height), ("width", width)):
-            if side % multiple:
-                nearest = max(multiple, round(side / multiple) * multiple)
-                raise ConfigError(
-                    f"the model draws sides of multiples of {multiple} pixels",
-                    found=f"{name} {side}",
-                    fix=option.format(name=name, value=nearest),
-                )
-
     def to_dict(self) -> dict[str, Any]:
         """The contents of diffusers' `config.json`."""
         return {"_class_name": CLASS_NAME, **asdict(self)}
+
+    def with_sample_size(self, sample_size: int) -> SanaConfig:
+        """The same model at another base resolution. Without a position embedding that changes no value, only
+        `SanaPipeline`'s choice of aspect-ratio bins.
+
+        Raises:
+            ConfigError: the model has a position embedding, whose base is the sample size.
+        """
+        if self.interpolation_scale is not None and sample_size != self.sample_size:
+            raise ConfigError(
+                "sample_size is the base of this model's position embedding and cannot be changed",
+                expected=self.sample_size,
+                found=sample_size,
+            )
+        return replace(self, sample_size=sample_size)
+
+    @property
+    def described(self) -> str:
+        norm = "true" if self.qk_norm else "false"
+        return f"depth {self.num_layers}, width {self.inner_dim}, `qk_norm` and `cross_norm` {norm}"
+
+    # What follows imports the modules that import this one.
+
+    def module(self, train: TrainConfig | None = None) -> nn.Module:
+        from pipeline.models.sana import SanaTransformer
+
+        return SanaTransformer.on_meta(self, DIFFUSERS if train is None else numerics(train))
+
+    def stored(self, place: Path, variant: str | None = None) -> Values:
+        from pipeline.models.sana_start import Stored
+
+        return Stored(place, variant)
+
+    def initial(self, seed: int) -> Values:
+        from pipeline.models.sana_start import InitialValues
+
+        return InitialValues(self, seed)
+
+    def training_flops(self, samples: int, tokens: int, text_rows: int) -> int:
+        from pipeline.models.sana_flops import training_flops
+
+        return training_flops(self, samples, tokens, text_rows)
+
+    def save(
+        self,
+        weights: Mapping[str, Tensor],
+        folder: Path,
+        dtype: torch.dtype,
+        form: str = "diffusers",
+        stem: str = "",
+        max_length: int = 300,
+    ) -> None:
+        from pipeline.models.sana_files import save_nvlabs, save_weights
+
+        if form == "nvlabs":
+            save_nvlabs(weights, self, folder, stem, dtype, max_length)
+        else:
+            save_weights(weights, self, folder, dtype)
 
 
 @dataclass(frozen=True)
@@ -182,39 +227,16 @@ class Numerics:
 DIFFUSERS = Numerics()
 
 
+def numerics(train: TrainConfig) -> Numerics:
+    """Those of `train.residual` (decided when a run starts) and `train.recipe`."""
+    epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
+    return Numerics(fp32_residual=train.residual == "fp32", **epsilons)
+
+
 def read_config(folder: Path) -> SanaConfig:
     """`config.json` of a diffusers transformer folder.
 
     Raises:
-        UserError: missing, not JSON, or of a model that this package does not implement.
+        UserError: missing, not JSON, or of a model that this class does not implement.
     """
-    path = Path(folder) / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder} is not a transformer folder: there is no config.json",
-            expected=f"a folder written by {CLASS_NAME}.save_pretrained",
-            fix="name the subfolder too, e.g. model.weights.subfolder: transformer",
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise not_permitted(path) or UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path} is not a JSON object", found=type(data).__name__)
-    return SanaConfig.from_dict(data, source=str(path))
-
-
-def with_sample_size(config: SanaConfig, sample_size: int) -> SanaConfig:
-    """The same model at another base resolution. Without a position embedding that changes no value, only
-    `SanaPipeline`'s choice of aspect-ratio bins.
-
-    Raises:
-        ConfigError: the model has a position embedding, whose base is the sample size.
-    """
-    if config.interpolation_scale is not None and sample_size != config.sample_size:
-        raise ConfigError(
-            "sample_size is the base of this model's position embedding and cannot be changed",
-            expected=config.sample_size,
-            found=sample_size,
-        )
-    return replace(config, sample_size=sample_size)
+    return SanaConfig.from_dict(read_json(Path(folder)), source=str(Path(folder) / "config.json"))

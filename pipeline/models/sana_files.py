@@ -57,11 +57,6 @@ def expected_shapes(config: SanaConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in SanaTransformer.on_meta(config).named_parameters()}
 
 
-def architecture_at(place: Path, variant: str | None = None) -> SanaConfig:
-    """The shape of the model in a diffusers folder or in a file of NVlabs. Arguments and errors as in `WeightFiles`."""
-    return nvlabs.read(place, variant)[0] if place.is_file() else read_config(place)
-
-
 def _slices(paths: Sequence[Path]) -> dict[str, Any]:
     slices: dict[str, Any] = {}
     source: dict[str, str] = {}
@@ -292,7 +287,7 @@ def write_file(
                     found=f"{float(whole.abs().max()):g}",
                     fix="another --dtype",
                 )
-            out.write(stored.flatten().view(torch.uint8).numpy())
+            out.write(stored.flatten().view(torch.uint8).numpy().data)
     os.replace(temporary, path)
 
 

@@ -11,6 +11,7 @@ Price: with 1024 image and 300 caption tokens, 30 % more bytes between stages th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,18 +88,18 @@ class SanaStage(SanaEnds):
             return self.head(hidden, embedded, *grid)
         return hidden.contiguous(), *conditions
 
-    def split(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def split(self, inputs: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Split the inputs of `SanaTransformer.forward`: some are for the first stage, the others for every stage.
 
         Raises:
             TypeError, ValueError: as `grid`.
         """
-        latents, captions, mask, timesteps = inputs
+        latents, captions, mask, timesteps = (inputs[name] for name in ("latents", "captions", "mask", "timesteps"))
         return (latents, captions, timesteps), {"mask": mask, "grid": self.grid(latents, mask)}
 
-    def example_hidden(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def example_hidden(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Meta tensors like those passed between stages, for these inputs of the model."""
-        latents, captions, mask, _ = inputs
+        latents, captions, mask = (inputs[name] for name in ("latents", "captions", "mask"))
         batch, dim = latents.shape[0], self.config.inner_dim
         height, width = self.grid(latents, mask)
         shapes = (batch, height * width, dim), (batch, captions.shape[1], dim), (batch, 6, dim), (batch, dim)
@@ -109,6 +110,6 @@ class SanaStage(SanaEnds):
             for shape, dtype in zip(shapes, dtypes, strict=True)
         )
 
-    def example_output(self, inputs: tuple[Tensor, ...]) -> Tensor:
+    def example_output(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """A meta tensor like the output of the last stage, for these inputs of the model."""
-        return torch.empty_like(inputs[0], device="meta", requires_grad=True)
+        return torch.empty_like(inputs["latents"], device="meta", requires_grad=True)

@@ -10,8 +10,7 @@ values: it distinguishes models, not single flipped bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import xxhash
@@ -22,28 +21,6 @@ from pipeline.models.sana_files import WeightFiles, expected_shapes
 from pipeline.models.sana_init import initial_value
 
 _SMALL = 1 << 16
-
-
-class Start(Protocol):
-    """A source of start values."""
-
-    @property
-    def config(self) -> SanaConfig:
-        """The model's shape."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of every parameter."""
-        ...
-
-    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """The box of a parameter that begins at `offsets`, in our layout, on the CPU, in any floating dtype."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Equal on processes with equal values."""
-        ...
 
 
 class Stored(WeightFiles):
@@ -65,7 +42,7 @@ class InitialValues:
     """NVlabs' from-scratch values (see `pipeline.models.sana_init`)."""
 
     def __init__(self, config: SanaConfig, seed: int):
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.description = config, seed, ""
         self.shapes = expected_shapes(config)
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

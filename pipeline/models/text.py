@@ -2,8 +2,8 @@
 
 What: `TextEncoder`, and `describe_text`, which reads from the files what decides a row's values.
 
-Why: Sana puts an instruction of some 230 tokens before every caption and pads to `max_length`, so the reference runs
-530 positions for a caption of 80. Attention is causal: the instruction's keys and values do not depend on the caption,
+Why: Sana puts an instruction of 208 tokens, <bos> included, before every caption and pads to 506, so the reference runs
+506 positions for a caption of 80. Attention is causal: the instruction's keys and values do not depend on the caption,
 and no row depends on padding to its right. So the instruction is run once, its keys and values serve every caption,
 captions of similar length share a batch, and there is hardly any padding.
 

@@ -13,7 +13,8 @@ Price: the norm takes one reduction for each mesh dimension that parameters are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,20 +28,14 @@ from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
+from pipeline.parallel.microbatch import Loss, Microbatch, Outputs
 from pipeline.parallel.shards import local
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(output, target) -> (b,) fp32 losses of the samples, each a mean over the sample's values."""
+EXTRA = "recipe"
+"""Submodule of a model with the modules that what is learned adds to it; used outside of the model's forward pass."""
 
 _ByGroups = dict[tuple[ProcessGroup, ...], list[Tensor]]
 """Local gradients, or their norms, by the process groups over which they are sharded."""
-
-
-class Microbatch(NamedTuple):
-    """The model's inputs, and the target (b, ...) that its output is compared with; all on the device."""
-
-    inputs: tuple[Tensor, ...]
-    target: Tensor
 
 
 class Model(Protocol):
@@ -65,8 +60,12 @@ class ParallelModel:
         keep_gathered: gathered parameters stay from one microbatch of a step to the next.
     """
 
-    def __init__(self, module: nn.Module, data_world: int = 1, keep_gathered: bool = False):
+    def __init__(
+        self, module: nn.Module, data_world: int = 1, keep_gathered: bool = False, taps: dict[int, Tensor] | None = None
+    ):
         self.module, self.data_world, self.keep_gathered = module, data_world, keep_gathered
+        self._taps = {} if taps is None else taps  # what the last forward pass put there
+        self._modules = dict(getattr(module, EXTRA, nn.ModuleDict()).items())
         self._freed_norms: _ByGroups | None = None  # norms of gradients that `update_in_backward` has freed
 
     def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
@@ -78,31 +77,36 @@ class ParallelModel:
             samples: their total number of samples.
 
         Returns:
-            The losses (b,) of each microbatch, detached; equal on all processes that read this part of the batch.
+            The losses (rows, b) of each microbatch, detached; equal on all processes that read this part of the batch.
         """
         per_microbatch, remaining = [], samples
-        for inputs, target in microbatches:
-            remaining -= len(target)
+        for microbatch in microbatches:
+            remaining -= microbatch.samples
             data_parallel.prepare_microbatch(self.module, remaining == 0, self.keep_gathered)
-            losses = self._losses(inputs, target, loss)
-            (losses.sum() / samples).backward()
+            losses = self._losses(microbatch, loss)
+            (losses[0].sum() / samples).backward()
             per_microbatch.append(losses.detach())
         return per_microbatch
 
     def losses(self, microbatches: Iterable[Microbatch], loss: Loss) -> list[Tensor]:
-        """The losses (b,) of each microbatch, equal on all processes that read them; no gradients. Every process has
-        equally many microbatches. Call `reshard` before the parameters change."""
+        """The losses (rows, b) of each microbatch, equal on all processes that read them; no gradients. Every process
+        has equally many microbatches. Call `reshard` before the parameters change."""
         with torch.no_grad():
-            return [self._losses(inputs, target, loss) for inputs, target in microbatches]
+            return [self._losses(microbatch, loss) for microbatch in microbatches]
 
-    def _losses(self, inputs: tuple[Tensor, ...], target: Tensor, loss: Loss) -> Tensor:
-        return loss(self.module(*inputs), target)
+    def _losses(self, microbatch: Microbatch, loss: Loss) -> Tensor:
+        prediction = self.module(**microbatch.inputs)
+        taps = dict(self._taps)
+        self._taps.clear()
+        return loss(Outputs(prediction, taps, self._modules), microbatch.targets)
 
-    def predict(self, *inputs: Tensor) -> Tensor:
+    def predict(self, **inputs: Tensor) -> Tensor:
         """The model's output (b, ...) for the inputs of a microbatch, equal on all processes that have them; no
         gradients. Every process calls it equally often. Call `reshard` before the parameters change."""
         with torch.no_grad():
-            return self.module(*inputs)
+            prediction = self.module(**inputs)
+            self._taps.clear()
+            return prediction
 
     def reshard(self) -> None:
         """Free gathered parameters that forward passes without a backward pass have left."""
@@ -165,7 +169,7 @@ class PipelineParallelModel(ParallelModel):
         with torch.no_grad():
             return self.pipeline.losses(microbatches, loss)
 
-    def predict(self, *inputs: Tensor) -> Tensor:
+    def predict(self, **inputs: Tensor) -> Tensor:
         with torch.no_grad():
             return self.pipeline.predict(inputs)
 
@@ -177,13 +181,14 @@ class PipelineParallelModel(ParallelModel):
         return squares
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> ParallelModel:
+def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: Iterable[int] = ()) -> ParallelModel:
     """Parallelize a model in place over a run's mesh.
 
     Args:
         model: a `Model` with fp32 parameters (cast to bf16 here for `bf16_pure`): on the meta device
             (`load_sharded` then gives them their values), or with the same values on every process.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
+        taps: numbers of the blocks whose outputs a loss is given; not in a pipeline.
 
     Raises:
         ValueError: the model has no `blocks`.
@@ -194,16 +199,24 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> Paral
     apply_activation_checkpointing(blocks, train)
     if train.compile == "block":
         compile_blocks(blocks, train.compile_backend, train.compile_max_graphs)
+    tapped: dict[int, Tensor] = {}
+    for number in taps:
+        blocks[number].register_forward_hook(partial(_tap, tapped, number))
     stages = pipeline_parallel.build_stages(model, len(blocks), mesh[PP], train.parallel)
     for stage in stages:
         if train.compile == "block":
             compile_conditions(stage, train.compile_backend)
-        data_parallel.apply_fsdp(stage, blocks if stage is model else blocks_of(stage), mesh, train)
+        units = blocks if stage is model else blocks_of(stage)
+        data_parallel.apply_fsdp(stage, [*units, *getattr(stage, EXTRA, nn.ModuleDict()).values()], mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()
     if mesh[PP].size() > 1:
         return PipelineParallelModel(pipeline_parallel.Pipeline(stages, mesh[PP], train.parallel), data_world)
     keep_gathered = not train.parallel.reshards(mesh[SHARD].size())
-    return ParallelModel(model, data_world, keep_gathered)
+    return ParallelModel(model, data_world, keep_gathered, tapped)
+
+
+def _tap(into: dict[int, Tensor], number: int, block: nn.Module, inputs: Any, output: Tensor) -> None:
+    into[number] = output
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -28,13 +28,17 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
+from pipeline.parallel.microbatch import Loss, Microbatch, Outputs
 
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
 """`train.parallel.pp_schedule` -> torch's name."""
 _CACHED_SHAPES = 4
 _SHOWN = 8
 
-Inputs = tuple[Tensor, ...]
+Inputs = Mapping[str, Tensor]
+"""Of the whole model, by name."""
+Hidden = tuple[Tensor, ...]
+"""Between two stages."""
 
 
 class Stage(Protocol):
@@ -43,9 +47,9 @@ class Stage(Protocol):
     @property
     def blocks(self) -> list[nn.Module]: ...
 
-    def split(self, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]: ...
+    def split(self, inputs: Inputs) -> tuple[Hidden, dict[str, Any]]: ...
 
-    def example_hidden(self, inputs: Inputs) -> Inputs: ...
+    def example_hidden(self, inputs: Inputs) -> Hidden: ...
 
     def example_output(self, inputs: Inputs) -> Tensor: ...
 
@@ -174,31 +178,30 @@ class Pipeline:
         self.schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    def forward_backward(
-        self, microbatches: Iterable[tuple[Inputs, Tensor]], loss: Callable[[Tensor, Tensor], Tensor], samples: int
-    ) -> list[Tensor]:
-        """Accumulate the gradient of sum(losses) / samples over all microbatches in this process's stages.
+    def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
+        """Accumulate the gradient of sum(losses[0]) / samples over all microbatches in this process's stages.
 
         Args:
-            microbatches: the model's inputs and the target of each, the same on every process of the pipeline.
-            loss: (prediction, target) -> (b,) fp32 losses of the samples.
+            microbatches, loss: as in `ParallelModel.forward_backward`, with one target; the same on every process.
 
         Returns:
             The losses of each microbatch, detached, on every process.
 
         Raises:
-            ValueError: microbatches of different shapes.
+            ValueError: microbatches of different shapes, or with several targets.
         """
-        inputs, targets = zip(*microbatches, strict=True)
-        if len({tuple(tensor.shape for tensor in tensors) for tensors in inputs}) > 1:
+        inputs, named = zip(*microbatches, strict=True)
+        if len({tuple(tensor.shape for tensor in tensors.values()) for tensors in inputs}) > 1:
             raise ValueError("the microbatches of a step through a pipeline must have one shape")
-        args, kwargs = self._stage.split(tuple(torch.cat(tensors) for tensors in zip(*inputs, strict=True)))
+        name = _only_name(named[0])
+        targets = [each[name] for each in named]
+        args, kwargs = self._stage.split({key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
         per_microbatch: list[Tensor] = []
 
         def scaled_loss(prediction: Tensor, target: Tensor) -> Tensor:
-            losses = loss(prediction, target)
+            losses = loss(Outputs(prediction, {}, {}), {name: target})
             per_microbatch.append(losses.detach())
-            return losses.sum() / samples
+            return losses[0].sum() / samples
 
         self._loss = scaled_loss
         schedule = self.schedule_for(len(inputs), inputs[0])
@@ -207,32 +210,34 @@ class Pipeline:
         schedule.step(*first, target=target, return_outputs=False, **kwargs)
         self._loss = None
         sizes = [len(target) for target in targets]
-        losses = torch.cat(per_microbatch) if per_microbatch else targets[0].new_empty(sum(sizes), dtype=torch.float32)
+        if per_microbatch:
+            losses = torch.cat(per_microbatch, dim=1)
+        else:
+            losses = targets[0].new_empty(loss.rows, sum(sizes), dtype=torch.float32)
         dist.broadcast(losses, group=self.group, group_src=self.last)
-        return list(losses.split(sizes))
+        return list(losses.split(sizes, dim=1))
 
-    def losses(
-        self, microbatches: Iterable[tuple[Inputs, Tensor]], loss: Callable[[Tensor, Tensor], Tensor]
-    ) -> list[Tensor]:
-        """The losses (b,) of each microbatch on every process, without gradients; shapes may differ.
+    def losses(self, microbatches: Iterable[Microbatch], loss: Loss) -> list[Tensor]:
+        """The losses (rows, b) of each microbatch on every process, without gradients; shapes may differ.
 
         Not by torch's `eval`, which allocates buffers for each shape anew and wants counts that suit the schedule.
         Every process runs its stages in the order of (microbatch, stage), so that no two wait for each other.
         """
         results = []
-        for inputs, target in microbatches:
+        for inputs, targets in microbatches:
             output = self._forward(inputs)
-            unknown = torch.empty(len(target), dtype=torch.float32, device=target.device)
-            results.append(unknown if output is None else loss(output, target))
-        joined = torch.cat(results)
+            target = targets[_only_name(targets)]
+            unknown = torch.empty(loss.rows, len(target), dtype=torch.float32, device=target.device)
+            results.append(unknown if output is None else loss(Outputs(output, {}, {}), targets))
+        joined = torch.cat(results, dim=1)
         dist.broadcast(joined, group=self.group, group_src=self.last)
-        return list(joined.split([len(losses) for losses in results]))
+        return list(joined.split([losses.shape[1] for losses in results], dim=1))
 
     def predict(self, inputs: Inputs) -> Tensor:
         """The model's output for these inputs on every process; in the order of `losses`."""
         output = self._forward(inputs)
         if output is None:
-            output = torch.empty_like(self._stage.example_output(inputs), device=inputs[0].device)
+            output = torch.empty_like(self._stage.example_output(inputs), device=_device(inputs))
         output = output.contiguous()
         dist.broadcast(output, group=self.group, group_src=self.last)
         return output
@@ -240,10 +245,11 @@ class Pipeline:
     def _forward(self, inputs: Inputs) -> Tensor | None:
         """The output of the last stage, on the process that has it."""
         hidden, kwargs = self._stage.split(inputs)
+        device = _device(inputs)
         for stage, number in zip(self.stages, self.numbers, strict=True):
             before, after = (self.rank_of.get(number + step, self.rank) for step in (-1, 1))
             if before != self.rank:
-                hidden = tuple(torch.empty_like(t, device=inputs[0].device) for t in self._stage.example_hidden(inputs))
+                hidden = tuple(torch.empty_like(t, device=device) for t in self._stage.example_hidden(inputs))
                 for tensor in hidden:
                     dist.recv(tensor, group=self.group, group_src=before)
             hidden = stage(*hidden, **kwargs)
@@ -259,7 +265,7 @@ class Pipeline:
     def schedule_for(self, count: int, inputs: Inputs) -> Any:
         """The cached schedule for `count` microbatches of these shapes. Every process of the pipeline sees the same
         shapes in the same order, so all of them make and evict the same schedules."""
-        key = (count, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        key = (count, *((tensor.shape, tensor.dtype) for tensor in inputs.values()))
         if key not in self.schedules:
             self.schedules[key] = self._make_schedule(count, inputs)
             if len(self.schedules) > _CACHED_SHAPES:
@@ -289,3 +295,14 @@ class Pipeline:
     def _call_loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
         return self._loss(prediction, target)
+
+
+def _only_name(targets: Mapping[str, Tensor]) -> str:
+    """torch's schedules pass one target on."""
+    if len(targets) != 1:
+        raise ValueError(f"a pipeline takes one target, not {', '.join(targets)}")
+    return next(iter(targets))
+
+
+def _device(inputs: Inputs) -> torch.device:
+    return next(iter(inputs.values())).device

@@ -25,7 +25,7 @@ from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.gpus import GIB
 from pipeline.launch import Launch
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.search import MARGIN, Search
@@ -36,7 +36,7 @@ _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
 
 def decide(
     config: Config,
-    shape: Callable[[], SanaConfig],
+    shape: Callable[[], ModelSpec],
     data: Data,
     machine: Machine,
     earlier: dict[str, Any] | None = None,

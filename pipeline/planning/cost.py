@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import Layout
 from pipeline.planning.predict import Data, Prediction
 from pipeline.planning.tracker import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
@@ -124,7 +123,7 @@ class Time:
             exposed,
             busy * (stages - 1) / count if stages > 1 else 0.0,
             samples,
-            float(training_flops(prediction.architecture, samples, tokens, samples * shape.rows)),
+            float(prediction.architecture.training_flops(samples, tokens, samples * shape.rows)),
             prediction.machine.card.tflops(prediction.train.precision) * _TERA * prediction.machine.gpus,
             prediction.machine.gpus,
             data.samples,

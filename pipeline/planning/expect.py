@@ -19,7 +19,7 @@ from pipeline.amounts import amount
 from pipeline.cache.local_files import free_at
 from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import auto, extent
 from pipeline.planning.cost import Time
@@ -31,7 +31,7 @@ from pipeline.training.expectation import MEANINGFUL, Expected
 
 def expect(
     config: Config,
-    shape: Callable[[], SanaConfig],
+    shape: Callable[[], ModelSpec],
     data: Data,
     device: torch.device,
     launch: Launch,
@@ -58,7 +58,7 @@ def expect(
     return expected
 
 
-def _short_of_space(train: TrainConfig, shape: SanaConfig) -> str | None:
+def _short_of_space(train: TrainConfig, shape: ModelSpec) -> str | None:
     """A note if the disk holds fewer checkpoints than the run keeps and the one that it writes."""
     root, size = Path(train.output) / "checkpoints", checkpoint_bytes(shape, train)
     there, free = len(complete(root)), free_at(root)
@@ -72,7 +72,7 @@ def _short_of_space(train: TrainConfig, shape: SanaConfig) -> str | None:
 
 
 def _expect(
-    config: Config, shape: SanaConfig, data: Data, device: torch.device, launch: Launch
+    config: Config, shape: ModelSpec, data: Data, device: torch.device, launch: Launch
 ) -> tuple[Expected | None, float | None]:
     """And the seconds of a step, without what the compiler saves, where the card is known."""
     machine, given = auto.present(device, launch), config.train

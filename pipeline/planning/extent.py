@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pipeline.amounts import amount, duration
 from pipeline.config import TrainConfig
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.planning.predict import Data, checkpoint_bytes
 
 MANY_EPOCHS = 100
 """From so many on a model has most likely learnt its pictures by heart."""
 
 
-def lines(train: TrainConfig, shape: SanaConfig, data: Data, step_s: float | None = None) -> list[str]:
+def lines(train: TrainConfig, shape: ModelSpec, data: Data, step_s: float | None = None) -> list[str]:
     """The run in a line, and a warning of a great many epochs.
 
     Args:

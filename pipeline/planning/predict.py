@@ -19,8 +19,7 @@ from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.gpus import GIB, Card
 from pipeline.images import buckets
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec, spec_from_arch, spec_of
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning.trace import Shape, Traced
@@ -120,7 +119,7 @@ class Prediction:
 
     train: TrainConfig
     layout: Layout
-    architecture: SanaConfig
+    architecture: ModelSpec
     machine: Machine
     kinds: dict[str, float]
     phase: str
@@ -165,7 +164,7 @@ class Prediction:
         }
 
 
-def architecture(config: Config, data: Data, resolve: Any = None) -> SanaConfig:
+def architecture(config: Config, data: Data, resolve: Any = None) -> ModelSpec:
     """The model's shape: from `model.arch`, from the name of a released model (without network), or from the weights.
 
     Args:
@@ -177,17 +176,17 @@ def architecture(config: Config, data: Data, resolve: Any = None) -> SanaConfig:
     weights, side = config.model.weights, config.data.resolution // data.compression
     if weights is None:
         assert config.model.arch is not None
-        return SanaConfig.from_arch(config.model.arch, side)
+        return spec_from_arch(config.model.arch, side)
     if weights.id.startswith("Efficient-Large-Model/"):
         for name, fields in _RELEASED.items():
             if name in weights.id:
-                return SanaConfig(sample_size=side, **fields)
+                return spec_of(fields).with_sample_size(side)
     if resolve is None:
         raise UserError(f"the shape of {weights.id} is unknown", expected=", ".join(_RELEASED), fix="give model.arch")
     return resolve(config)
 
 
-def check(train: TrainConfig, shape: SanaConfig, data: Data, gpus: int) -> Layout:
+def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout:
     """The layout of a launch, or the refusal that `train` would give.
 
     Raises:
@@ -220,7 +219,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def predict(
-    train: TrainConfig, shape: SanaConfig, data: Data, machine: Machine, *, layout: Layout | None = None
+    train: TrainConfig, shape: ModelSpec, data: Data, machine: Machine, *, layout: Layout | None = None
 ) -> Prediction:
     """The peak of the fullest GPU in the worst bucket.
 
@@ -269,7 +268,7 @@ def with_overheads(peak: Mapping[str, float], layout: Layout) -> dict[str, float
 _STATE_BYTES = {"adamw": 8.0, "came": 4.0, "adamw8bit": 2 * (1 + 4 / 256)}
 
 
-def closed_form(shape: SanaConfig, train: TrainConfig, layout: Layout) -> dict[str, float]:
+def closed_form(shape: ModelSpec, train: TrainConfig, layout: Layout) -> dict[str, float]:
     """Bytes per GPU of what lasts, from counts of parameters alone.
 
     parameters: 4 bytes (2 in bf16_pure) over dp_shard x tp x pp. optimizer: by its bytes per parameter (half in
@@ -297,7 +296,7 @@ def closed_form(shape: SanaConfig, train: TrainConfig, layout: Layout) -> dict[s
     return sizes
 
 
-def checkpoint_bytes(shape: SanaConfig, train: TrainConfig) -> float:
+def checkpoint_bytes(shape: ModelSpec, train: TrainConfig) -> float:
     """Bytes of a checkpoint: the whole model's parameters, moments and averages, wherever they lie."""
     ema = None if train.ema is None else train.ema.model_copy(update={"device": "same"})
     sizes = closed_form(shape, train.model_copy(update={"parallel": ParallelConfig(), "ema": ema}), Layout(1, 1, 1, 1))
@@ -314,11 +313,9 @@ class ParameterCounts:
 
 
 @cache
-def parameter_counts(shape: SanaConfig) -> ParameterCounts:
+def parameter_counts(shape: ModelSpec) -> ParameterCounts:
     """Derived from models of one and of two layers on the meta device."""
-    single, double = (
-        sum(p.numel() for p in SanaTransformer.on_meta(replace(shape, num_layers=n)).parameters()) for n in (1, 2)
-    )
+    single, double = (sum(p.numel() for p in shape.with_layers(n).module().parameters()) for n in (1, 2))
     return ParameterCounts(double - single, 2 * single - double, shape.num_layers)
 
 

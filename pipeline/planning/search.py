@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time
@@ -35,7 +35,7 @@ MARGIN = 0.1
 CHECKPOINTING = ("full", "selective", "none")
 """The most frugal first."""
 LADDER: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"ema.device": "cpu"}, "the moving average in host memory; one copy per update"),
+    ({"ema.device": "cpu", "ema.every": 10}, "EMA in host memory; one copy of the weights every ten steps"),
     ({"parallel.reshard_after_forward": True}, "more gathers, or casts, of each block"),
     ({"optim.name": "adamw8bit"}, "2 instead of 8 bytes of optimizer state per parameter"),
     (
@@ -94,7 +94,7 @@ class Search:
 
     def __init__(
         self,
-        shape: SanaConfig,
+        shape: ModelSpec,
         data: Data,
         machine: Machine,
         bears: Callable[[str], bool] = lambda precision: True,

@@ -16,7 +16,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -32,18 +32,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.loader.loader import Batch
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel import data_parallel
 from pipeline.parallel.mesh import DIMS, Layout
-from pipeline.parallel.parallelize import parallelize
+from pipeline.parallel.parallelize import ParallelModel
 from pipeline.parallel.shards import local
 from pipeline.planning import tracker as kinds
 from pipeline.planning.tracker import Tracker, Work
 from pipeline.training import optimizers
-from pipeline.training.build import numerics
-from pipeline.training.ema import EMA
+from pipeline.training.assemble import Trainable, assemble, recipe_of
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
 
@@ -70,7 +67,7 @@ class Shape:
     microbatch: int
     count: int = 1
 
-    def tokens(self, architecture: SanaConfig) -> int:
+    def tokens(self, architecture: ModelSpec) -> int:
         """Image tokens of a sample."""
         return self.height * self.width // architecture.patch_size**2
 
@@ -99,7 +96,7 @@ class Traced:
 
     @classmethod
     def of(
-        cls, architecture: SanaConfig, train: TrainConfig, layout: Layout, shape: Shape, *, rank: int, on_gpu: bool
+        cls, architecture: ModelSpec, train: TrainConfig, layout: Layout, shape: Shape, *, rank: int, on_gpu: bool
     ) -> Traced:
         """A step of process `rank`, extrapolated from few blocks.
 
@@ -108,7 +105,7 @@ class Traced:
         """
         refuse(train)
         small, large = block_numbers(architecture.num_layers, train, layout)
-        shapes = [replace(architecture, num_layers=number) for number in (small, large)]
+        shapes = [architecture.with_layers(number) for number in (small, large)]
         first = trace(shapes[0], train, layout, shape, rank=rank, on_gpu=on_gpu)
         if small == large:
             return first
@@ -164,7 +161,7 @@ def _extrapolated(a: Traced, b: Traced, factor: float) -> Traced:
 
 
 def trace(
-    architecture: SanaConfig, train: TrainConfig, layout: Layout, shape: Shape, *, rank: int = 0, on_gpu: bool = True
+    architecture: ModelSpec, train: TrainConfig, layout: Layout, shape: Shape, *, rank: int = 0, on_gpu: bool = True
 ) -> Traced:
     """One step of process `rank` of a run, with all of its blocks.
 
@@ -177,22 +174,27 @@ def trace(
     optimizers.check(train.optim)  # imports it: what a module computes there must not be of fake tensors
     # Packed captions have the shapes of padded ones that fill all rows.
     sizes = [shape.microbatch] * shape.count
+    parameters: list[nn.Parameter] = []
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
         tracker = Tracker(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
         with tracker:
-            whole = _on_fake_tensors(architecture, train)
-            model = parallelize(whole, mesh, train)
-            del whole
-            parameters = list(model.module.parameters())
-            tracker.mark(kinds.PARAMETERS, parameters)
-            optimizer = optimizers.build(model.module, train.optim, CPU, seed=train.seed, recipe=train.recipe)
+            trainable = Trainable(architecture, recipe_of(train))
+
+            def placed(model: ParallelModel) -> None:
+                parameters.extend(model.module.parameters())
+                tracker.mark(kinds.PARAMETERS, parameters)
+
+            module = _on_fake_tensors(trainable.module(train), train)
+            made = assemble(trainable, module, mesh, train, CPU, placed=placed, step=TracedStep)
+            del module
+            model, optimizer, ema, step = made.model, made.optimizer, made.ema, made.step
             if on_gpu and train.parallel.offload == "none" and hasattr(optimizer, "update_one"):
                 optimizer.update_one = lambda *args: None  # the compiled update makes no copies
-            ema = EMA(model.module, train.ema) if train.ema is not None else None
             if ema is not None:
                 away = train.ema.device == "cpu" if train.ema is not None else False
                 tracker.mark(kinds.HOST if away and on_gpu else kinds.EMA, ema.values.values())
-            step = TracedStep(model, FlowMatching(train.flow), optimizer, train, CPU)
+                copies = [torch.empty_like(each) for each in ema.values.values()] if away and on_gpu else []
+                tracker.mark(kinds.HOST, copies)  # page-locked, of `HostCopy`
             if train.optim.in_backward:
                 in_backward.fuse(optimizer, model)
             tracker.phase = "forward"
@@ -228,32 +230,29 @@ class TracedStep(TrainStep):
         return False
 
 
-class _Model(SanaTransformer):
-    """A model whose parameters are fake already: `.to` and `.to_empty` have nothing to do (torch cannot swap them)."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    def to_empty(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    def stage(self, start: int, stop: int) -> Any:
-        stage = super().stage(start, stop)
-        stage.to_empty = lambda **kwargs: stage  # type: ignore[method-assign]
-        stage.to = lambda *args, **kwargs: stage  # type: ignore[method-assign]
-        return stage
-
-
-def _on_fake_tensors(architecture: SanaConfig, train: TrainConfig) -> _Model:
-    model = _Model.on_meta(architecture, numerics(train))
+def _on_fake_tensors(module: nn.Module, train: TrainConfig) -> nn.Module:
+    """The module with parameters and buffers that are fake already: `.to` and `.to_empty` have nothing to do (torch
+    cannot swap them), nor have those of its stages."""
     dtype = data_parallel.STORED.get(train.precision, torch.float32)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
-    return model  # type: ignore[return-value]
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            values = torch.empty(parameter.shape, dtype=dtype)
+            part.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    whole: Any = _staying(module)
+    if (stage := getattr(whole, "stage", None)) is not None:
+        whole.stage = lambda start, stop: _staying(stage(start, stop))
+    return module
 
 
-def _batch(architecture: SanaConfig, shape: Shape, samples: int) -> Batch:
+def _staying(module: Any) -> nn.Module:
+    module.to = lambda *args, **kwargs: module
+    module.to_empty = lambda *args, **kwargs: module
+    return module
+
+
+def _batch(architecture: ModelSpec, shape: Shape, samples: int) -> Batch:
     latent = (samples, architecture.in_channels, shape.height, shape.width)
     return Batch(
         latents=torch.empty(latent, dtype=torch.bfloat16),

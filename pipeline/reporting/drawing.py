@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from pipeline.cache.prompts import PromptSet
 from pipeline.cache.snapshot import Caption, NullRecord, Sample, Snapshot
@@ -19,8 +20,7 @@ from pipeline.config import Config
 from pipeline.loader.loader import bf16
 from pipeline.models.sampler import noise_of, pad_rows, prompt_noise
 from pipeline.models.sampler import sample as draw
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def spread(samples: int, count: int) -> list[int]:
 
 def draw_for(
     config: Config,
-    architecture: SanaConfig,
+    architecture: ModelSpec,
     weights: dict[str, torch.Tensor],
     snapshot: Snapshot,
     rows: list[int],
@@ -64,6 +64,7 @@ def draw_for(
     The noise of a picture depends on `sample.seed` and the sample alone, not on the other rows.
 
     Args:
+        config: with the numerics of the training (`training.build.as_trained`).
         weights: of `architecture`, in our layout; the model takes them over without a copy.
     """
     model = _model(config, architecture, weights, device)
@@ -104,7 +105,7 @@ def draw_for(
 
 def draw_prompts(
     config: Config,
-    architecture: SanaConfig,
+    architecture: ModelSpec,
     weights: dict[str, torch.Tensor],
     prompts: PromptSet,
     shape: tuple[int, int, int],
@@ -114,7 +115,7 @@ def draw_prompts(
     the prompt alone, as in training.
 
     Args:
-        weights: as in `draw_for`.
+        config, weights: as in `draw_for`.
     """
     null, null_mask = prompts.null()
     rows = [bf16(prompts.rows(number)).float() for number in range(len(prompts))]
@@ -133,11 +134,9 @@ def draw_prompts(
 
 
 def _model(
-    config: Config, architecture: SanaConfig, weights: dict[str, torch.Tensor], device: torch.device
-) -> SanaTransformer:
-    model = SanaTransformer.on_meta(architecture)
-    model.load_state_dict(weights, assign=True)
-    model.reset_buffers()
+    config: Config, architecture: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device
+) -> nn.Module:
+    model = architecture.loaded(weights, config.train)
     return model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
 
 

@@ -629,7 +629,7 @@ def _progress(runs: Sequence[dict[str, Any]]) -> Section:
                     continue
                 step, name = f"{drawing['step']:,}", part["name"]
                 when = (f"{name} {step}", f"{name}, step {step}") if several else (step, f"step {step}")
-                drawn.add("EMA" if drawing["ema"] else "last weights")
+                drawn.add("EMA weights" if drawing["ema"] else "last weights")
                 for prompt, place in zip(drawing["prompts"], drawing["pictures"], strict=True):
                     frames.setdefault(prompt, []).append((start + drawing["step"], *when, place))
         if drawn:
@@ -639,7 +639,7 @@ def _progress(runs: Sequence[dict[str, Any]]) -> Section:
         for order, (prompt, places) in enumerate(frames.items()):
             shown = list(_spread(places))
             columns = _columns([at / (until or 1) for at, *_ in shown])
-            slider = Slider(f"time-{number}-{order}", label, [_frame(*place) for _, *place in shown], columns)
+            slider = Slider(f"time-{number}-{order}", label, [_frame(*frame[1:]) for frame in shown], columns)
             by_prompt.setdefault(prompt, []).append(slider)
     if by_prompt:
         section.lines += [f"{what}: {decode_command(Path(run['folder']))}" for run in runs if (what := undecoded(run))]

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from pipeline.config import LOCAL_NAME
+from pipeline.config import LOCAL_NAME, NO_YAML, from_yaml
 from pipeline.errors import UserError
 from pipeline.reporting import pictures
 from pipeline.training.metrics import read_events
@@ -187,8 +186,8 @@ def differing_options(first: dict[str, Any], second: dict[str, Any]) -> list[dic
 def _options(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        tree = from_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, *NO_YAML) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: is not a configuration", expected=f"sections of options, as in {LOCAL_NAME}")

@@ -1,7 +1,7 @@
 """The held-out part of a snapshot: which snapshot it is, and whether it may validate a training on the snapshot.
 
-What: `find` finds the part that `bucket.heldout` made beside a snapshot, by the names that point to both. `check`
-refuses parts of other recipes, `check_disjoint` those that have samples of the training.
+What: `find` finds the part that `bucket.heldout` made beside a snapshot: it has a name, and the same scans and options.
+`check` refuses parts of other recipes, `check_disjoint` those that have samples of the training.
 Why refused and not left out: a value on samples that are trained on looks good.
 Price: unless both sides come from one rule (which decides by the picture's digest), `check_disjoint` reads the tables
 of the training snapshot.
@@ -9,29 +9,35 @@ of the training snapshot.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.key_columns import fixed
 from pipeline.cache.root import Cache
-from pipeline.cache.snapshot import Snapshot
-from pipeline.errors import ConfigError
+from pipeline.cache.snapshot import Head, Snapshot
+from pipeline.errors import ConfigError, IntegrityError
 
 OPTION = "train.validation.snapshot"
 
 
 def find(cache: Cache, snapshot: Snapshot) -> str | None:
-    """The id of the part that was held out of `snapshot`; None if there is none, or none that a name shows."""
-    side = snapshot.head.policies.heldout
+    """The id of the part that was held out of `snapshot`; None if there is none that has a name."""
+    side, ours = snapshot.head.policies.heldout, snapshot.head
     if side is None or side.side != "train":
         return None
-    names = cache.names_of(snapshot.id)
-    for name in sorted(names, key=lambda name: name == "latest"):  # `latest.heldout` may be another run's of `bucket`
-        part = cache.snapshot_of(f"{name}.heldout")
-        if part is not None:
-            head = cache.open_snapshot(part).head
-            other = head.policies.heldout
-            if other and (other.side, other.share, head.sources) == ("heldout", side.share, snapshot.head.sources):
+    own = {f"{name}.heldout" for name in cache.names_of(snapshot.id)}
+    for name in sorted(cache.snapshot_names(), key=lambda name: (name not in own, name)):
+        with suppress(IntegrityError):  # of another snapshot
+            part = cache.snapshot_of(name)
+            head = None if part is None else Head.read(cache.files, part)
+            if head is not None and (head.policies.heldout, head.sources, head.options) == (
+                replace(side, side="heldout"),
+                ours.sources,
+                ours.options,
+            ):
                 return part
     return None
 

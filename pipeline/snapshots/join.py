@@ -183,6 +183,7 @@ class Joined:
         keep: reason -> the change that would keep these items; None where the reason says it.
         examples: reason -> a few of the items, where the reason is of single items.
         scratch: temporary storage.
+        repeats: source -> {visits: items}, where the numbers of its folders multiply the visits (`folder_repeats`).
     """
 
     sources: list[str] = field(default_factory=list)
@@ -191,6 +192,7 @@ class Joined:
     examples: dict[str, list[str]] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)
     scratch: Scratch = field(default_factory=Scratch)
+    repeats: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def leave(self, reason: str, count: int, keep: str | None = None) -> None:
         if count:
@@ -458,8 +460,8 @@ def assemble(
         CacheError: the null record is missing.
     """
     scratch = joined.scratch
-    part_of_source, part_weights = _parts(joined.sources, weights or {})
-    entries, report, left_out = _grouped(joined, frame, table, part_of_source, part_weights, policies.small)
+    parts = _Parts(joined, weights or {})
+    entries, report, left_out = _grouped(joined, frame, table, parts, policies.small)
     places = scratch.array(len(frame), np.int64) if places is None else places
     if left_out.any():
         some = ({"row": piece.start + np.flatnonzero(~left_out[frame.bucket[piece]])} for piece in pieces(len(frame)))
@@ -480,7 +482,7 @@ def assemble(
         sources=dict(sources),
         counts={"samples": len(frame)},
     )
-    order = _order(frame, part_of_source, places, scratch)
+    order = _order(frame, parts, places, scratch)
 
     def chunks() -> Iterator[tuple[pa.Table, pa.Table]]:
         for start in range(0, len(order), CHUNK_ROWS):
@@ -490,11 +492,40 @@ def assemble(
     return Assembled(head, chunks, report)
 
 
-def _parts(sources: Sequence[str], weights: Mapping[str, Fraction]) -> tuple[np.ndarray, list[Fraction]]:
-    """The part of each source, (sources,) int64: sources of equal weight. And the weights of the parts, falling."""
-    by_source = [weights.get(name, Fraction(1)) for name in sources]
-    part_weights = sorted(set(by_source), reverse=True)
-    return np.array([part_weights.index(weight) for weight in by_source], np.int64), part_weights
+_REPEATS = r"(?:^|/)(?P<repeats>[1-9][0-9]{0,2})_[^_/][^/]*/[^/]+$"
+
+
+def folder_repeats(items: pa.Array) -> np.ndarray:
+    """(n,) int64: the number that each item's folder begins with, as in kohya's `10_sks dog` (see
+    `pipeline.sources.filenames.REPEATS`); 0: none."""
+    found = pc.struct_field(pc.extract_regex(items, _REPEATS), 0)
+    return pc.fill_null(found, "0").cast(pa.int64()).to_numpy()
+
+
+class _Parts:
+    """The parts of buckets: samples of equal weight, by source and, where it repeats, by folder.
+
+    Attributes:
+        weights: of the parts, falling.
+    """
+
+    def __init__(self, joined: Joined, weights: Mapping[str, Fraction]):
+        self._repeats = [joined.repeats.get(name, {}) for name in joined.sources]
+        base = [weights.get(name, Fraction(1)) for name in joined.sources]
+        of = {(s, r): w * r for s, w in enumerate(base) for r in (*self._repeats[s], 1)}
+        self.weights = sorted(set(of.values()), reverse=True)
+        self._part = np.zeros((len(base), max((r for _, r in of), default=1) + 1), np.int64)
+        for place, weight in of.items():
+            self._part[place] = self.weights.index(weight)
+
+    def of(self, frame: Frame, piece: slice) -> np.ndarray:
+        """The part of some samples, int64."""
+        source = frame.source[piece]
+        repeating = np.array([bool(repeats) for repeats in self._repeats], bool)[source]
+        if not repeating.any():
+            return self._part[source, 1]
+        visits = np.maximum(folder_repeats(frame.item[piece]), 1)
+        return self._part[source, np.where(repeating, visits, 1)]
 
 
 def pieces(count: int) -> Iterator[slice]:
@@ -502,21 +533,21 @@ def pieces(count: int) -> Iterator[slice]:
     return (slice(start, min(start + ROWS, count)) for start in range(0, count, ROWS))
 
 
-def _order(frame: Frame, part_of_source: np.ndarray, places: np.ndarray, scratch: Scratch) -> np.ndarray:
+def _order(frame: Frame, parts: _Parts, places: np.ndarray, scratch: Scratch) -> np.ndarray:
     """(n,) int64: the rows by (bucket, part, place, sample id).
 
     The sort key is the group (bucket, part, new or not), then the place or, for the new samples, which share the last
     place, the sample id, both stretched over 64 bits.
     """
     last = max((int(places[piece].max()) for piece in pieces(len(frame))), default=0)
-    groups = 2 * (int(part_of_source.max(initial=0)) + 1)
+    groups = 2 * max(1, len(parts.weights))
     count = groups * max((int(frame.bucket[piece].max()) + 1 for piece in pieces(len(frame))), default=1)
     group_size, place_size = np.uint64((1 << 64) // max(2, count)), np.uint64((1 << 64) // (last + 2))
 
     def keyed() -> Iterator[pa.Table]:
         for piece in pieces(len(frame)):
             is_new = places[piece] == last
-            group = frame.bucket[piece] * groups + part_of_source[frame.source[piece]] * 2 + is_new
+            group = frame.bucket[piece] * groups + parts.of(frame, piece) * 2 + is_new
             within = np.where(is_new, frame.sample_id[piece], places[piece].astype(np.uint64) * place_size)
             high = group.astype(np.uint64) * group_size + within // np.uint64(count + 1)
             yield pa.table({"key": binary(of_halves(high, within)), "row": np.arange(piece.start, piece.stop)})
@@ -529,30 +560,29 @@ def _grouped(
     joined: Joined,
     frame: Frame,
     table: BucketTable,
-    part_of_source: np.ndarray,
-    part_weights: list[Fraction],
+    parts: _Parts,
     small: str,
 ) -> tuple[list[Bucket], list[BucketReport], np.ndarray]:
     """The buckets that have samples: their entries in the head, their reports, and which of the table are left out."""
     count = len(table.shapes)
     shapes = np.array(table.shapes, np.int64).reshape(-1, 2)
-    crops, part_sizes = np.zeros(count), np.zeros((len(part_weights), count), np.int64)
+    crops, part_sizes = np.zeros(count), np.zeros((len(parts.weights), count), np.int64)
     for piece in pieces(len(frame)):
         which = frame.bucket[piece]
         _, loss = buckets.fits(frame.height[piece], frame.width[piece], shapes[which])
         np.add.at(crops, which, loss)
-        np.add.at(part_sizes, (part_of_source[frame.source[piece]], which), 1)
+        np.add.at(part_sizes, (parts.of(frame, piece), which), 1)
     sizes = part_sizes.sum(axis=0)
     entries, report = [], []
     left_out = np.zeros(count, bool)
     for bucket in np.flatnonzero(sizes).tolist():
         (height, width), batch, samples = table.shapes[bucket], table.batches[bucket], int(sizes[bucket])
-        parts = tuple(
+        members = tuple(
             BucketPart(int(size[bucket]), weight)
-            for size, weight in zip(part_sizes, part_weights, strict=True)
+            for size, weight in zip(part_sizes, parts.weights, strict=True)
             if size[bucket]
         )
-        visits = sum((entry.samples * entry.weight for entry in parts), Fraction(0))
+        visits = sum((entry.samples * entry.weight for entry in members), Fraction(0))
         steps, note = epoch_steps(visits, batch, small)
         if small == "drop" and not steps:
             left_out[bucket] = True
@@ -563,8 +593,8 @@ def _grouped(
                 samples,
             )
         else:
-            weighted = any(entry.weight != 1 for entry in parts)
-            entries.append(Bucket(height, width, samples, batch, parts if weighted else None))
+            weighted = any(entry.weight != 1 for entry in members)
+            entries.append(Bucket(height, width, samples, batch, members if weighted else None))
         report.append(BucketReport(height, width, samples, batch, steps, crops[bucket] / samples, note))
     return entries, report, left_out
 

@@ -122,7 +122,7 @@ def open_source(
             files, left_out = _files_of_format(filesystem, format, data)
         source = _of_format(format, filesystem, files, rule, config, name, patience_s)
     pictures = _PICTURES & left_out.counts.keys()
-    if pictures and isinstance(source, ListingSource | ParquetSource) and source.names_files(source.files[0]):
+    if pictures and isinstance(source, ListingSource | ParquetSource) and any(map(source.names_files, source.files)):
         for kind in pictures:
             del left_out.counts[kind]
     source.left_out = left_out

@@ -19,16 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeline.config import Config, TrainConfig, reads, written
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, SanaConfig
-from pipeline.models.sana_files import architecture_at
-from pipeline.models.sana_start import InitialValues, Start, Stored
+from pipeline.models.spec import ModelSpec, Values, spec_at, spec_from_arch
 from pipeline.parallel.collectives import all_gather_objects, run_on_all
 from pipeline.parallel.load_sharded import load_sharded
-from pipeline.parallel.parallelize import ParallelModel, parallelize
+from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, optimizers
-from pipeline.training.checkpoint import Resumed
+from pipeline.training.assemble import Trainable, assemble, recipe_of
+from pipeline.training.checkpoint import CheckpointError, Resumed
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
@@ -43,10 +40,11 @@ class TrainingRun:
         done: optimizer steps done.
         checkpoint: what the run was resumed from.
         resumed: the checkpoint that it was resumed or begun from.
+        base: digest of the frozen parameters; None: every parameter is trained.
     """
 
     context: Context
-    architecture: SanaConfig
+    trainable: Trainable
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     step: TrainStep
@@ -54,6 +52,14 @@ class TrainingRun:
     done: int = 0
     checkpoint: Path | None = None
     resumed: Resumed | None = None
+    base: str | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint says of the model: its shape, and of a part that is trained its settings and base."""
+        adapter = self.trainable.adapter
+        part = {} if adapter is None else {"adapter": adapter.to_dict(), "base": self.base}
+        return {"architecture": self.trainable.spec.to_dict(), **part}
 
     @property
     def began_from(self) -> dict[str, Any] | None:
@@ -71,36 +77,54 @@ class TrainingRun:
         return {**ema, **({"loss_scale": self.step.scale.state} if self.step.scale.dynamic else {})}
 
 
-def build(context: Context, mesh: DeviceMesh, architecture: SanaConfig, resumed: Resumed | None) -> TrainingRun:
+def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Resumed | None) -> TrainingRun:
     """Build a run in its start state. Collective.
 
     Raises:
         UserError: weights or a checkpoint that cannot be read; the same on every process.
     """
     train, device, log = context.train, context.device, context.log
-    start = run_on_all(lambda: start_values(context.config, architecture)) if resumed is None else None
-    whole = SanaTransformer.on_meta(architecture, numerics(train))
-    whole.reset_buffers()
-    parameters = sum(parameter.numel() for parameter in whole.parameters())
-    model = parallelize(whole, mesh, train)
-    if start is not None:
-        load_start(model, start, context)
-    optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
-    ema = EMA(model.module, train.ema) if train.ema is not None else None
-    step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device, context.task.names)
-    run = TrainingRun(context, architecture, model, optimizer, step, ema)
+    module = trainable.module(train)
+    counts = [p.numel() * (1 + 1j * p.requires_grad) for p in module.parameters()]
+    start, base = None, None
+    if resumed is None or trainable.adapter is not None:
+        values = run_on_all(lambda: start_values(context.config, trainable.spec))
+        start = trainable.values(values, module, train.seed)
+        base = run_on_all(values.fingerprint) if trainable.adapter is not None else None
+        run_on_all(lambda: _check_base(resumed, base))
+
+    def place(model: ParallelModel) -> None:
+        if start is not None:
+            load_start(model, start, context)
+
+    made = assemble(trainable, module, mesh, train, device, placed=place, names=context.task.names)
+    run = TrainingRun(context, trainable, made.model, made.optimizer, made.step, made.ema, base=base)
     if resumed is not None:
         run = _restore(run, resumed)
     if train.optim.in_backward:
-        in_backward.fuse(optimizer, model)
+        in_backward.fuse(made.optimizer, made.model)
+    whole, trained = sum(counts).real, sum(counts).imag
+    part = "" if trained == whole else f" of {whole / 1e6:.1f}"
     log(
-        f"training {parameters / 1e6:.1f} M parameters on {context.launch.world} x {device.type} ({context.layout}), "
-        f"{train.precision}, steps {run.done + 1} to {train.steps}, run directory {context.folder.resolve()}"
+        f"training {trained / 1e6:.1f}{part} M parameters on {context.launch.world} x {device.type} "
+        f"({context.layout}), {train.precision}, steps {run.done + 1} to {train.steps}, run directory "
+        f"{context.folder.resolve()}"
     )
     return run
 
 
-def load_start(model: ParallelModel, start: Start, context: Context) -> None:
+def _check_base(resumed: Resumed | None, base: str | None) -> None:
+    """The frozen parameters are in no checkpoint."""
+    if resumed is not None and resumed.document.base != base:
+        raise CheckpointError(
+            f"{resumed.folder}: was trained on another base",
+            expected=f"weights with the digest {resumed.document.base}",
+            found=str(base),
+            fix="restore model.weights, or begin a new run: --set train.output=DIR without --resume",
+        )
+
+
+def load_start(model: ParallelModel, start: Values, context: Context) -> None:
     """Load the start values, after a check that all processes have the same ones: each reads its own files or uses its
     own generator, and a mixture would go unnoticed."""
     fingerprints = all_gather_objects(run_on_all(start.fingerprint))
@@ -111,7 +135,7 @@ def load_start(model: ParallelModel, start: Start, context: Context) -> None:
             found=f"processes {different} differ from process 0",
             fix="give every node the same files under model.weights and the same versions of torch",
         )
-    if isinstance(start, Stored):
+    if start.description:
         context.log(f"start weights: {start.description}")
     run_on_all(lambda: load_sharded(model.module, start))
 
@@ -127,7 +151,7 @@ def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
         log(f"changed since the checkpoint: {line}")
     if "ema" in absent and run.ema is not None:
         run.ema.restart()
-        log(f"note: {folder} holds no running average: it starts from the weights of step {done}")
+        log(f"note: {folder} holds no EMA weights: they start from the weights of step {done}")
     log(f"resumed from {folder} after step {done}")
     return replace(run, done=done, checkpoint=folder, resumed=resumed)
 
@@ -194,25 +218,35 @@ def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def numerics(train: TrainConfig) -> Numerics:
-    """The model's numerics under `train.residual` (decided by `with_residual`) and `train.recipe`."""
-    epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
-    return Numerics(fp32_residual=train.residual == "fp32", **epsilons)
+def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
+    """The configuration with the numerics of a training, so that a picture is the one which that training draws.
+
+    Args:
+        earlier: the configuration in the checkpoint.
+    """
+    train = earlier["train"]
+    changes = {"residual": train.get("residual") or "compute", "recipe": train.get("recipe", "default")}
+    return config.with_train(**changes)
 
 
-def start_values(config: Config, architecture: SanaConfig) -> Start:
-    """The parameters of a new run: the files of `model.weights`, or values drawn with `train.seed`.
+def start_values(config: Config, spec: ModelSpec) -> Values:
+    """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`.
 
     Raises:
         UserError: weights that cannot be found or read.
     """
     weights = config.model.weights
     if weights is None:
-        return InitialValues(architecture, config.train.seed)
-    return Stored(hub.resolve(weights, widest=True), weights.variant)
+        return spec.initial(config.train.seed)
+    return spec.stored(hub.resolve(weights, widest=True), weights.variant)
 
 
-def architecture_of(config: Config, task: TrainingTask) -> SanaConfig:
+def trainable_of(config: Config, task: TrainingTask) -> Trainable:
+    """What the run trains. Errors as in `architecture_of`."""
+    return Trainable(architecture_of(config, task), task.recipe or recipe_of(config.train), task.adapter)
+
+
+def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:
     """The model's shape: that of the weights, or `model.arch`.
 
     Raises:
@@ -222,14 +256,14 @@ def architecture_of(config: Config, task: TrainingTask) -> SanaConfig:
         return architecture_of_weights(config)
     if config.model.arch is None:
         raise ConfigError("neither model.weights nor model.arch is given")
-    return SanaConfig.from_arch(config.model.arch, task.sample_size)
+    return spec_from_arch(config.model.arch, task.sample_size)
 
 
-def architecture_of_weights(config: Config) -> SanaConfig:
+def architecture_of_weights(config: Config) -> ModelSpec:
     """The shape of `model.weights`, from its `config.json`."""
     weights = config.model.weights
     assert weights is not None
-    return architecture_at(hub.resolve(weights, ("config.json",)), weights.variant)
+    return spec_at(hub.resolve(weights, ("config.json",)), weights.variant)
 
 
 def changed_options(earlier: dict[str, Any], config: Config) -> list[str]:

@@ -51,8 +51,10 @@ from pipeline.cache.local_files import make_folder, replacing, sync_path
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.loader.loader import LoaderState
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.adapters import Adapter
+from pipeline.models.spec import ModelSpec, spec_of
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
+from pipeline.parallel.parallelize import EXTRA
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.lock import Lock
 from pipeline.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata, unreadable
@@ -62,8 +64,6 @@ VERSION = 1
 DOCUMENT = "checkpoint.json"
 ORIGIN = "from.json"
 """In a run directory: the checkpoint that the run began from (`train --from`)."""
-FREE = ("sample_size", "interpolation_scale")
-"""Fields of the architecture that decide no parameter: the position embedding is computed."""
 LAYOUT = (
     "fp32 master parameters under diffusers' names, GLUMBConv channels interleaved [value 0, gate 0, value 1, gate 1, "
     "...]; moments and averages alike"
@@ -72,7 +72,8 @@ _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?\.(tmp|removing)")
 _AGAIN = "--resume auto"
 _FIX = f"check the disk and the rights, then {_AGAIN}"
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
+"""Names that are not trained are in no checkpoint; that all others are there is checked by DCP."""
 Sections = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -81,15 +82,18 @@ class Document:
     """Contents of `checkpoint.json`. files: name -> [bytes, xxh3-128].
 
     began_from: the state in the checkpoint that the run began from, and in `total` the steps of all runs before; None
-        if the run began from start weights. processes: how many wrote it.
+        if the run began from start weights. processes: how many wrote it. adapter, base: where a part of the model is
+        trained, its settings, and a digest of the rest, which is not in the checkpoint.
     """
 
     state: LoaderState
-    architecture: SanaConfig
+    architecture: ModelSpec
     config: dict[str, Any]
     files: dict[str, list[Any]]
     began_from: dict[str, Any] | None = None
     processes: int | None = None
+    adapter: dict[str, Any] | None = None
+    base: str | None = None
 
 
 class Resumed(NamedTuple):
@@ -132,6 +136,7 @@ class Saver:
 
     Args:
         root: the run's `checkpoints` folder.
+        identity: of the model, stored in every checkpoint (`architecture`, and of a part `adapter` and `base`).
         config: stored in every checkpoint; decides by `train.async_save`, `keep_checkpoints` and `keep_every`.
         log: prints one line for every published checkpoint, perhaps from another thread.
         lock: of the run directory; checked before each publication and removal.
@@ -141,13 +146,13 @@ class Saver:
     def __init__(
         self,
         root: Path,
-        architecture: SanaConfig,
+        identity: Mapping[str, Any],
         config: Config,
         log: Callable[[str], None],
         lock: Lock,
         began_from: dict[str, Any] | None,
     ):
-        self._root, self._architecture, self._config, self._log = root, architecture, config, log
+        self._root, self._identity, self._config, self._log = root, identity, config, log
         self._lock, self._began_from = lock, began_from
         self._earlier_leftovers = leftovers(
             root
@@ -224,7 +229,7 @@ class Saver:
             "version": VERSION,
             "layout": LAYOUT,
             "state": state.as_dict(),
-            "architecture": self._architecture.to_dict(),
+            **self._identity,
             "config": written(self._config),
             "processes": dist.get_world_size(),
             "torch": torch.__version__,
@@ -431,11 +436,13 @@ def _document(folder: Path) -> Document:
             )
     return Document(
         LoaderState.from_dict(values["state"]),
-        SanaConfig.from_dict(values["architecture"], str(path)),
+        spec_of(values["architecture"], str(path)),
         values["config"],
         values["files"],
         values.get("began_from"),
         values.get("processes"),
+        values.get("adapter"),
+        values.get("base"),
     )
 
 
@@ -460,7 +467,9 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
             )
 
 
-def check_belongs(folder: Path, document: Document, first_state: LoaderState, architecture: SanaConfig) -> None:
+def check_belongs(
+    folder: Path, document: Document, first_state: LoaderState, architecture: ModelSpec, adapter: Adapter | None = None
+) -> None:
     """Refuse to continue a run with another order of the data or another model.
 
     Raises:
@@ -479,6 +488,7 @@ def check_belongs(folder: Path, document: Document, first_state: LoaderState, ar
         for name in sorted({*here, *stored})
         if here.get(name) != stored.get(name)
     ]
+    differences += _of_another_part(document, adapter)
     if differences:
         raise CheckpointError(
             f"{folder}: belongs to another run\n  " + "\n  ".join(differences),
@@ -492,14 +502,24 @@ def beginning(place: Path) -> str:
     return f"--from {place} --set train.output=DIR"
 
 
-def check_begins(folder: Path, document: Document, architecture: SanaConfig) -> None:
+def _of_another_part(document: Document, adapter: Adapter | None) -> list[str]:
+    part = None if adapter is None else adapter.to_dict()
+    return (
+        [] if part == document.adapter else [f"train.adapter: the checkpoint has {document.adapter}, this run {part}"]
+    )
+
+
+def check_begins(folder: Path, document: Document, architecture: ModelSpec, adapter: Adapter | None = None) -> None:
     """Refuse to begin from a checkpoint of another model.
 
     Raises:
         CheckpointError: naming every field that differs, except those of the position embedding.
     """
     here, stored = architecture.to_dict(), document.architecture.to_dict()
-    differing = [name for name in sorted({*here, *stored}) if name not in FREE and here.get(name) != stored.get(name)]
+    free = architecture.free
+    differing = [name for name in sorted({*here, *stored}) if name not in free and here.get(name) != stored.get(name)]
+    if other := _of_another_part(document, adapter):
+        raise CheckpointError(f"--from {folder}: is a checkpoint of another part of the model", found=other[0])
     if differing:
         raise CheckpointError(
             f"--from {folder}: is a checkpoint of another model\n  "
@@ -507,7 +527,7 @@ def check_begins(folder: Path, document: Document, architecture: SanaConfig) -> 
                 f"model {n}: the checkpoint has {stored.get(n)!r}, this run {here.get(n)!r}" for n in differing
             ),
             fix="give the section `model` of the configuration the checkpoint's values (config.yaml in its run "
-            f"directory has them); only {' and '.join(FREE)} may differ",
+            f"directory has them); only {' and '.join(free)} may differ",
         )
 
 
@@ -546,7 +566,11 @@ def load(
     raise_first_error(error)
     present = {name: part for name, part in (more or {}).items() if name in sections}
     tensors: dict[str, Any]
-    tensors = state_tensors(model, optimizer, present) if moments else {"model": get_model_state_dict(model), **present}
+    tensors = (
+        state_tensors(model, optimizer, present)
+        if moments
+        else {"model": get_model_state_dict(model, options=_OPTIONS), **present}
+    )
     _, settings = get_state_dict(model, optimizer, options=_OPTIONS) if moments else (None, {})
     with _there(folder):
         _dcp(
@@ -557,8 +581,12 @@ def load(
         state = {**settings, **tensors["optim"]}
         set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=state, options=_OPTIONS)
     else:
-        set_model_state_dict(model, tensors["model"])
+        set_model_state_dict(model, tensors["model"], options=_OPTIONS)
     return set(more or {}) - sections
+
+
+EMA_WEIGHTS, LAST_WEIGHTS = "EMA weights", "last weights"
+"""The two sets of weights of a checkpoint, in messages and files."""
 
 
 class ModelTensors(Mapping[str, Tensor]):
@@ -567,10 +595,14 @@ class ModelTensors(Mapping[str, Tensor]):
 
     Args:
         folder: `.../checkpoints/step-00000500`.
-        ema: read the EMA instead of the last weights.
+        ema: read the EMA weights instead of the last weights.
+
+    Attributes:
+        weights: `EMA_WEIGHTS` or `LAST_WEIGHTS`.
+        has_ema: whether the checkpoint holds EMA weights.
 
     Raises:
-        CheckpointError: an incomplete or damaged checkpoint, or one without EMA.
+        CheckpointError: an incomplete or damaged checkpoint, or one without EMA weights.
     """
 
     def __init__(self, folder: str | Path, *, ema: bool = False):
@@ -588,10 +620,12 @@ class ModelTensors(Mapping[str, Tensor]):
             for name, entry in self._metadata.state_dict_metadata.items()
             if name.startswith(self._section) and isinstance(entry, TensorStorageMetadata)
         }
-        if ema and not self._entries:
+        self.weights = EMA_WEIGHTS if ema else LAST_WEIGHTS
+        self.has_ema = any(name.startswith("ema.") for name in self._metadata.state_dict_metadata)
+        if ema and not self.has_ema:
             raise CheckpointError(
-                f"{folder}: holds no running average of the weights",
-                fix="leave --ema out; for averages set train.ema: {decay: 0.9999} in training",
+                f"{folder}: holds no {EMA_WEIGHTS}",
+                fix="leave --ema out; for EMA weights set train.ema: {decay: 0.9999} in training",
             )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -613,6 +647,16 @@ class ModelTensors(Mapping[str, Tensor]):
             raise CheckpointError(f"{self.folder}: {name} could not be read: {text}", fix=FIX) from None
         return tensor
 
+    def __str__(self) -> str:
+        other = "" if self.weights == EMA_WEIGHTS or not self.has_ema else f" (--ema takes its {EMA_WEIGHTS})"
+        return f"the {self.weights} of {self.folder}{other}"
+
+    def exported(self) -> Mapping[str, Tensor]:
+        """Those of the model, without what a recipe has beside it."""
+        for name in [name for name in self._entries if name.startswith(f"{EXTRA}.")]:
+            del self._entries[name]
+        return self
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
@@ -620,10 +664,10 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[SanaConfig, dict[str, Tensor]]:
+def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The architecture and all the weights of a checkpoint. Arguments and errors as in `ModelTensors`."""
     weights = ModelTensors(folder, ema=ema)
-    return weights.architecture, dict(weights)
+    return weights.architecture, dict(weights.exported())
 
 
 def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | None:

@@ -11,11 +11,11 @@ import torch
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
-from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import all_gather_objects, run_on_all
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.training import checkpoint, drawings, optimizers, trackers
+from pipeline.training.assemble import Trainable
 from pipeline.training.build import architecture_of, has_packed_kernel
 from pipeline.training.checkpoint import Resumed
 from pipeline.training.optimizers import in_backward
@@ -56,21 +56,23 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
     return Context(config, task, launch, layout, device, log)
 
 
-def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | None) -> None:
+def check_start(context: Context, trainable: Trainable, resumed: Resumed | None) -> None:
     """Refuse a model that does not fit the data, or a checkpoint that this run cannot continue. Collective.
 
     Raises:
         UserError: the same on every process.
     """
     check_alike(context.train)
-    run_on_all(lambda: _check_widths(architecture, context.task))
+    task, spec, adapter = context.task, trainable.spec, trainable.adapter
+    fix = "train on a snapshot made with this model's encoders, or change the model section"
+    run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
     if resumed is None:
         return
     folder, document, begins = resumed
     if begins:
-        run_on_all(lambda: checkpoint.check_begins(folder, document, architecture))
+        run_on_all(lambda: checkpoint.check_begins(folder, document, spec, adapter))
         return
-    run_on_all(lambda: checkpoint.check_belongs(folder, document, context.task.first_state, architecture))
+    run_on_all(lambda: checkpoint.check_belongs(folder, document, task.first_state, spec, adapter))
     train, earlier = context.train, resumed.document.config["train"]
     recipes = earlier.get("recipe", "default"), train.recipe
     optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
@@ -78,6 +80,7 @@ def check_start(context: Context, architecture: SanaConfig, resumed: Resumed | N
 
 def _check_model_parallel(config: Config, task: TrainingTask, layout: Layout) -> None:
     train, architecture = config.train, architecture_of(config, task)
+    architecture.check_parallel(layout.tp, layout.pp)
     tensor_parallel.check(architecture.tensor_parallel_parts, layout.tp, architecture.dropout)
     shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
     pipeline_parallel.check(architecture.num_layers, shares, train.microbatch, train.parallel)
@@ -104,16 +107,3 @@ def check_alike(train: TrainConfig) -> None:
             found=f"process {different[0]}: {chosen[different[0]]}, process 0: {chosen[0]}",
             fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs",
         )
-
-
-def _check_widths(architecture: SanaConfig, task: TrainingTask) -> None:
-    pairs = (
-        ("in_channels", architecture.in_channels, "the latents have", task.channels),
-        ("caption_channels", architecture.caption_channels, "the text rows have", task.text_width),
-    )
-    for name, of_model, data, of_data in pairs:
-        if of_model != of_data:
-            raise ConfigError(
-                f"the model and the snapshot do not fit: the model's {name} is {of_model}, {data} {of_data}",
-                fix="train on a snapshot made with this model's encoders, or change the model section",
-            )

@@ -28,8 +28,8 @@ from torch import Tensor
 from pipeline.cache.local_files import make_folder, sync_path
 from pipeline.config import Config, PicturesConfig
 from pipeline.errors import ConfigError, UserError, writing
-from pipeline.models.sampler import pad_rows, prompt_noise, sample
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sampler import INPUTS, pad_rows, prompt_noise, sample
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.data_parallel import COMPUTE
 from pipeline.training.build import TrainingRun
@@ -110,7 +110,7 @@ class Drawings:
             for first in range(0, len(self.numbers), self.size):
                 numbers = self.numbers[first : first + self.size]
                 drawn = sample(
-                    model.predict,
+                    lambda *inputs: model.predict(**dict(zip(INPUTS, inputs, strict=True))),
                     *pad_rows([self.rows[number] for number in numbers]),
                     *self.null,
                     noise=prompt_noise([prompts.texts[number] for number in numbers], shape, settings.seed),
@@ -213,7 +213,7 @@ def drawn_at_once(config: Config, task: TrainingTask) -> int:
     return max(1, trained // (size * samples))
 
 
-def check(config: Config, task: TrainingTask, architecture: SanaConfig) -> None:
+def check(config: Config, task: TrainingTask, architecture: ModelSpec) -> None:
     """Refuse pictures that the model cannot draw, or that need more memory than a step.
 
     Raises:

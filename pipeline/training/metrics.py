@@ -7,7 +7,8 @@ separate the attempts.
 Price: a reader other than `read` has to handle repeated steps.
 
 A row has: step (optimizer steps done), loss and grad_norm (means over the steps since the last row, over the global
-batch, before clipping), lr, images_per_s and tokens_per_s (of all processes together), model_tflops (10^12 model
+batch, before clipping), parts (of a loss that has several, by name, not weighted), lr, images_per_s and tokens_per_s
+(of all processes together), model_tflops (10^12 model
 FLOPs a second of all processes), mfu (their share of the devices' peak; null where that is not known), data_wait
 (share of the wall time that the slowest process waited for data), bucket ([height, width] of the row's last step),
 text_rows (its padded caption length), forward_tokens (the most image tokens of a forward pass of a process),
@@ -21,7 +22,8 @@ the row has no other step. Rows of older versions have fewer keys. Once per atte
 was predicted and measured (`pipeline.training.expectation`); `prediction.json` beside the journal has the whole
 prediction. A row `event: validation` (`read_events` returns them) has step, loss (mean over the samples and noise
 levels of `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level
-and by bucket), by_age (of `old` and of `new` samples, where they are separate), the same with `ema_` before the name
+and by bucket), by_age (of `old` and of `new` samples, where they are separate), parts,
+the same with `ema_` before the name
 (with the moving averages; null without them), samples, snapshot (where the samples are from), seconds and time. A row
 `event: pictures` has step, count, prompt_set, file (of the latents, in the run directory), seconds and time.
 """
@@ -105,7 +107,8 @@ class Metrics:
         else:
             self._log("  ".join([_line(values, steps), *left]))
         if self._trackers is not None:
-            self._trackers.log(values["step"], values)
+            parts = {f"loss_{name}": value for name, value in (values.get("parts") or {}).items()}
+            self._trackers.log(values["step"], {**values, **parts})
         if (band := self._band.add(values["loss"])) is not None:
             self._log(
                 f"warning: the loss {values['loss']:.4f} left its band, {band[0]:.4f} to {band[1]:.4f}: look at lr and "
@@ -124,7 +127,11 @@ class Metrics:
         self._validations.append(values)
         if self._trackers is not None:
             by_sigma = {f"sigma_{sigma}": loss for sigma, loss in values["by_sigma"].items()}
-            self._trackers.log(values["step"], {**values, **by_sigma, **(values.get("by_age") or {})}, "validation")
+            self._trackers.log(
+                values["step"],
+                {**values, **by_sigma, **(values.get("by_age") or {}), **(values.get("parts") or {})},
+                "validation",
+            )
 
     def has_validation(self, step: int, snapshot: str | None) -> bool:
         """Whether a validation after this step, on samples of this snapshot, is in the journal."""
@@ -248,6 +255,11 @@ def _line(row: dict[str, Any], steps: int) -> str:
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}",
+        *(
+            f"{name.removeprefix('loss_')} {row[name]:.4f}"
+            for name in row
+            if name.startswith("loss_") and name != "loss_scale"
+        ),
         "grad overflow" if row["grad_norm"] is None else f"grad {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['images_per_s']:.1f} images/s",
@@ -275,9 +287,14 @@ def _validation_line(row: dict[str, Any], earlier: dict[str, Any], steps: int) -
             parts.append(f"{name} {value:.4f}" + (f" ({value - before:+.4f})" if before is not None else ""))
         elif key == "loss" or row["ema_by_sigma"] is not None:
             parts.append(f"{name} is not a finite number")
+    parts += _parts(row)
     ages = row.get("by_age") or {}
     parts += [f"{age} samples {value:.4f}" for age, value in ages.items() if value is not None]
     return "  ".join([*parts, f"{row['samples']} samples", f"{row['seconds']:.1f} s"])
+
+
+def _parts(row: dict[str, Any]) -> list[str]:
+    return [f"{name} {value:.4f}" for name, value in (row.get("parts") or {}).items() if value is not None]
 
 
 def _now() -> str:

@@ -1,8 +1,9 @@
-"""One optimizer step of flow matching, for any number of processes and microbatches.
+"""One optimizer step, for any number of processes and microbatches.
 
-What: `TrainStep` takes this process's microbatches of one global batch, and does: noise, predict, compare,
-differentiate, clip, update. Loss and gradient are the means over the whole global batch for any split into processes
-and microbatches, also when the last microbatch is smaller. `ParallelModel` hides how the model is parallelized.
+What: `TrainStep` takes this process's microbatches of one global batch, and does: prepare, predict, compare (by the
+run's `Recipe`), differentiate, clip, update. Loss and gradient are the means over the whole global batch for any split
+into processes and microbatches, also when the last microbatch is smaller. `ParallelModel` hides how the model is
+parallelized.
 Why not means of microbatches: a mean of means is wrong as soon as two parts differ in size. Each process divides its
 sum by the number of its samples; averaging the gradients over processes gives the mean over the global batch.
 A non-finite loss or gradient stops the run; the error names the step, the bucket and the samples. Whether a step was
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch
@@ -25,12 +26,13 @@ from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.errors import UserError
-from pipeline.loader.loader import Batch, unpack
-from pipeline.models.objective import FlowMatching
+from pipeline.loader.loader import Batch
 from pipeline.parallel.collectives import all_gather_objects
 from pipeline.parallel.data_parallel import COMPUTE
-from pipeline.parallel.parallelize import Microbatch, ParallelModel
+from pipeline.parallel.microbatch import Microbatch
+from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training.loss_scale import LossScale
+from pipeline.training.recipes import Recipe, StepLoss
 
 _MAX_NAMED = 64
 """Samples that an error names at most."""
@@ -48,7 +50,8 @@ class Outcome:
     """Result of one step, as tensors on the device (read them only after `TrainStep.await_verdict`).
 
     loss: mean over the global batch, fp32 scalar. grad_norm: global L2 norm before clipping, fp32 scalar.
-    samples: size of the global batch. skipped: the fp16 gradient overflowed and the weights stayed as they were.
+    parts: the same for each loss of a recipe that has several, not weighted. samples: size of the global batch.
+    skipped: the fp16 gradient overflowed and the weights stayed as they were.
     """
 
     step: int
@@ -57,6 +60,7 @@ class Outcome:
     samples: int
     bucket: tuple[int, int]
     skipped: bool = False
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class TrainStep:
     """Callable that does one optimizer step. Build it once per run.
 
     Args:
-        model: called as model(latents, captions, mask, timesteps).
+        model: called with the recipe's inputs by name.
         names: sample ids -> names for error messages, as far as they are known.
 
     Attributes:
@@ -104,13 +108,14 @@ class TrainStep:
     def __init__(
         self,
         model: ParallelModel,
-        objective: FlowMatching,
+        recipe: Recipe,
         optimizer: torch.optim.Optimizer,
         train: TrainConfig,
         device: torch.device,
         names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {},
     ):
-        self.model, self.objective, self.optimizer, self.names = model, objective, optimizer, names
+        self.model, self.recipe, self.optimizer, self.names = model, recipe, optimizer, names
+        self.loss = StepLoss(recipe)
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.stop_wanted = False
@@ -129,11 +134,11 @@ class TrainStep:
         """
         ids = tuple(identity for batch in batches for identity in batch.sample_ids)
         factor = self.scale.value
-        scaled_losses = self.model.forward_backward(map(self.prepare, batches), self._scaled_loss, len(ids))
+        loss = self.loss if factor == 1 else StepLoss(self.recipe, factor)
+        rows = self.model.forward_backward(map(self.prepare, batches), loss, len(ids))
         self.await_verdict()
-        losses = [part / factor for part in scaled_losses]
         norm = self._to_device(self.model.gradient_norm()) / factor
-        outcome = self._reduce(losses, norm, ids, step, batches[0].bucket, stop)
+        outcome = self._reduce(rows, factor, norm, ids, step, batches[0].bucket, stop)
         skipped = False
         if self.device.type == "cpu" or self.scale.dynamic:
             skipped = self.await_verdict()
@@ -157,29 +162,9 @@ class TrainStep:
             self.model.scale_gradients(factor)
         self.optimizer.step()
 
-    def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self.objective.loss(output, target) * self.scale.value
-
     def prepare(self, batch: Batch, level: float | None = None) -> Microbatch:
-        """The model's inputs and the target (b, C, H, W) fp32 for one microbatch, on the device.
-
-        Args:
-            level: noise level of all samples; None: those of the batch's draws.
-
-        Noise and interpolation stay in fp32; latents and captions are cast to the compute dtype here, the timestep
-        stays fp32.
-        """
-        latents, noise = self._to_device(batch.latents).float(), self._to_device(batch.noise)
-        objective = self.objective
-        levels = objective.sigmas(batch.logit) if level is None else objective.at(level, len(latents))
-        sigma, timesteps = map(self._to_device, levels)
-        noised = objective.noised(latents, noise, sigma).to(self.dtype)
-        captions, mask = self._to_device(batch.captions), self._to_device(batch.mask)
-        # An empty caption attends to its padding, as if nothing were masked: then padding rows are needed.
-        if batch.cu_seqlens is not None and not bool(batch.mask.any(1).all()):
-            captions = unpack(captions, self._to_device(batch.cu_seqlens), mask)
-        inputs = noised, captions.to(self.dtype), mask, timesteps
-        return Microbatch(inputs, objective.target(latents, noise))
+        """See `Recipe.prepare`; on this step's device and in its dtype."""
+        return self.recipe.prepare(batch, self._to_device, self.dtype, level)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -208,18 +193,33 @@ class TrainStep:
         return self._raise_non_finite(pending)
 
     def _reduce(
-        self, losses: list[Tensor], norm: Tensor, ids: tuple[int, ...], step: int, bucket: tuple[int, int], stop: bool
+        self,
+        rows: list[Tensor],
+        factor: float,
+        norm: Tensor,
+        ids: tuple[int, ...],
+        step: int,
+        bucket: tuple[int, int],
+        stop: bool,
     ) -> Outcome:
-        """Sum up the step over the processes and start the copy of its verdict to the host."""
-        total = torch.cat(losses).sum(dtype=torch.float64)
-        count = len(ids)
+        """Sum up the step over the processes and start the copy of its verdict to the host.
+
+        Args:
+            rows: the losses of each microbatch, row 0 times `factor`.
+        """
+        losses = [part[0] / factor for part in rows]
+        total, count = torch.cat(losses).sum(dtype=torch.float64), len(ids)
+        parts = torch.cat(rows, dim=1)[1:].sum(1, dtype=torch.float64)
         counts = torch.tensor([count, count * count, stop], dtype=torch.float64).to(self.device, non_blocking=True)
-        sums = torch.cat([total[None], counts])
+        sums = torch.cat([total[None], counts, parts])
         if self.world > 1:
             dist.all_reduce(sums)
-        outcome = Outcome(step, (sums[0] / sums[1]).float(), norm, count * self.model.data_world, bucket)
+        names = self.recipe.parts if len(parts) else ()
+        means = dict(zip(names, (sums[4:] / sums[1]).float(), strict=True))
+        samples = count * self.model.data_world
+        outcome = Outcome(step, (sums[0] / sums[1]).float(), norm, samples, bucket, parts=means)
         finite = torch.isfinite(torch.stack([outcome.loss, outcome.grad_norm])).to(sums.dtype)
-        verdict, ready = torch.cat([finite, sums[1:]]), None
+        verdict, ready = torch.cat([finite, sums[1:4]]), None
         if self.device.type == "cuda":
             host = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True)
             verdict = host.copy_(verdict, non_blocking=True)

@@ -14,8 +14,10 @@ from torch import Tensor
 from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderState
+from pipeline.models.adapters import Adapter
 from pipeline.parallel.mesh import Layout
 from pipeline.training.expectation import Expected
+from pipeline.training.recipes import Recipe
 
 Log = Callable[[str], None]
 
@@ -57,6 +59,8 @@ class TrainingTask:
             many samples at the beginning of each count; equally many on every process. None: no validation.
         old_samples: ids of held-out samples whose loss is shown apart, uint64 (n,); None: none.
         pictures: what is drawn at `train.pictures`; None: nothing.
+        recipe: what is learned; None: that of the configuration. adapter: the part of the model that is trained; None:
+            every parameter.
         check: refuses what the data do not allow under a layout; called before anything is started.
         expect: predicts memory and speed; called on the first process, before there is a process group.
         accepted: called on the first process once it is certain that this run may start or resume.
@@ -73,6 +77,8 @@ class TrainingTask:
     validation: Callable[[Layout], Iterable[tuple[Batch, int]]] | None = None
     old_samples: np.ndarray | None = None
     pictures: DrawnPrompts | None = None
+    recipe: Recipe | None = None
+    adapter: Adapter | None = None
     check: Callable[[Layout], None] = lambda layout: None
     expect: Callable[[Context], Expected | None] = lambda context: None
     accepted: Callable[[], None] = lambda: None

@@ -11,7 +11,7 @@ peak in the run's precision, without sparsity.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +23,7 @@ from torch import Tensor
 from pipeline import gpus
 from pipeline.config import TrainConfig
 from pipeline.loader.loader import Batch
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_flops import training_flops
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import Layout
 from pipeline.training.memory import MemoryMonitor
 from pipeline.training.step import Outcome
@@ -37,6 +36,7 @@ class _Window:
     began: float = field(default_factory=lambda: time.perf_counter())
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
+    parts: list[Mapping[str, Tensor]] = field(default_factory=list)
     samples: int = 0
     waited: float = 0.0
     padded: int = 0
@@ -55,7 +55,7 @@ class Throughput:
     def __init__(
         self,
         train: TrainConfig,
-        architecture: SanaConfig,
+        architecture: ModelSpec,
         layout: Layout,
         device: torch.device,
         log: Callable[[str], None],
@@ -71,19 +71,20 @@ class Throughput:
         """Count one step. `waited`: seconds until its microbatches were there."""
         window = self._window
         window.losses.append(outcome.loss)
+        window.parts.append(outcome.parts)
         if not outcome.skipped:
             window.norms.append(outcome.grad_norm)
         window.samples += outcome.samples
         window.waited += waited
         for batch in microbatches:
             samples, _, height, width = batch.latents.shape
-            tokens = height * width // self.architecture.patch_size**2
+            tokens = self.architecture.tokens(height, width)
             unmasked = int(batch.mask.sum())
             computed = unmasked if self.train.text == "packed" else batch.mask.numel()
             window.forward_tokens = max(window.forward_tokens, samples * tokens)
             window.padded += batch.mask.numel() - unmasked
             window.tokens += samples * tokens + unmasked
-            window.flops += training_flops(self.architecture, samples, tokens, computed)
+            window.flops += self.architecture.training_flops(samples, tokens, computed)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -108,6 +109,7 @@ class Throughput:
         capacity = None if self.peak is None else self.peak * 1e12 * self.layout.world
         return {
             "loss": loss,
+            **({"parts": parts} if (parts := _means(window.parts)) else {}),
             "grad_norm": norm,
             "images_per_s": window.samples / elapsed,
             "tokens_per_s": tokens / elapsed,
@@ -127,6 +129,10 @@ def all_gather_numbers(numbers: list[float], device: torch.device) -> list[list[
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local)
     return torch.stack(gathered, dim=1).tolist()
+
+
+def _means(parts: list[Mapping[str, Tensor]]) -> dict[str, float]:
+    return {name: _mean([each[name] for each in parts]) for name in parts[0]}
 
 
 def _mean(scalars: list[Tensor]) -> float:

@@ -35,7 +35,7 @@ from pipeline.parallel.mesh import open_mesh
 from pipeline.retrying import stopping
 from pipeline.terminal import LiveLine
 from pipeline.training import checkpoint, optimizers, trackers
-from pipeline.training.build import TrainingRun, architecture_of, build, with_residual
+from pipeline.training.build import TrainingRun, build, trainable_of, with_residual
 from pipeline.training.checks import check_inputs, check_start
 from pipeline.training.drawings import Drawings
 from pipeline.training.expectation import Expected
@@ -94,14 +94,14 @@ def fit(
         resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, begin))
         for line in notes:
             log(line)
-        architecture = run_on_all(lambda: architecture_of(config, task))
-        check_start(context, architecture, resumed)
+        trainable = run_on_all(lambda: trainable_of(config, task))
+        check_start(context, trainable, resumed)
         if resumed is not None and (done := resumed.done) >= train.steps:
             log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
             return Report(done, resumed.folder, None, None)
         context = replace(context, config=with_residual(config, resumed and resumed.document.config))
         broadcast_from_rank_0(task.accepted)
-        run = build(context, mesh, architecture, resumed)
+        run = build(context, mesh, trainable, resumed)
         for line in optimizers.advice(train.optim, task.batch, train.steps):
             log(f"note: {line}")
         with _journal(run, expected, progress) as journal:
@@ -179,10 +179,10 @@ class Loop:
         context = run.context
         self.run, self.context, self.train = run, context, context.train
         self.step, self.journal, self.stop, self.lock = run.step, journal, stop, lock
-        self.throughput = Throughput(context.train, run.architecture, context.layout, context.device, context.log)
+        self.throughput = Throughput(context.train, run.trainable.spec, context.layout, context.device, context.log)
         self.part = context.layout.data_rank(dist.get_rank())
         self.saver = checkpoint.Saver(
-            context.folder / "checkpoints", run.architecture, context.config, context.log, lock, run.began_from
+            context.folder / "checkpoints", run.identity, context.config, context.log, lock, run.began_from
         )
         launch, device = context.launch, context.device
         self.profiler = Profiler(self.train.profile, context.folder, launch.rank, device, context.log)

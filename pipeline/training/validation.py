@@ -38,8 +38,8 @@ from pipeline.training.metrics import Metrics
 from pipeline.training.stop_request import StopRequest
 
 Totals = dict[tuple[int, int], Tensor]
-"""By bucket: (groups, levels + 1) float64, the sums of the losses at each level and the numbers of samples. The groups
-are `_AGES` where the task names old samples, else there is one."""
+"""By bucket: (groups, levels + parts + 1) float64, the sums of the losses at each level, of each part of a loss that
+has several, and the numbers of samples. The groups are `_AGES` where the task names old samples, else there is one."""
 _AGES = ("old", "new")
 
 
@@ -58,6 +58,9 @@ class Validation:
         self.levels = equidistant(self.settings.levels)
         self.group: dist.ProcessGroup | None = None  # of the feed
         self._divided = () if context.task.old_samples is None else ("by_age",)
+        parts = run.trainable.recipe.parts
+        self._parts = tuple(parts) if len(parts) > 1 else ()
+        self._keys = "loss", "by_sigma", "by_bucket", *self._divided, *(("parts",) if self._parts else ())
 
     def __call__(self, step: int) -> bool:
         """Validate if it is due. Collective.
@@ -102,9 +105,10 @@ class Validation:
             self.group = feed.group
             for _, (batch,), counted in feed:
                 prepared = (step.prepare(batch, level) for level in self.levels)
-                losses = torch.stack(model.losses(prepared, step.objective.loss))[:, :counted]
-                groups = self._groups(batch.sample_ids[:counted]).to(losses.device)
-                values = torch.cat([losses.double(), losses.new_ones(1, counted).double()])
+                rows = torch.stack(model.losses(prepared, step.loss))[:, :, :counted]
+                groups = self._groups(batch.sample_ids[:counted]).to(rows.device)
+                losses, parts = rows[:, 0].double(), rows[:, 1:].double().mean(0)
+                values = torch.cat([losses, parts, losses.new_ones(1, counted)])
                 sums = torch.stack([values[:, group].sum(1) for group in groups])
                 # waits for the device, so that the loader may use the batch's memory again
                 totals[batch.bucket] = totals.get(batch.bucket, torch.zeros(())) + sums.cpu()
@@ -131,19 +135,25 @@ class Validation:
             self.stop.check()
             yield [batch], counted
 
+    def _mean(self, sums: Tensor) -> float | None:
+        return _finite(float(sums[: len(self.levels)].mean() / sums[-1]))
+
     def _means(self, totals: Totals | None, prefix: str = "") -> dict[str, Any]:
         """The part of a row about these weights."""
         if totals is None:
-            return {prefix + name: None for name in ("loss", "by_sigma", "by_bucket", *self._divided)}
+            return {prefix + name: None for name in self._keys}
         groups = torch.stack(list(totals.values())).sum(0)
         joined = groups.sum(0)
-        by_sigma = dict(zip(self.levels, (joined[:-1] / joined[-1]).tolist(), strict=True))
+        count, means_by_row = len(self.levels), (joined[:-1] / joined[-1]).tolist()
+        by_sigma = dict(zip(self.levels, means_by_row[:count], strict=True))
         means = {
             "loss": _finite(sum(by_sigma.values()) / len(by_sigma)),
             "by_sigma": {f"{sigma:g}": _finite(loss) for sigma, loss in by_sigma.items()},
-            "by_bucket": {f"{h}x{w}": _mean(sums.sum(0)) for (h, w), sums in totals.items()},
-            **{name: dict(zip(_AGES, map(_mean, groups), strict=True)) for name in self._divided},
+            "by_bucket": {f"{h}x{w}": self._mean(sums.sum(0)) for (h, w), sums in totals.items()},
+            **{name: dict(zip(_AGES, map(self._mean, groups), strict=True)) for name in self._divided},
         }
+        if self._parts:
+            means["parts"] = dict(zip(self._parts, map(_finite, means_by_row[count:]), strict=True))
         return {prefix + name: value for name, value in means.items()}
 
 
@@ -173,10 +183,6 @@ def evaluating(run: TrainingRun) -> Iterator[None]:
     finally:
         model.module.train()
         model.reshard()
-
-
-def _mean(sums: Tensor) -> float | None:
-    return _finite(float(sums[:-1].mean() / sums[-1]))
 
 
 def _finite(value: float) -> float | None:

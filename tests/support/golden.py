@@ -1,7 +1,82 @@
-"""A cache as fc02fdf wrote it."""
+"""The golden cache and checkpoint. `python -m tests.support.golden` records the cache anew when its format has changed;
+the orders of its snapshots must stay, and so do the checkpoint and its losses."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
+import tarfile
+import tempfile
 from pathlib import Path
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden-fc02fdf.tar.xz"
+import torch
+
+import stages.bucket
+import stages.pack
+from pipeline.cache.root import Cache
+from pipeline.config import Config
+from pipeline.loader.loader import Loader
+from tests.support import synthetic
+from tests.support.loading import loader_settings
+from tests.support.trees import unpack
+
+GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden.tar.xz"
+SETTINGS = {
+    "plain": [],
+    "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.small=drop", "bucket.heldout=0.2"],
+    "windows": ["bucket.batch=2"],
+}
+
+
+def config(golden: Path, *overrides: str) -> Config:
+    return synthetic.config(golden / "cache", *overrides)
+
+
+def batch_digests(cache: Path, snapshot: str) -> list[str]:
+    """A digest of the ids and tensors of each step's batch."""
+    loader = Loader(
+        Cache(cache).open_snapshot(snapshot),
+        loader_settings(
+            seed=7,
+            phase=1,
+            microbatch=64,
+            caption_drop=0.2,
+            stop_step=40,
+            length_window=3 if snapshot == "windows" else 1,
+        ),
+    )
+    steps = []
+    for parts, _ in loader:
+        digest = hashlib.sha256()
+        for batch in parts:
+            digest.update(repr((batch.sample_ids, batch.bucket)).encode())
+            bits = (batch.latents.view(torch.int16), batch.captions.view(torch.int16))
+            for tensor in (*bits, batch.mask, batch.noise, batch.logit):
+                digest.update(tensor.numpy().tobytes())
+        steps.append(digest.hexdigest()[:16])
+    return steps
+
+
+def record() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        unpack(GOLDEN, folder)
+        figures = json.loads((folder / "figures.json").read_text())
+        shutil.rmtree(folder / "cache")
+        synthetic.add(config(folder), "photos", synthetic.pictures(60))
+        synthetic.add(config(folder), "more", synthetic.pictures(30, "more"))
+        made = {name: stages.bucket.run(config(folder, *options), name=name) for name, options in SETTINGS.items()}
+        made["packed"] = str(stages.pack.run(config(folder, "bucket.pack_mib=1"), "plain", "packed"))
+        orders = {name: batch_digests(folder / "cache", name) for name in made}
+        assert all(orders[name] == figures["orders"][name] for name in SETTINGS), "another order"
+        figures |= {"snapshots": made, "orders": orders}
+        (folder / "figures.json").write_text(json.dumps(figures, indent=1))
+        shutil.rmtree(folder / "cache" / "tmp", ignore_errors=True)
+        with tarfile.open(GOLDEN, "w:xz") as tar:
+            for name in ("cache", "figures.json", "run"):
+                tar.add(folder / name, name)
+
+
+if __name__ == "__main__":
+    record()

@@ -11,8 +11,7 @@ import torch
 
 from pipeline.config import Config
 from pipeline.launch import Launch
-from pipeline.models.sana_config import SanaConfig
-from pipeline.training import build, checkpoint, trainer
+from pipeline.training import build, checkpoint
 from pipeline.training.task import Report, TrainingTask
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
@@ -43,7 +42,10 @@ def same_checkpoints(one: Path, other: Path) -> bool:
 
 
 def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def architecture(config: Config, task: TrainingTask) -> SanaConfig:
-        return replace(build.architecture_of(config, task), dropout=0.3)
+    plain = build.architecture_of
 
-    monkeypatch.setattr(trainer, "architecture_of", architecture)
+    def architecture(config: Config, task: TrainingTask) -> Any:
+        spec: Any = plain(config, task)
+        return replace(spec, dropout=0.3)
+
+    monkeypatch.setattr(build, "architecture_of", architecture)

@@ -26,7 +26,8 @@ from pipeline.loader.loader import Batch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import load_weights, save_weights
-from pipeline.models.sana_start import InitialValues, Start, Stored
+from pipeline.models.sana_start import InitialValues, Stored
+from pipeline.models.spec import Values
 from pipeline.parallel import collectives, mesh
 from pipeline.parallel.load_sharded import load_sharded
 from pipeline.parallel.parallelize import parallelize
@@ -43,7 +44,7 @@ CHAIN: list[tuple[str, int, dict[str, Any]]] = [
     ("TP", 2, TP),
     ("PP x FSDP2", 4, {"pp_size": 2}),
     ("FSDP2 x TP", 4, {"tp_size": 2}),
-    ("FSDP2 over 3", 3, {}),
+    ("FSDP2 over 4", 4, {}),
     ("DDP", 2, DDP),
     ("one process again", 1, {}),
 ]
@@ -174,7 +175,7 @@ def filled(name: str, world: int, parallel: dict[str, Any]) -> None:
     def compare(own: Launch) -> dict[str, Any]:
         result = {}
         with mesh.open_mesh(own, settings.train.parallel, torch.device("cpu")) as group:
-            sources: dict[str, tuple[Start, dict[str, Tensor]]] = {
+            sources: dict[str, tuple[Values, dict[str, Tensor]]] = {
                 "drawn": (InitialValues(config, 3), dict(SanaTransformer.from_scratch(config, 3).named_parameters())),
                 "stored": (Stored(FOLDER / "stored"), load_weights(FOLDER / "stored")[1]),
             }
@@ -202,7 +203,7 @@ def memory() -> None:
     def measure(own: Launch) -> dict[str, Any]:
         handed, seen = [0], [0]
 
-        def counted(source: Start) -> Start:
+        def counted(source: Values) -> Values:
             read = source.read
 
             def call(*box: Any) -> Tensor:

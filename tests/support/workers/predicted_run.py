@@ -14,15 +14,15 @@ import torch
 from benchmarks.real_step import made_up_batch
 from pipeline.config import TrainConfig
 from pipeline.launch import detect
-from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana_config import numerics
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.shards import local
 from pipeline.planning.trace import trace
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
-from pipeline.training.build import numerics
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 
@@ -38,7 +38,7 @@ def main() -> None:
     with open_mesh(detect(), train.parallel, device) as mesh:
         model = parallelize(SanaTransformer.from_scratch(NARROW, 0, numerics=numerics(train)), mesh, train)
         optimizer = optimizers.build(model.module, train.optim, device)
-        step = TrainStep(model, FlowMatching(train.flow), optimizer, train, device)
+        step = TrainStep(model, Flow(train.flow), optimizer, train, device)
         for number in (1, 2, 3):
             step([made_up_batch(NARROW, SHAPE, 0)], number)
         digest = hashlib.sha256()

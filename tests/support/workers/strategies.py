@@ -52,6 +52,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "DDP, bf16": {"parallel": DDP, "precision": "bf16"},
         "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED, **SHORT},
         "TP, compiled": {"parallel": TP, **COMPILED, **SHORT},
+        "FSDP2, packed": {"parallel": FSDP2, "text": "packed", **SHORT},
         "FSDP2, fp16": {"parallel": FSDP2, "precision": "fp16", "residual": "fp32", **SHORT},
         "FSDP2, selective, norm": {
             "parallel": FSDP2,
@@ -65,9 +66,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "optim": {**UNCLIPPED, "in_backward": True},
             **SHORT,
         },
-    },
-    3: {
-        "FSDP2 over 3, packed": {"parallel": {}, "text": "packed", **SHORT},
     },
     4: {
         "HSDP": {"parallel": HSDP},

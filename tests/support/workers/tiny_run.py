@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pipeline.config import Config, TrainConfig
 from pipeline.loader.loader import Batch, LoaderState
-from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_config import SanaConfig, numerics
 from pipeline.parallel.mesh import Layout
+from pipeline.parallel.microbatch import Outputs
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import optimizers
-from pipeline.training.build import numerics
 from pipeline.training.optimizers import in_backward
+from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 from pipeline.training.task import DrawnPrompts, TrainingTask
 
@@ -228,13 +228,13 @@ def train_step(
     """A step on the CPU. Without an optimizer it only records the gradients."""
     parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
     optimizer = optimizer or Recorder(parallel_model.module)
-    return TrainStep(parallel_model, FlowMatching(train.flow), optimizer, train, torch.device("cpu"), **options)
+    return TrainStep(parallel_model, Flow(train.flow), optimizer, train, torch.device("cpu"), **options)
 
 
 def losses(step: TrainStep, batch: Batch) -> Tensor:
     """Losses of the samples of one microbatch, with their graph."""
-    inputs, target = step.prepare(batch)
-    return step.objective.loss(step.model.module(*inputs), target)
+    inputs, targets = step.prepare(batch)
+    return step.loss(Outputs(step.model.module(**inputs), {}, {}), targets)[0]
 
 
 def gradients(

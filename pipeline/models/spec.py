@@ -1,0 +1,278 @@
+"""All that names an architecture, behind one class.
+
+What: a `ModelSpec` is one model: its shape, and what depends on its kind (the module and its blocks, start values,
+operations of a step, what it draws, files). Training, planning and the stages name no architecture; they call
+`spec_at`, `spec_of` and `spec_from_arch`.
+A new architecture is a subclass in a file of its own and a line in `KINDS`. Its module is called with the inputs of
+`Recipe.prepare` by name, keeps diffusers' parameter names, and has what `pipeline.parallel.parallelize.Model` states.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import ArchConfig, TrainConfig
+from pipeline.errors import ConfigError, UserError, not_permitted
+
+SANA = "SanaTransformer2DModel"
+KINDS: dict[str, str] = {SANA: "pipeline.models.sana_config:SanaConfig"}
+"""diffusers' `_class_name` -> module:class."""
+
+
+class Values(Protocol):
+    """A source of parameter values, slice by slice, so that a process reads only its shards."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of every parameter."""
+        ...
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """The box of a parameter that begins at `offsets`, in the module's layout, on the CPU."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Equal on processes with equal values."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """For the log; empty for values that are drawn."""
+        ...
+
+
+class ModelSpec(ABC):
+    """One model. A frozen dataclass with the fields of diffusers' config.json.
+
+    Attributes:
+        class_name: diffusers', in config.json.
+        free: fields that decide no parameter; a run may begin from a checkpoint with other values.
+        pipeline: class of diffusers' pipeline that an export is for; None: an export holds the transformer alone.
+        formats: what `save` writes.
+    """
+
+    class_name: ClassVar[str]
+    free: ClassVar[tuple[str, ...]] = ()
+    pipeline: ClassVar[str | None] = None
+    formats: ClassVar[tuple[str, ...]] = ("diffusers",)
+
+    # fields or properties of every kind
+    in_channels: Any
+    caption_channels: Any
+    num_layers: Any
+    patch_size: Any
+    sample_size: Any
+    dropout: Any
+    inner_dim: Any
+
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> Self:
+        """From the contents of `config.json`.
+
+        Raises:
+            ConfigError: what this class does not implement.
+        """
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of `config.json`."""
+
+    @abstractmethod
+    def module(self, train: TrainConfig | None = None) -> nn.Module:
+        """The model on the meta device, with the numerics of a run (None: diffusers')."""
+
+    @abstractmethod
+    def stored(self, place: Path, variant: str | None = None) -> Values:
+        """The values in a folder or file."""
+
+    @abstractmethod
+    def initial(self, seed: int) -> Values:
+        """Values of a model from scratch."""
+
+    @abstractmethod
+    def training_flops(self, samples: int, tokens: int, text_rows: int) -> int:
+        """Operations of one forward and backward pass.
+
+        Args:
+            tokens: image tokens of one sample. text_rows: of all samples, with the padding that is computed.
+        """
+
+    @abstractmethod
+    def save(
+        self,
+        weights: Mapping[str, Tensor],
+        folder: Path,
+        dtype: torch.dtype,
+        form: str = "diffusers",
+        stem: str = "",
+        max_length: int = 300,
+    ) -> None:
+        """Write the weights, in the module's layout, in one of `formats`.
+
+        Args:
+            stem: of the file names, where they are free. max_length: caption rows of a form that has them.
+
+        Raises:
+            UserError: parameters missing, unexpected or of another shape; the folder cannot be written.
+        """
+
+    @property
+    def tensor_parallel_parts(self) -> dict[str, int]:
+        """Number of equal parts of what tensor parallelism shards, by name."""
+        return {}
+
+    def check_parallel(self, tp_size: int, pp_size: int) -> None:
+        """Refuse strategies that the module has no plan for.
+
+        Raises:
+            ConfigError: names them.
+        """
+        if not self.tensor_parallel_parts and max(tp_size, pp_size) > 1:
+            name = "tp_size" if tp_size > 1 else "pp_size"
+            raise ConfigError(
+                f"{self.class_name} is not divided by train.parallel.{name}", fix=f"--set train.parallel.{name}=1"
+            )
+
+    @property
+    def described(self) -> str:
+        """The shape, for people who set up another trainer."""
+        return f"depth {self.num_layers}"
+
+    def with_layers(self, count: int) -> Self:
+        """With other blocks, for predictions."""
+        return replace(self, num_layers=count)  # type: ignore[type-var]
+
+    def with_sample_size(self, sample_size: int) -> Self:
+        """For a run at another resolution."""
+        return replace(self, sample_size=sample_size)  # type: ignore[type-var]
+
+    def tokens(self, height: int, width: int) -> int:
+        """Image tokens of latents of this size."""
+        return height * width // self.patch_size**2
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every parameter, in the model's order."""
+        return {name: tuple(parameter.shape) for name, parameter in self.module().named_parameters()}
+
+    def loaded(self, weights: Mapping[str, Tensor], train: TrainConfig | None = None) -> nn.Module:
+        """The model with these values, which it takes over without a copy."""
+        module = self.module(train)
+        module.load_state_dict(weights, assign=True)
+        reset_buffers(module)
+        return module
+
+    def check_widths(self, what: str, fix: str, *, channels: int | None = None, text_width: int | None = None) -> None:
+        """Refuse latents or text rows of other widths than the model's (None: not known).
+
+        Args:
+            what: that they are from, such as `snapshot 5eed`.
+
+        Raises:
+            ConfigError: names both.
+        """
+        for name, of_model, kind, found in (
+            ("in_channels", self.in_channels, "latents", channels),
+            ("caption_channels", self.caption_channels, "text rows", text_width),
+        ):
+            if found is not None and found != of_model:
+                raise ConfigError(
+                    f"the model and {what} do not fit: the model's {name} is {of_model}, the {kind} have {found}",
+                    fix=fix,
+                )
+
+    def check_sides(self, height: int, width: int, compression: int, option: str) -> None:
+        """Refuse pictures that the model cannot draw.
+
+        Args:
+            height, width: in pixels.
+            compression: pixels per latent side.
+            option: how a side is set, with `{name}` and `{value}`.
+
+        Raises:
+            ConfigError: with the nearest side that works.
+        """
+        multiple = compression * self.patch_size
+        for name, side in (("height", height), ("width", width)):
+            if side % multiple:
+                nearest = max(multiple, round(side / multiple) * multiple)
+                raise ConfigError(
+                    f"the model draws sides of multiples of {multiple} pixels",
+                    found=f"{name} {side}",
+                    fix=option.format(name=name, value=nearest),
+                )
+
+
+def reset_buffers(module: nn.Module) -> None:
+    """Call it after `to_empty`, which leaves buffers undefined: a module that has any computes them."""
+    for part in module.modules():
+        reset: Any = getattr(part, "reset_buffers", None)
+        if reset is not None:
+            reset()
+
+
+def spec_class(name: str | None, source: str) -> type[ModelSpec]:
+    """The class for a `_class_name`.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    if name not in KINDS:
+        raise ConfigError(f"{source} describes another model", expected=" or ".join(KINDS), found=name)
+    module, _, cls = KINDS[name].partition(":")
+    return getattr(importlib.import_module(module), cls)
+
+
+def spec_of(data: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
+    """From the contents of a `config.json` or of a checkpoint's document."""
+    name = data.get("_class_name") or data.get("model_type") or SANA  # the second key is transformers'
+    return spec_class(name, source).from_dict(data, source)
+
+
+def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
+    """Of the model in a diffusers folder, or in a file of NVlabs. variant: as in `WeightFiles`.
+
+    Raises:
+        UserError: no such folder or file, or one that no kind implements.
+    """
+    if place.is_file():
+        from pipeline.models import nvlabs
+
+        return nvlabs.read(place, variant)[0]
+    return spec_of(read_json(place), str(place / "config.json"))
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """`config.json` of a diffusers transformer folder.
+
+    Raises:
+        UserError: missing, or no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is not a transformer folder: there is no config.json",
+            expected="a folder written by `save_pretrained`",
+            fix="name the subfolder too, e.g. model.weights.subfolder: transformer",
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise not_permitted(path) or UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is not a JSON object", found=type(data).__name__)
+    return data
+
+
+def spec_from_arch(arch: ArchConfig, sample_size: int) -> ModelSpec:
+    """Of a model from scratch. sample_size: the default of `arch.sample_size`."""
+    return spec_class(SANA, "model.arch").from_arch(arch, sample_size)  # type: ignore[attr-defined]

@@ -1,0 +1,39 @@
+"""What passes between a training step and a parallel model: inputs and targets, outputs, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+
+class Microbatch(NamedTuple):
+    """The model's inputs, and the targets (b, ...) that its output is compared with, by name; all on the device."""
+
+    inputs: Mapping[str, Tensor]
+    targets: Mapping[str, Tensor]
+
+    @property
+    def samples(self) -> int:
+        return len(next(iter(self.targets.values())))
+
+
+class Outputs(NamedTuple):
+    """What a forward pass gives a loss.
+
+    prediction: (b, ...), the model's. taps: what blocks returned, by number. modules: those of `EXTRA`, by name.
+    """
+
+    prediction: Tensor
+    taps: Mapping[int, Tensor]
+    modules: Mapping[str, nn.Module]
+
+
+class Loss(Protocol):
+    """Losses (rows, b) fp32 of the samples, each a mean over the sample's values. Row 0 is differentiated, the others
+    are reported."""
+
+    rows: int
+
+    def __call__(self, outputs: Outputs, targets: Mapping[str, Tensor]) -> Tensor: ...

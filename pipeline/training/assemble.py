@@ -1,0 +1,149 @@
+"""The one place that builds a trainable thing: a model, what it learns, and the part of it that is trained.
+
+What: `Trainable` joins a `ModelSpec`, a `Recipe` and perhaps an `Adapter`; `assemble` makes module, optimizer, moving
+average and step of it. The names that are trained (`requires_grad`) decide what the optimizer, the EMA and checkpoints
+hold.
+Why on the meta device first: no process ever holds the whole model. It is parallelized without memory, and each process
+reads its own shards of the values (`Trainable.values`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeline.config import TrainConfig
+from pipeline.errors import ConfigError
+from pipeline.models.adapters import Adapter
+from pipeline.models.spec import ModelSpec, Values, reset_buffers
+from pipeline.parallel.parallelize import EXTRA, ParallelModel, parallelize
+from pipeline.training import optimizers
+from pipeline.training.ema import EMA
+from pipeline.training.recipes import Recipe
+from pipeline.training.recipes.flow import Flow
+from pipeline.training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What a run trains. adapter: None: every parameter is trained."""
+
+    spec: ModelSpec
+    recipe: Recipe
+    adapter: Adapter | None = None
+
+    def module(self, train: TrainConfig) -> nn.Module:
+        """On the meta device, before any strategy.
+
+        Raises:
+            ConfigError: a strategy that does not go with the adapter or the recipe.
+        """
+        self._check(train)
+        with torch.device("meta"):
+            module, own = self.spec.module(train), self.recipe.modules(self.spec)
+        if self.adapter is not None:
+            self.adapter.apply(module)
+        if own:
+            module.add_module(EXTRA, nn.ModuleDict(own))
+        return module
+
+    def _check(self, train: TrainConfig) -> None:
+        divided = [name for name in ("tp_size", "pp_size") if getattr(train.parallel, name) > 1]
+        reason = "an adapter" if self.adapter is not None else "a recipe that taps blocks"
+        if divided and (self.adapter is not None or self.recipe.taps):
+            raise ConfigError(
+                f"{reason} does not go with train.parallel.{divided[0]}", fix=f"--set train.parallel.{divided[0]}=1"
+            )
+
+    def values(self, base: Values, module: nn.Module, seed: int) -> Values:
+        """Start values of all parameters of `module`: the model's, the adapter's, the recipe's."""
+        added = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in base.shapes}
+        own = {name: shape for name, shape in added.items() if name.startswith(f"{EXTRA}.")}
+        parts: list[Values] = [base, _Drawn(own, self.recipe.initial, seed)]
+        if self.adapter is not None:
+            shapes = {name: shape for name, shape in added.items() if name not in own}
+            parts.append(_Drawn(shapes, self.adapter.initial, seed))
+        return _Joined(parts)
+
+
+class _Drawn:
+    """Values that depend on name, shape and seed."""
+
+    description = ""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], draw: Callable[..., Tensor], seed: int):
+        self.shapes, self._draw, self._seed = shapes, draw, seed
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        whole = self._draw(name, self.shapes[name], self._seed)
+        return whole[tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))]
+
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128(f"{self._seed}".encode())
+        for name, shape in sorted(self.shapes.items()):
+            digest.update(f"{name} {shape} {float(self._draw(name, shape, self._seed).double().sum())}\0".encode())
+        return digest.hexdigest()
+
+
+class _Joined:
+    """Values of several sources, each with names of its own."""
+
+    def __init__(self, parts: Sequence[Values]):
+        self._parts, self._of = parts, {name: part for part in parts for name in part.shapes}
+        self.description = parts[0].description
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: part.shapes[name] for name, part in self._of.items()}
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        return self._of[name].read(name, offsets, lengths)
+
+    def fingerprint(self) -> str:
+        return "-".join(part.fingerprint() for part in self._parts)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What `assemble` makes."""
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    ema: EMA | None
+    step: TrainStep
+
+
+def recipe_of(train: TrainConfig) -> Recipe:
+    """The recipe of a configuration."""
+    return Flow(train.flow)
+
+
+def assemble(
+    trainable: Trainable,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    train: TrainConfig,
+    device: torch.device,
+    *,
+    placed: Callable[[ParallelModel], None] = lambda model: None,
+    names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {},
+    step: type[TrainStep] = TrainStep,
+) -> Assembled:
+    """Parallelize a module, give it its values, and make what trains it.
+
+    Args:
+        module: of `trainable`; changed in place.
+        placed: gives the parallel model its values, before the optimizer and the average are made.
+        names: see `TrainStep`.
+    """
+    model = parallelize(module, mesh, train, trainable.recipe.taps)
+    reset_buffers(model.module)
+    placed(model)
+    optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
+    ema = EMA(model.module, train.ema) if train.ema is not None else None
+    return Assembled(model, optimizer, ema, step(model, trainable.recipe, optimizer, train, device, names))

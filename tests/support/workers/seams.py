@@ -1,0 +1,53 @@
+"""Runs with a low-rank layer and with a second loss on two processes: torchrun -m tests.support.workers.seams FOLDER.
+
+FOLDER has the runs of one process (`made`); the results are run directories beside them.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.launch import Launch, detect
+from pipeline.parallel import mesh
+from pipeline.processes import run_and_exit
+from pipeline.training.task import Report
+from pipeline.training.trainer import fit
+from tests.support.low_rank import Aligned, LowRank
+from tests.support.workers import tiny_run
+
+PARALLEL: dict[str, dict[str, Any]] = {
+    "FSDP2": {"dp_shard": 2},
+    "DDP": {"dp_replicate": 2, "dp_shard": 1},
+}
+
+
+def settings(folder: Path, name: str, **train: Any) -> Config:
+    usual = {"steps": 4, "save_every": 2, "ema": {"decay": 0.5}, "optim": {"lr": 1e-2}, "validation": {"every": 2}}
+    return tiny_run.config(folder / name, **{**usual, **train})
+
+
+def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) -> Report:
+    launch = launch or Launch()
+    layout = mesh.check_sizes(given.train.parallel, launch.world)
+    task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
+    part: dict[str, Any] = {"adapter": LowRank()} if kind == "low rank" else {"recipe": Aligned(given.train.flow)}
+    return fit(given, replace(task, **part), launch, log=lambda line: None, **options)
+
+
+def main() -> None:
+    folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 60)
+    for kind in ("low rank", "aligned"):
+        for name, parallel in PARALLEL.items():
+            run(kind, settings(folder, f"{kind}, {name}", parallel=parallel), launch)
+        resumed = settings(folder, f"{kind}, resumed", parallel=PARALLEL["FSDP2"], activation_checkpointing="full")
+        run(kind, resumed, launch, resume=folder / f"{kind}, one/checkpoints/step-00000002")
+        bf16 = {"precision": "bf16", "residual": "fp32", "activation_checkpointing": "full"}
+        run(kind, settings(folder, f"{kind}, bf16", parallel=PARALLEL["FSDP2"], **bf16), launch)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
