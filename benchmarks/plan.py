@@ -28,12 +28,12 @@ import torch.distributed as dist
 from benchmarks.real_step import RealStep
 from benchmarks.report import finish, reset_peak, resident, table
 from pipeline.config import TrainConfig, load
+from pipeline.gpus import card, memory_of
 from pipeline.launch import detect
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout, check_sizes, open_mesh
-from pipeline.planning.cards import card, memory_of
 from pipeline.planning.predict import Data, Machine, architecture
-from pipeline.planning.search import search
+from pipeline.planning.search import Search
 from pipeline.planning.trace import Shape, Traced
 from pipeline.processes import run_and_exit
 
@@ -173,7 +173,7 @@ def seconds_search() -> float:
     data = Data.of(config)
     machine = Machine(card("3090"), memory_of("24GiB"), 4)
     began = time.process_time()
-    search(config.train, architecture(config, data), data, machine)
+    Search(architecture(config, data), data, machine).ranked(config.train)
     return time.process_time() - began
 
 

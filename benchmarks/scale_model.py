@@ -29,9 +29,9 @@ from pipeline.cache import codec, layout
 from pipeline.cache.snapshot import CHUNK_ROWS
 from pipeline.config import Config, load
 from pipeline.encoding import estimate
+from pipeline.gpus import card
 from pipeline.loader.loader import LoaderSettings
 from pipeline.parallel.mesh import Layout
-from pipeline.planning.cards import card
 from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
 

@@ -468,9 +468,9 @@ def train(
 )
 @_configured
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="Of all nodes together.")
-@click.option("--gpu", metavar="NAME", help="A card: 3090, 4090, 5090, a40, a100-80, h100, ...; or cpu.")
+@click.option("--gpu", metavar="NAME", help="A card: 3090, 4090, a10g, a100-80, h100, b200, ...; or cpu.")
 @click.option("--gpu-memory", metavar="24GiB", help="Memory of each GPU. Default: that of --gpu.")
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--nodes", type=click.IntRange(min=1), help="Default: nodes of at most 8 GPUs.")
 @click.option("--price", type=click.FloatRange(min=0), metavar="P", help="Price of a GPU hour, in any currency.")
 @click.option(
     "--snapshot", metavar="NAME|ID", help="Its buckets and samples. Default: the buckets of the configuration."
@@ -499,7 +499,7 @@ def plan(
         raise click.UsageError("--encode and --data go together: sana-pipe plan --encode --data DIR")
     if data is not None:
         others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write")
-        if any(options[name] for name in others) or options["nodes"] > 1:
+        if any(options[name] for name in (*others, "nodes")):
             raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
         config = _load(config_path, overrides, "--encode")
         from stages import plan as stage

@@ -1040,6 +1040,10 @@ class Config(_Section):
         """The configuration with other values of `train`'s options; they are not validated."""
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
+    def bears(self, precision: str) -> bool:
+        """Whether the weights to begin from work in this value of `train.precision`, as far as is known."""
+        return self.model.weights is None or self.model.weights.bears(precision)
+
     def of_phase(self, name: str) -> Config:
         """The configuration of a phase's run.
 

@@ -65,6 +65,11 @@ class UserError(Exception):
             lines.append(f"  fix:      {fix}")
         super().__init__(escaped(strip_credentials("\n".join(lines)), "\n"))
 
+    @property
+    def line(self) -> str:
+        """The error with its fix in one line, to print it as a part of another message."""
+        return strip_credentials(f"{self.what} ({self.fix})" if self.fix else self.what)
+
     def fields(self) -> dict[str, Any]:
         """The error as JSON values, for `of`."""
         texts = {"what": self.what, "expected": self.expected, "found": self.found, "fix": self.fix}
@@ -135,7 +140,7 @@ def not_permitted(path: Path, kind: type[UserError] = UserError) -> UserError | 
     closed = next((folder for folder in reversed(path.absolute().parents) if not os.access(folder, os.X_OK)), None)
     if (not os.path.isdir(closed)) if closed else (not os.path.lexists(path) or os.access(path, os.R_OK)):
         return None
-    what = f"{path}: this user may not read it" + (f": {closed} may not be entered" if closed else "")
+    what = f"{path}: may not be read by this user" + (f": {closed} may not be entered" if closed else "")
     mode = "a+rx" if closed or path.is_dir() else "a+r"
     return kind(what, fix=f"chmod {mode} {shlex.quote(str(closed or path))}, as its owner or root")
 

@@ -434,6 +434,7 @@ def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"GPU {index} cannot be used", found=reason, fix="nvidia-smi shows what occupies it") from None
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each shape, tens of milliseconds each
     return torch.device("cuda", index)
 
 

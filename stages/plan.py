@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,20 @@ from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
 from pipeline.config import Config, as_yaml, written
 from pipeline.encoding import survey as surveying
-from pipeline.errors import UserError, writing
-from pipeline.models.spec import ModelSpec
-from pipeline.planning import auto
+from pipeline.errors import UserError, print_error, writing
+from pipeline.gpus import CARDS, CPU, UNNAMED, card, memory_of
+from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
-from pipeline.planning import search as searching
-from pipeline.planning.cards import CARDS, UNNAMED, card, memory_of
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
+from pipeline.planning.search import Candidate, NothingFitsError, Search, changed
 from pipeline.training.build import architecture_of_weights
 
 GIB = 2**30
+PER_NODE = 8
+"""GPUs of a node, unless `--nodes` says."""
+LOW_MFU, SHARE = 0.1, 8
+"""Below this MFU a larger batch is proposed: of so many samples a GPU."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Options:
 
     Attributes:
         gpus: of all nodes together; `gpu`, `gpu_memory`: the card, and memory that is not the card's.
+        nodes: None: as few as have at most `PER_NODE` GPUs each; of CPUs one.
         price: of a GPU hour.
         phase: of the configuration; its options and, unless `snapshot` is given, its snapshot count.
         write: file for the configuration that was searched for.
@@ -46,7 +50,7 @@ class Options:
     gpus: int = 1
     gpu: str | None = None
     gpu_memory: str | None = None
-    nodes: int = 1
+    nodes: int | None = None
     price: float | None = None
     snapshot: str | None = None
     phase: str | None = None
@@ -59,7 +63,7 @@ def run(config: Config, options: Options) -> int:
     """Predict one configuration, or search for the fastest that fits.
 
     Returns:
-        0; 1 if it does not fit, or if `train` would refuse it because nothing leaves a tenth of the memory free.
+        0; 1 if it does not fit.
 
     Raises:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
@@ -75,37 +79,48 @@ def run(config: Config, options: Options) -> int:
     machine = machine_of(options)
     data = data_of(config, snapshot)
     shape = predicting.architecture(config, data, architecture_of_weights)
-    if options.search:
-        return _search(config, shape, data, machine, options.write, options.as_json)
-    return _predict(config, shape, data, machine, options)
+    search = Search(shape, data, machine, config.bears)
+    try:
+        return _search(config, search, options) if options.search else _predict(config, search, options)
+    except NothingFitsError as error:
+        print_error(error)
+        return 1
 
 
-def _predict(config: Config, shape: ModelSpec, data: Data, machine: Machine, options: Options) -> int:
+def _predict(config: Config, search: Search, options: Options) -> int:
     """Print memory, time and cost of the configuration, with values for what is `auto`."""
     undecided = tuple(name for name in config.train.undecided if name != "compile")
-    refused = False
+    data, machine, decided = search.data, search.machine, list[str]()
+    error = None
     try:
-        config, decided = auto.decide(config, lambda: shape, data, machine)
-    except searching.NothingFitsError as error:
-        if "parallel" in undecided:
-            raise
-        smallest = {name: {**auto.FIXED, "microbatch": 1}[name] for name in undecided}
-        config, refused = config.with_train(**smallest), True
-        decided = [f"auto: {error.what}; of the smallest, {', '.join(f'train.{n}: {v}' for n, v in smallest.items())}:"]
-    prediction = predicting.predict(config.train, shape, data, machine)
-    largest = predicting.largest_microbatch(prediction, data)
+        config, decided = auto.decide(config, lambda: search.shape, data, machine, search=search)
+        layout = predicting.check(config.train, search.shape, data, machine.gpus)
+        candidate = search.candidate(config.train, layout)
+        if not candidate.prediction.fits:
+            error = search.refusal(config.train, candidate)
+    except NothingFitsError as refused:
+        error, candidate = refused, refused.smallest
+        decided = ["auto: nothing fits; the most frugal case:"]
+    prediction = candidate.prediction
+    largest = None if "microbatch" in undecided else predicting.largest_microbatch(prediction, data)
     time = Time.of(prediction, data) if machine.card.is_gpu else None
     if options.as_json:
-        report = {"prediction": prediction.as_dict(), "largest_microbatch": largest}
+        report: dict[str, Any] = {"prediction": prediction.as_dict(), "largest_microbatch": largest}
         report["time"] = None if time is None else time.as_dict(options.price)
-        report |= (
-            {"decided": {name: config.train.model_dump(mode="json")[name] for name in undecided}} if undecided else {}
-        )
+        values = candidate.train.model_dump(mode="json")
+        report |= {"decided": {name: values[name] for name in undecided}} if undecided else {}
+        report |= {"fix": error.fix} if error is not None else {}
         click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": machine.gpus, "nodes": machine.nodes}))
     else:
-        for line in (*decided, *memory_lines(prediction, largest), *time_lines(time, prediction, options.price)):
+        run_lines = extent.lines(config.train, search.shape, data, None if time is None else time.step)
+        if time is not None:
+            run_lines += batch_lines(candidate, time, search)
+        memory, speed = memory_lines(prediction, largest), time_lines(time, prediction, options.price)
+        for line in (*decided, *memory, *speed, *run_lines):
             click.echo(line)
-    return 0 if prediction.fits and not refused else 1
+    if error is not None:
+        raise error
+    return 0
 
 
 def encode(
@@ -171,74 +186,51 @@ def _hours_lines(hours: dict[str, Any], gpus: int, price: float | None) -> list[
     return lines
 
 
-def _search(config: Config, shape: ModelSpec, data: Data, machine: Machine, write: str | None, as_json: bool) -> int:
-    if write is not None and Path(write).exists():  # before minutes of search
+def _search(config: Config, search: Search, options: Options) -> int:
+    """Print what fits, the fastest first, and write the first."""
+    write, machine = options.write, search.machine
+    if write is not None and Path(write).exists():  # before a minute of search
         raise UserError(f"{write} exists already", fix="--write another name, or remove the file")
-    weights = config.model.weights
-    candidates = searching.search(
-        config.train,
-        shape,
-        data,
-        machine,
-        bears=lambda precision: weights is None or weights.bears(precision),
-    )
-    best = candidates[0]
+    try:
+        candidates = search.ranked(config.train)
+    except NothingFitsError as error:
+        raise search.refusal(config.train, error.smallest) from None
     if write is not None:
-        _write(config, best, write)
-    if as_json:
+        _write(config, candidates[0], write)
+    if options.as_json:
         rows = [
-            {"images_per_s": c.images_per_s, "total": round(c.total), "traced": c.prediction is not None, **c.changes}
-            for c in candidates
+            {"images_per_s": c.images_per_s, "total": round(c.prediction.total), **named(c.changes)} for c in candidates
         ]
         click.echo(json.dumps({"candidates": rows, "gpu": machine.card.name, "gpus": machine.gpus}))
         return 0
-    click.echo(f"{machine.gpus} x {amount(machine.memory)}, {machine.card.name}'s speed: the fastest that fit")
-    click.echo(f"{'images/s':>9} {'GiB':>6}  strategy (* traced whole, the others added up from parts)")
+    click.echo(f"{_gpus(machine)}, {machine.card.name}'s speed: the fastest that fit")
+    click.echo(f"{'images/s':>9} {'GiB':>6}  strategy")
     for candidate in candidates:
-        mark = "*" if candidate.prediction is not None else " "
-        click.echo(f"{candidate.images_per_s:9.3g} {candidate.total / GIB:6.1f} {mark}{_described(candidate)}")
+        total = candidate.prediction.total / GIB
+        click.echo(f"{candidate.images_per_s:9.3g} {total:6.1f}  {_described(candidate)}")
     if write is not None:
         click.echo(f"the first one is in {write}: sana-pipe train --config {write}")
-    if best.train.precision != config.train.precision:
-        click.echo(f"note: the first one trains in {best.train.precision} instead of {config.train.precision}")
-    if best.train.optim.name != config.train.optim.name:
-        click.echo(
-            f"note: the first one trains with {best.train.optim.name} instead of {config.train.optim.name}, "
-            "which needs other values of train.optim.lr and train.optim.weight_decay"
-        )
     return 0
 
 
-def _write(config: Config, best: searching.Candidate, path: str) -> None:
+def named(changes: dict[str, Any]) -> dict[str, Any]:
+    """Options of the section `train` by their whole names."""
+    return {f"train.{name}": value for name, value in changes.items()}
+
+
+def _write(config: Config, best: Candidate, path: str) -> None:
     """Write the configuration with the changes of a candidate to a new file."""
-    fitted = written(config)
-    for option, value in best.changes.items():
-        *sections, name = option.split(".")
-        node = fitted
-        for section in sections:
-            node = node[section]
-        node[name] = value
-    fitted["train"]["parallel"]["sizes"] = "given"
-    if best.train.optim.name != config.train.optim.name:
-        fitted["train"]["optim"] |= {"betas": None, "eps": None}
-    Config.model_validate(fitted)
+    train = changed(config.train, {"parallel.sizes": "given", **best.changes})
+    fitted = written(config.model_copy(update={"train": train}))
     with writing(Path(path), "--write another name"), open(path, "x", encoding="utf-8") as file:
         file.write(as_yaml(fitted, sort_keys=False))
 
 
-def _described(candidate: searching.Candidate) -> str:
+def _described(candidate: Candidate) -> str:
     train = candidate.train
-    parts = [
-        str(candidate.layout),
-        f"checkpointing {train.activation_checkpointing}",
-        f"microbatch {train.microbatch}",
-        train.precision,
-        train.optim.name,
-        *([f"compression {train.activation_compression}"] if train.activation_compression != "none" else []),
-        *(["parameters offloaded"] if train.parallel.offload == "all" else []),
-        *(["update in backward"] if train.optim.in_backward else []),
-    ]
-    return ", ".join(parts)
+    offload = ", parameters offloaded" if train.parallel.offload == "all" else ""
+    layout = candidate.prediction.layout
+    return f"{layout}, checkpointing {train.activation_checkpointing}, microbatch {train.microbatch}{offload}"
 
 
 def machine_of(options: Options) -> Machine:
@@ -248,6 +240,8 @@ def machine_of(options: Options) -> Machine:
         UserError: neither a card nor a memory size, an unknown card, nodes that do not divide the GPUs.
     """
     gpus, gpu, nodes = options.gpus, options.gpu, options.nodes
+    if nodes is None:
+        nodes = 1 if gpu == CPU else next(n for n in range(-(-gpus // PER_NODE), gpus + 1) if gpus % n == 0)
     if gpu is None and options.gpu_memory is None:
         raise UserError("which GPU?", expected="--gpu " + "|".join(CARDS) + ", or --gpu-memory 24GiB")
     if gpus % nodes:
@@ -260,6 +254,32 @@ def machine_of(options: Options) -> Machine:
     return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
 
 
+def _gpus(machine: Machine) -> str:
+    nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
+    return f"{machine.gpus} x {amount(machine.memory)}{nodes}"
+
+
+def batch_lines(candidate: Candidate, time: Time, search: Search) -> list[str]:
+    """A larger batch, where so few samples a GPU leave the GPUs idle; its speed is predicted."""
+    layout = candidate.prediction.layout
+    if time.mfu >= LOW_MFU or candidate.prediction.share >= SHARE:
+        return []
+    batch = SHARE * layout.data_world
+    larger = Search(
+        search.shape, replace(search.data, buckets=dict.fromkeys(search.data.buckets, batch)), search.machine
+    )
+    found = larger.candidate(changed(candidate.train, {"microbatch": SHARE}), layout)
+    if not found.prediction.fits:
+        found = larger.candidate(candidate.train, layout)
+    if found.images_per_s < 1.2 * candidate.images_per_s:
+        return []
+    return [
+        f"note: {candidate.prediction.share} samples a GPU and step leave the GPUs idle: with bucket.batch={batch} "
+        f"{found.images_per_s:.3g} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more pictures a "
+        "step want fewer train.steps)"
+    ]
+
+
 def data_of(config: Config, snapshot: str | None) -> Data:
     """The buckets of a snapshot; without one, those of the configuration.
 
@@ -269,13 +289,13 @@ def data_of(config: Config, snapshot: str | None) -> Data:
     return Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
 
 
-def memory_lines(prediction: Prediction, largest: int) -> list[str]:
+def memory_lines(prediction: Prediction, largest: int | None) -> list[str]:
     """The prediction for people."""
     p, shape = prediction, prediction.shape
     height, width = p.bucket
     count = -(-p.share // shape.microbatch)
     lines = [
-        f"{p.machine.gpus} x {amount(p.machine.memory)} ({p.layout}), {p.train.precision}, {p.train.optim.name}, "
+        f"{_gpus(p.machine)} ({p.layout}), {p.train.precision}, {p.train.optim.name}, "
         f"checkpointing {p.train.activation_checkpointing}",
         f"worst bucket {height}x{width}: {p.share} samples a GPU and step, {count} x {shape.microbatch}, "
         f"{shape.rows} text rows",
@@ -291,8 +311,11 @@ def memory_lines(prediction: Prediction, largest: int) -> list[str]:
     lines.append(f"  {'peak (' + p.phase + ')':<22}{p.total / GIB:9.2f}   {verdict}: {amount(abs(p.margin))} {state}")
     if p.host:
         lines.append(f"  in host memory, too   {p.host / GIB:9.2f}")
-    needed = f"; a step has {p.share} a GPU" if largest > p.share else ""
-    lines.append(f"largest microbatch that fits: {largest}{needed}" if largest else "not even a microbatch of 1 fits")
+    if largest is not None:
+        needed = f"; a step has {p.share} a GPU" if largest > p.share else ""
+        lines.append(
+            f"largest microbatch that fits: {largest}{needed}" if largest else "not even a microbatch of 1 fits"
+        )
     return lines
 
 

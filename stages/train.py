@@ -157,7 +157,7 @@ def _survey(
             try:
                 cache.open_snapshot(phase.snapshot)
             except CacheError as error:
-                log(f"note: phase {phase.name!r} cannot begin yet: {error.what}")
+                log(f"note: phase {phase.name!r} cannot begin yet: {error.line}")
     return places, [_summary(cache, place, place.last.folder) for place in places if place.finished and place.last]
 
 
@@ -422,7 +422,7 @@ def _old_heldout(
         try:
             old = None if then is None else cache.open_snapshot(then)
         except CacheError as error:
-            log(f"note: old and new held-out samples are not told apart: {error.what}")
+            log(f"note: old and new held-out samples are not told apart: {error.line}")
     if old is None or old.id == part.id:
         return config, None
     return config.with_train(validation=validation.model_copy(update={"old": old.id})), old

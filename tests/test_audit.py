@@ -319,17 +319,20 @@ def test_a_cache_that_was_only_scanned_is_not_complete(
 def test_a_signal_in_the_last_unit_leaves_a_complete_cache(
     make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = stages.encode._encode
+    real, calls = stages.encode.make_units, []
 
-    def encode(*arguments: Any) -> None:
-        real(*arguments)
-        raise Stopped
+    def make(*arguments: Any) -> Any:
+        made = real(*arguments)
+        calls.append(made)
+        if len(calls) == 2:  # captions, then pictures
+            raise Stopped
+        return made
 
-    monkeypatch.setattr(stages.encode, "_encode", encode)
+    monkeypatch.setattr(stages.encode, "make_units", make)
     config = make_config(tmp_path)
     with suppress(Stopped):
         stages.encode.run(config, data=str(photos), task_index=0, task_count=2)
-    assert stages.status.run(config) == 0
+    assert len(calls) == 2 and stages.status.run(config) == 0
 
 
 def test_gc_spares_what_was_trained_on(filled: tuple[Config, Path], tmp_path: Path) -> None:

@@ -38,6 +38,16 @@ MakeConfig = Callable[..., Config]
 COUNT = 8
 
 
+@pytest.fixture
+def make_config(make_config: MakeConfig) -> MakeConfig:
+    """Configurations that allow the servers of this machine."""
+
+    def make(folder: Path, *overrides: str) -> Config:
+        return make_config(folder, "data.allow_links=private", *overrides)
+
+    return make
+
+
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """folder/, tars/, set.parquet, list.jsonl; links.parquet and links.csv of a server."""

@@ -168,6 +168,23 @@ def test_every_option_and_setting_of_a_fix_exists(trees: dict[str, ast.Module]) 
     assert refused(check_names, texts) == []
 
 
+MENDED = {"pipeline/cache/files.py", "pipeline/encoding/scan.py"}
+"""Their messages say what the program does about the error."""
+
+
+def test_an_error_that_is_printed_is_printed_with_its_fix(trees: dict[str, ast.Module]) -> None:
+    """`UserError.line` in other messages, `print_error` alone; `what` is for errors made of others."""
+    bare, lines = [], 0
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and re.search(r"(echo|log|print)$", ast.unparse(node.func)):
+                read = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+                lines += "line" in read
+                if "what" in read and "fix" not in read and path not in MENDED:
+                    bare.append(f"{path}:{node.lineno}")
+    assert bare == [] and lines >= 4
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -7,7 +7,6 @@ batch of 40 steps, the losses of steps 5 to 8. `tests/support/golden.py` records
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,30 +15,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
 import stages.bucket
 import stages.pack
 from pipeline.cache import layout
 from pipeline.cache.root import Cache
-from pipeline.config import Config
 from pipeline.encoding import plan as planning
 from pipeline.encoding.scan import SCAN
 from pipeline.launch import Launch
-from pipeline.loader.loader import Loader
 from pipeline.training.trainer import fit
 from tests.support import synthetic
-from tests.support.golden import GOLDEN
-from tests.support.loading import loader_settings
+from tests.support.golden import GOLDEN, SETTINGS, batch_digests, config
 from tests.support.trees import unpack
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SETTINGS = {
-    "plain": [],
-    "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.small=drop", "bucket.heldout=0.2"],
-    "windows": ["bucket.batch=2"],
-}
 
 
 @pytest.fixture
@@ -51,35 +41,6 @@ def golden(tmp_path: Path) -> Path:
 @pytest.fixture
 def figures(golden: Path) -> dict[str, Any]:
     return json.loads((golden / "figures.json").read_text())
-
-
-def config(golden: Path, *overrides: str) -> Config:
-    return synthetic.config(golden / "cache", *overrides)
-
-
-def batch_digests(cache: Path, snapshot: str) -> list[str]:
-    """A digest of the ids and tensors of each step's batch."""
-    loader = Loader(
-        Cache(cache).open_snapshot(snapshot),
-        loader_settings(
-            seed=7,
-            phase=1,
-            microbatch=64,
-            caption_drop=0.2,
-            stop_step=40,
-            length_window=3 if snapshot == "windows" else 1,
-        ),
-    )
-    steps = []
-    for parts, _ in loader:
-        digest = hashlib.sha256()
-        for batch in parts:
-            digest.update(repr((batch.sample_ids, batch.bucket)).encode())
-            bits = (batch.latents.view(torch.int16), batch.captions.view(torch.int16))
-            for tensor in (*bits, batch.mask, batch.noise, batch.logit):
-                digest.update(tensor.numpy().tobytes())
-        steps.append(digest.hexdigest()[:16])
-    return steps
 
 
 @pytest.mark.parametrize("snapshot", [*SETTINGS, "packed"])

@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.errors": "urls",
         "pipeline.config": "errors urls",
         "pipeline.launch": "config errors",
+        "pipeline.gpus": "errors",
         "pipeline.processes": "errors",
         "pipeline.retrying": "errors",
         "pipeline.cache": "config errors urls retrying",
@@ -37,13 +38,14 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.work": "config errors amounts terminal processes retrying launch cache",
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors amounts launch cache sources images models work",
-        "pipeline.training": "config errors amounts terminal processes retrying launch cache models loader parallel",
-        "pipeline.planning": "config errors amounts launch images models loader parallel training",
+        "pipeline.training": "config errors gpus amounts terminal processes retrying launch cache models loader"
+        " parallel",
+        "pipeline.planning": "config errors gpus amounts launch images models loader parallel training",
         "pipeline.reporting": "config errors amounts processes cache sources images models snapshots loader encoding"
         " training",
         "pipeline.cli": "config errors launch processes stages",
-        "stages": "config errors amounts urls launch processes retrying cache sources images models snapshots loader"
-        " work parallel encoding training planning reporting demo",
+        "stages": "config errors gpus amounts urls launch processes retrying cache sources images models snapshots"
+        " loader work parallel encoding training planning reporting demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.config import EmaConfig
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.training import optimizers
+from pipeline.training.ema import EMA
 from pipeline.training.optimizers import in_backward
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
@@ -41,6 +43,19 @@ def test_less_is_allocated(name: str) -> None:
     saved, actual = on_device(*way)
     assert without >= 0.8 * least * saved, without / saved
     assert tiny_run.distance(actual, expected) <= (1e-3 if exact else 4e-2)
+
+
+def test_an_average_in_host_memory_is_the_average() -> None:
+    model = torch.nn.Linear(64, 64).cuda()
+    averages = [EMA(model, EmaConfig(decay=0.9, device=device)) for device in ("same", "cpu")]
+    for step in range(1, 4):
+        with torch.no_grad():
+            model.weight += 1
+        for average in averages:
+            average.update(step)
+    on_gpu, on_host = (average.values["weight"] for average in averages)
+    torch.testing.assert_close(on_gpu.cpu(), on_host)
+    assert on_host.device.type == "cpu"
 
 
 @pytest.mark.parametrize("fused", [False, True])

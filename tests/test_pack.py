@@ -281,7 +281,7 @@ def test_the_longest_name_can_be_packed(small_cache_copy: Path, make_config: Cal
     cache = Cache(small_cache_copy)
     cache.point("n" * 100, cache.open_snapshot().id)
     packed = stages.pack.run(config, "n" * 100)
-    assert cache.snapshot_of("n" * 93 + ".packed") == packed
+    assert cache.snapshot_of("n" * 85 + ".packed") == packed
 
 
 # ---------------------------------------------------------------- training

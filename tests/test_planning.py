@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from benchmarks.real_step import made_up_batch
+from pipeline import gpus
 from pipeline.cli import main
-from pipeline.config import SHIPPED, OptimConfig, TrainConfig, load
+from pipeline.config import SHIPPED, TrainConfig, load
 from pipeline.errors import ConfigError, UserError
+from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
 from pipeline.parallel.mesh import Layout
-from pipeline.planning import cards, predict, search
+from pipeline.planning import auto, extent, predict, search
 from pipeline.planning.cost import Constants, Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import Shape, Traced, block_numbers, trace
@@ -197,6 +199,16 @@ def test_every_technique_is_covered(name: str) -> None:
         assert result.total < traced({}, layout).total
     if name == "tp":
         assert result.sent["all_reduce", 2][1] > 0, "the size of a functional collective's group is known"
+    if name == "cp":  # rank 0: one neighbour; forward, recomputed and backward
+        passes, width = 3 * NARROW.num_layers, NARROW.inner_dim
+        losses = 2 * 2 * 4
+        state = 2 * width * (NARROW.attention_head_dim + 1) * 4
+        assert result.sent["all_reduce", 3] == [passes * state + losses, passes + 2]
+        assert result.sent["all_to_all_single", 3] == [passes * 2 * 12 * width * 2, passes]
+        whole = traced(change | {"parallel": {}}, Layout(1, 1, 3, 1), Shape(12, 12, 32, 2, count))
+        assert result.peak["parameters"] == whole.peak["parameters"]
+        assert result.work["kernels"].flops * 3 == pytest.approx(whole.work["kernels"].flops)
+        assert result.peak["activations"] < 0.6 * whole.peak["activations"]
     if name == "ddp":
         assert result.peak["parameters"] == 4 * result.parameters
 
@@ -204,6 +216,8 @@ def test_every_technique_is_covered(name: str) -> None:
 def test_a_technique_that_is_not_covered_is_named() -> None:
     with pytest.raises(ConfigError, match=r"train\.compile"):
         traced({"compile": "block", "compile_backend": "eager"})
+    with pytest.raises(ConfigError, match=r"train\.float8"):
+        traced({"precision": "bf16", "float8": "rowwise"})
 
 
 @pytest.mark.slow
@@ -231,7 +245,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:
     train = TrainConfig.model_validate({**COMPUTE, "microbatch": 2})
     data = Data({(384, 384): 2}, None, 32)
     memory = round(predict.with_overheads(traced({}, shape=Shape(12, 12, 32, 9)).peak, ALONE)["context"]) + (96 << 20)
-    prediction = predict.predict(train, NARROW, data, Machine(cards.card("h100"), memory, 1))
+    prediction = predict.predict(train, NARROW, data, Machine(gpus.card("h100"), memory, 1))
     largest = predict.largest_microbatch(prediction, data)
     assert largest > 2
     assert (
@@ -301,7 +315,7 @@ def test_cost_is_that_of_all_gpus() -> None:
     assert [values[f"epoch_{name}"] for name in ("hours", "gpu_hours", "cost")] == pytest.approx(
         [hours, 8 * hours, 16 * hours]
     )
-    prediction: Any = SimpleNamespace(machine=Machine(cards.card("h100"), 80 << 30, 8))
+    prediction: Any = SimpleNamespace(machine=Machine(gpus.card("h100"), 80 << 30, 8))
     assert plan.time_lines(time, prediction, 2.0)[-1].endswith("1m40s, 0.2222 GPU-hours, cost 0.4444")
     assert plan.time_lines(replace(time, epoch_samples=None), prediction, 2.0)[-1].endswith("GPU-hours, cost 69.44")
 
@@ -320,10 +334,45 @@ def test_the_cost_of_encoding_is_that_of_all_devices_and_its_time_is_shared(
     assert exact.endswith("2 device-hours, 30m00s on 4, cost 6")
 
 
+@pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (12, 2), (16, 2), (64, 8), (11, 11)])
+def test_nodes_have_eight_gpus_unless_said(gpus: int, nodes: int) -> None:
+    assert plan.machine_of(plan.Options(gpu="h100", gpus=gpus)).nodes == nodes
+    assert plan.machine_of(plan.Options(gpu="h100", gpus=gpus, nodes=1)).per_node == gpus
+    assert plan.machine_of(plan.Options(gpu="cpu", gpus=gpus)).nodes == 1
+
+
+def test_a_batch_that_leaves_gpus_idle_is_named_with_a_better_one(made_up: MadeUp) -> None:
+    planner = searched(80, 64, nodes=8)
+    candidate = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 64, 1))
+    time: Any = SimpleNamespace(mfu=0.02)
+    (line,) = plan.batch_lines(candidate, time, planner)
+    assert "bucket.batch=512" in line
+    assert plan.batch_lines(candidate, SimpleNamespace(mfu=0.3), planner) == []  # type: ignore[arg-type]
+    full = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 8, 1))
+    assert plan.batch_lines(full, time, planner) == [], "eight samples a GPU"
+
+
+def test_a_run_is_shown_with_its_epochs_hours_and_checkpoints() -> None:
+    train = TrainConfig.model_validate({"ema": {}, "keep_every": 5000})
+    (line,) = extent.lines(train, SanaConfig(), BATCH, 2.0)
+    assert "10,000 steps" in line and "640,000" in line and "5h33m" in line and "epochs" not in line
+    size = 16 * sum(p.numel() for p in SanaTransformer.on_meta(SanaConfig()).parameters())
+    assert predict.checkpoint_bytes(SanaConfig(), train) == size
+    assert f"{5 * size / 2**30:.1f} GiB for the 5" in line
+    few = replace(BATCH, samples=40)
+    line, warning = extent.lines(train, SanaConfig(), few)
+    assert "16,000 epochs of 40" in line and "train.epochs=20" in warning
+    assert len(extent.lines(train, SanaConfig(), replace(BATCH, samples=100_000))) == 1
+    by_epochs = TrainConfig.model_validate({"steps": None, "epochs": 4})
+    (line,) = extent.lines(by_epochs, SanaConfig(), replace(BATCH, samples=4000))
+    assert "250 steps" in line
+    assert extent.lines(by_epochs, SanaConfig(), BATCH) == []
+
+
 def test_processes_of_a_node_share_half_of_its_main_memory() -> None:
     machine = plan.machine_of(plan.Options(gpu="cpu", gpus=4, nodes=2))
-    assert machine.memory == cards.processor().memory // 4
-    assert plan.machine_of(plan.Options(gpu="h100", gpus=4, nodes=2)).memory == cards.card("h100").memory
+    assert machine.memory == gpus.processor().memory // 4
+    assert plan.machine_of(plan.Options(gpu="h100", gpus=4, nodes=2)).memory == gpus.card("h100").memory
 
 
 def test_the_worst_bucket_has_the_most_tokens_of_a_forward_pass() -> None:
@@ -340,7 +389,7 @@ def test_several_processes_have_buffers_to_communicate() -> None:
 
 def test_a_pipeline_waits_for_its_first_and_last_microbatches() -> None:
     train = TrainConfig.model_validate({**COMPUTE, "microbatch": 1})
-    data, machine = Data({(384, 384): 8}, None, 32, text_width=64), Machine(cards.card("h100"), 80 << 30, 1)
+    data, machine = Data({(384, 384): 8}, None, 32, text_width=64), Machine(gpus.card("h100"), 80 << 30, 1)
     prediction = predict.predict(train, NARROW, data, machine)
     alone, piped = (Time.of(replace(prediction, layout=Layout(pp, 1, 1, 1)), data) for pp in (1, 4))
     assert alone.bubble == 0 and piped.bubble == pytest.approx(sum(piped.kernels.values()) * 3 / 8)
@@ -349,24 +398,25 @@ def test_a_pipeline_waits_for_its_first_and_last_microbatches() -> None:
 def test_what_the_search_has_chosen_is_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another optimizer has its own defaults, and sizes that were auto are given now."""
+    """Sizes that were auto are given now; nothing else changes."""
     config = load("tiny", ["train.parallel=auto", "train.optim.betas=[0.8, 0.9]"])
-    tree = config.train.model_dump() | {"optim": {"name": "came", "clip": None}, "parallel": {"dp_shard": 2}}
-    best = search.Candidate(TrainConfig.model_validate(tree), Layout(1, 1, 2, 1), 1e9, 1.0, 8)
-    monkeypatch.setattr(plan.searching, "search", lambda *_, **__: [best])
+    tree = config.train.model_dump() | {"microbatch": 3, "parallel": {"dp_shard": 2}}
+    prediction: Any = SimpleNamespace(layout=Layout(1, 1, 2, 1), total=1e9, share=4)
+    best = search.Candidate(TrainConfig.model_validate(tree), prediction, 1.0)
+    monkeypatch.setattr(search.Search, "ranked", lambda *_: [best])
     file = tmp_path / "fitted.yaml"
     assert plan.run(config, plan.Options(gpus=2, gpu="3090", search=True, write=str(file))) == 0
     written = load(file).train
-    assert (written.optim.name, written.optim.betas) == ("came", OptimConfig(name="came").betas)
+    assert (written.microbatch, written.optim) == (3, config.train.optim)
     assert written.parallel.sizes == "given" and written.parallel.dp_shard == 2
-    assert "came instead of adamw" in capsys.readouterr().out
+    assert "microbatch 3" in capsys.readouterr().out
 
 
 def test_memory_sizes() -> None:
-    assert cards.memory_of("24GiB") == cards.memory_of("24") == 24 * 2**30
-    assert cards.memory_of("80GB") == 80 * 10**9
+    assert gpus.memory_of("24GiB") == gpus.memory_of("24") == 24 * 2**30
+    assert gpus.memory_of("80GB") == 80 * 10**9
     with pytest.raises(UserError):
-        cards.memory_of("0")
+        gpus.memory_of("0")
 
 
 def test_a_file_that_exists_is_not_written_over(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,31 +434,162 @@ def test_train_accepts_what_the_search_writes(tmp_path: Any, capsys: pytest.Capt
     code, out, _ = run(words, capsys)
     rows = json.loads(out)["candidates"]
     assert code == 0
-    assert all(row["total"] <= cards.card("3090").memory for row in rows)
-    assert rows[0]["traced"]
+    assert all(row["total"] <= gpus.card("3090").memory for row in rows)
     config = load(file)
     assert config.train.microbatch == rows[0]["train.microbatch"]
     data = Data.of(config)
     assert predict.check(config.train, predict.architecture(config, data), data, 2).world == 2
 
 
-def test_layouts_multiply_to_the_gpus_and_divide_the_model() -> None:
-    listed = list(search.layouts(8, SanaConfig(), 8))
-    assert {layout.world for layout in listed} == {8}
-    assert {layout.tp for layout in listed} == {1, 2}
-    assert len(set(listed)) == len(listed) > 8
+# -------------------------------------------------------------------------------------------------------------- search
+
+PER_SAMPLE = {"none": 3.7, "selective": 1.3, "full": 0.3}
+STATES = {"adamw": 12.0, "adamw8bit": 3.0, "came": 6.0}
+BATCH = Data({(1024, 1024): 64}, None, 300)
 
 
-def test_each_change_of_the_result_must_be_worth_five_per_cent() -> None:
-    plain = TrainConfig.model_validate(COMPUTE)
-    changes = ({"precision": "bf16_pure"}, {"activation_compression": "int8"}, {"optim": {"name": "came"}})
-    others = [TrainConfig.model_validate({**COMPUTE, **change}) for change in changes]
-    for speed, first in ((105, plain), (106, None)):
-        for other in others:
-            pieces: Any = SimpleNamespace(train=plain, data=None, machine=None)
-            offered = [search.Candidate(each, ALONE, 1e9, 1.0, n) for each, n in ((other, speed), (plain, 100))]
-            _, ranked, _ = search.trace_best(pieces, offered, (), 0)
-            assert ranked[0].train is (first or other)
+class MadeUp:
+    """Predictions of about Sana 1.6B's GiB without a trace, and how many there were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.asked: list[TrainConfig] = []
+        monkeypatch.setattr(search.predicting, "predict", self.predict)
+        monkeypatch.setattr(search.Time, "of", lambda p, data: SimpleNamespace(step=self.step(p.train)))
+
+    def predict(self, train: TrainConfig, shape: Any, data: Data, machine: Machine, *, layout: Layout) -> Any:
+        self.asked.append(train)
+        bucket, share = data.worst(layout.data_world, train.microbatch)
+        whole = 4.0 if share > train.microbatch and layout.dp_shard > 1 else 0.0
+        halves = 2 if train.precision == "bf16_pure" else 1
+        kinds = {
+            "parameters": 6.0 / halves / layout.dp_shard,
+            "optimizer": STATES[train.optim.name] / halves / layout.dp_shard,
+            "gradients": 0.0 if train.optim.in_backward else 6.0 / halves / layout.dp_shard,
+            "buffers": (0.3 if train.parallel.reshards(layout.dp_shard) else 3.0) + whole,
+            "activations": PER_SAMPLE[train.activation_checkpointing] * train.microbatch,
+            "context": 0.8,
+        }
+        if train.parallel.offload == "all":
+            kinds |= {"parameters": 0.0, "optimizer": 0.0, "gradients": 0.0}
+        given = {kind: size * 2**30 for kind, size in kinds.items()}
+        shape_of_step = Shape(32, 32, 300, train.microbatch)
+        traced: Any = None
+        return predict.Prediction(
+            train, layout, shape, machine, given, "backward", 0.0, bucket, shape_of_step, share, 0, traced
+        )
+
+    def step(self, train: TrainConfig) -> float:
+        slower = {"none": 1.0, "selective": 1.1, "full": 1.3}[train.activation_checkpointing]
+        return slower + 1.0 / train.microbatch + (9.0 if train.parallel.offload == "all" else 0.0)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    return MadeUp(monkeypatch)
+
+
+def searched(gib: float, count: int = 1, *, nodes: int = 1, data: Data = BATCH) -> search.Search:
+    return search.Search(SanaConfig(), data, Machine(gpus.card("4090"), round(gib * 2**30), count, nodes))
+
+
+def given(**changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"precision": "bf16", "optim": {"clip": None}, **changes})
+
+
+def test_the_fastest_that_leaves_a_tenth_free_is_chosen(made_up: MadeUp) -> None:
+    eight = given(optim={"name": "adamw8bit"})
+    best = searched(26.5).choose(eight, search.AXES)
+    assert best.prediction.total <= 0.9 * 26.5 * 2**30
+    fits = {
+        (kind, size): made_up.step(search.changed(eight, {"activation_checkpointing": kind, "microbatch": size}))
+        for kind, per in PER_SAMPLE.items()
+        for size in (64, 32, 22, 16, 13, 11, 10, 8, 7, 6, 5, 4, 3, 2, 1)
+        if 18.8 + per * size <= 0.9 * 26.5
+    }
+    assert (best.train.activation_checkpointing, best.train.microbatch) == min(fits, key=lambda key: fits[key])
+    assert len(made_up.asked) < 10
+
+
+def test_what_fits_at_all_is_taken(made_up: MadeUp) -> None:
+    """Less than a tenth stays free: still better than to refuse."""
+    best = searched(19.5).choose(given(optim={"name": "adamw8bit"}), {"microbatch", "activation_checkpointing"})
+    assert (best.train.microbatch, best.train.activation_checkpointing) == (1, "full")
+    assert best.prediction.fits
+
+
+def test_a_large_gpu_needs_two_predictions(made_up: MadeUp) -> None:
+    best = searched(500).choose(given(), search.AXES)
+    assert (best.train.microbatch, best.train.activation_checkpointing) == (64, "none")
+    assert len(made_up.asked) == 2
+
+
+def test_what_does_not_fit_alone_is_sharded_and_offloaded_last(made_up: MadeUp) -> None:
+    best = searched(24, 4).choose(given(), search.AXES)
+    assert best.prediction.layout == Layout(1, 1, 4, 1) and best.train.parallel.offload == "none"
+    alone = searched(12).choose(given(), search.AXES)
+    assert alone.train.parallel.offload == "all"
+    layouts = {c.prediction.layout for c in searched(80, 16, nodes=2).ranked(given())}
+    assert layouts == {Layout(1, 1, 16, 1), Layout(1, 2, 8, 1), Layout(1, 16, 1, 1)}
+
+
+def test_one_microbatch_may_fit_where_several_do_not(made_up: MadeUp) -> None:
+    """Several keep a whole gradient on every process."""
+    best = searched(11, 4, data=Data({(1024, 1024): 16}, None, 300)).choose(given(), search.AXES)
+    assert (best.train.microbatch, best.train.activation_checkpointing) == (4, "full")
+
+
+def test_a_refusal_names_settings_that_are_predicted_to_fit(made_up: MadeUp) -> None:
+    train = given(microbatch="auto", activation_checkpointing="auto")
+    planner = searched(24)
+    with pytest.raises(search.NothingFitsError) as caught:
+        planner.choose(train, {"microbatch", "activation_checkpointing"})
+    lines = [line.strip().partition("   ")[0] for line in str(caught.value.fix).splitlines()[1:]]
+    assert lines == [
+        "--set train.optim.name=adamw8bit",
+        "--set train.optim.name=came --set train.optim.betas=null --set train.optim.eps=null",
+        "--set train.precision=bf16_pure",
+        "--set train.parallel.offload=all",
+    ]
+    for line in lines:
+        sets = [word for word in line.split() if "=" in word]
+        tree = load("tiny", ["train.precision=bf16", *AUTO_TWO, *sets]).train
+        assert planner.choose(tree, {"microbatch", "activation_checkpointing"}).prediction.fits
+
+
+AUTO_TWO = ("train.microbatch=auto", "train.activation_checkpointing=auto")
+
+
+def test_several_rungs_are_combined_where_one_is_not_enough(made_up: MadeUp) -> None:
+    planner = searched(12.5)
+    smallest = planner.candidate(given(microbatch=1, activation_checkpointing="full"), ALONE)
+    first, *_ = planner.cures(smallest.train, smallest)
+    assert first.count("--set") >= 2
+    assert searched(0.5).cures(smallest.train, smallest) == []
+
+
+def test_what_costs_time_alone_comes_before_what_changes_the_result(made_up: MadeUp) -> None:
+    planner = searched(24, 4)
+    train = given(microbatch=4, activation_checkpointing="none", parallel={"dp_replicate": 4, "dp_shard": 1})
+    error = planner.refusal(train, planner.candidate(train, Layout(1, 4, 1, 1)))
+    _, line = str(error.fix).splitlines()
+    assert "dp_shard=4" in line and "optim" not in line and "precision" not in line
+
+
+def test_weights_that_fail_in_bf16_are_not_advised_to(made_up: MadeUp) -> None:
+    planner = search.Search(SanaConfig(), BATCH, Machine(gpus.card("4090"), 24 << 30, 1), lambda name: name == "fp32")
+    smallest = planner.candidate(given(precision="fp32", microbatch=1, activation_checkpointing="full"), ALONE)
+    assert not any("precision" in line for line in planner.cures(smallest.train, smallest))
+
+
+@pytest.mark.slow
+def test_what_plan_says_fits_auto_takes() -> None:
+    """Real traces, at about the size that the smallest needs."""
+    data, config = Data({(384, 384): 6}, None, 32), load("tiny", AUTO_TWO)
+    machine = Machine(gpus.card("4090"), 1 << 40, 1)
+    least = config.train.model_copy(update={"microbatch": 1, "activation_checkpointing": "full", "compile": "none"})
+    needed = predict.predict(least, NARROW, data, machine).total
+    decided, _ = auto.decide(config, lambda: NARROW, data, replace(machine, memory=round(needed * 1.02)))
+    assert decided.train.microbatch == 1
 
 
 @pytest.mark.slow
@@ -419,7 +600,7 @@ def test_replicas_on_several_nodes_sum_over_the_network() -> None:
         layout = {"dp_replicate": replicas, "dp_shard": 8}
         train = TrainConfig.model_validate({**COMPUTE, "microbatch": 1, "parallel": layout})
         data = Data({(384, 384): 8 * replicas}, None, 32, text_width=64)
-        machine = Machine(cards.card("h100"), cards.card("h100").memory, 8 * replicas, nodes, network_gbs=50.0)
+        machine = Machine(gpus.card("h100"), gpus.card("h100").memory, 8 * replicas, nodes, network_gbs=50.0)
         prediction = predict.predict(train, NARROW, data, machine)
         assert {size for name, size in prediction.traced.sent if "gather" in name or "scatter" in name} == {8}
         return sum(s for name, s in Time.of(prediction, data).traffic.items() if name == "allreduce")

@@ -18,7 +18,7 @@ from pipeline.cache.arrow import ipc_table
 from pipeline.cache.chunk_blocks import Places, Read, blocks_of
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import Needed
-from pipeline.cache.layout import Paths
+from pipeline.cache.layout import REPAIR, Paths
 from pipeline.cache.local_files import digest_of
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
@@ -244,16 +244,19 @@ def test_a_list_that_is_lost_or_damaged_is_named_and_written_again(snapshot: Sna
     assert isinstance(part, ShardTable | ChunkTable)
     path = snapshot.files.path(Paths.table(part.entry.table, "arrow"))
     root, good = path.parents[2], path.read_bytes()
+    copy = snapshot.files.path(Paths.copy(Paths.table(part.entry.table, "arrow")))
     assert path.stem in Needed(Cache(root), 0.0).tables, "gc spares it"
-    if harm == "lost":
-        path.unlink()
-    else:
-        path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+    for place in (path, copy):
+        Snapshot(snapshot.files, snapshot.id).sample(0)  # one of the two is enough
+        if harm == "lost":
+            place.unlink()
+        else:
+            place.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
     with pytest.raises(IntegrityError, match=path.name) as raised:
         Snapshot(snapshot.files, snapshot.id).sample(0)
-    assert raised.value.fix == "sana-pipe bucket"
+    assert raised.value.fix == REPAIR
     findings = list(audit.verify(Cache(root)))
     assert any(path.name in finding.path + finding.problem for finding in findings)
     assert stages.bucket.run(config(root)) == snapshot.id
-    assert path.read_bytes() == good
+    assert path.read_bytes() == copy.read_bytes() == good
     assert not list(audit.verify(Cache(root)))

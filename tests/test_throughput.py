@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline import gpus
 from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
@@ -57,10 +58,19 @@ def test_peaks_are_found_by_the_names_that_torch_gives() -> None:
         ("NVIDIA GeForce RTX 3090 Ti", 80.0, 40.0),
         ("NVIDIA L40S", 362.0, 91.6),
         ("NVIDIA L4", 121.0, 30.3),
+        ("NVIDIA A10", 125.0, 31.2),
+        ("NVIDIA A10G", 70.0, 35.0),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 126.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0, 75.0),
+        ("NVIDIA GB200", 2500.0, 80.0),
+        ("NVIDIA GH200 480GB", 989.0, 67.0),
+        ("AMD Instinct MI300X", 1307.4, 163.4),
     ):
-        assert (throughput.peak_tflops(name, "bf16"), throughput.peak_tflops(name, "fp32")) == (bf16, fp32)
+        found = gpus.of_name(name, 1 << 35)
+        assert found is not None and (found.tflops("bf16"), found.tflops("fp32")) == (bf16, fp32)
+        assert found.memory == 1 << 35
     for name in ("NVIDIA RTX A4000", "NVIDIA A1000", "Tesla V100-SXM2-32GB"):
-        assert throughput.peak_tflops(name, "bf16") is None
+        assert gpus.of_name(name, 1 << 35) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ rows

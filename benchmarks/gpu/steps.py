@@ -27,6 +27,7 @@ from benchmarks.gpu import encoders
 from benchmarks.gpu.sizes import GIB, Sizes
 from pipeline.config import DataConfig, TrainConfig
 from pipeline.errors import UserError
+from pipeline.gpus import CARDS, card, of_device
 from pipeline.images.buckets import table
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
@@ -37,14 +38,12 @@ from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.shards import local
-from pipeline.planning.cards import CARDS, card
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine, Prediction, predict
 from pipeline.training import optimizers
 from pipeline.training.optimizers import in_backward
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
-from pipeline.training.throughput import peak_tflops
 
 COMPILED = {"compile": "block"}
 
@@ -147,9 +146,8 @@ def diffusers(sizes: Sizes, microbatch: int, checkpointing: bool) -> Callable[[B
 
 def speed(sizes: Sizes, seconds: float, samples: int, precision: str = "bf16", packed: bool = False) -> dict[str, Any]:
     """images/s, MFU, milliseconds and memory of a step."""
-    name = torch.cuda.get_device_name(sizes.device) if sizes.device.type == "cuda" else ""
-    peak = peak_tflops(name, precision)
-    mfu = None if peak is None else step_flops(sizes, samples, packed) / seconds / (peak * 1e12)
+    gpu = of_device(sizes.device) if sizes.device.type == "cuda" else None
+    mfu = None if gpu is None else step_flops(sizes, samples, packed) / seconds / (gpu.tflops(precision) * 1e12)
     return {"images_per_s": samples / seconds, "mfu": mfu, "step_ms": 1e3 * seconds, **sizes.memory()}
 
 

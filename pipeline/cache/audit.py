@@ -21,7 +21,6 @@ import pyarrow as pa
 from pipeline.cache import copies, index, key_columns, prompts, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import (
-    AGAIN,
     BACKUP,
     BUCKET,
     ENCODE,
@@ -29,6 +28,7 @@ from pipeline.cache.findings import (
     PROMPTS,
     Finding,
     Replaced,
+    again,
     damage_only,
     named_snapshots,
     recipe_names,
@@ -160,7 +160,7 @@ def _fix_of_table(cache: Cache, table: str, document: str | None, named: Mapping
     folder, _, name = document.partition("/")
     if folder == "snapshots" and table.endswith(".arrow"):
         snapshot = named.get(PurePosixPath(name).stem)
-        return GC if snapshot is None else f"{AGAIN} {snapshot}"
+        return GC if snapshot is None else again(snapshot)
     if folder == "sources" and document == _last_scan(cache, name.partition("/")[0]):
         return ENCODE
     return BACKUP if folder == "scales" else REPAIR
@@ -410,7 +410,7 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         if bad := sum(map(len, referred_keys(snapshot, replaced))) if any(replaced.values()) else 0:
             if snapshot.id in named:
-                fix = f"{AGAIN} {named[snapshot.id]} --move"
+                fix = f"{again(named[snapshot.id])} --move"
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=fix)
             return
         check_files(cache.files, snapshot.head)

@@ -12,7 +12,6 @@ from pipeline.cache.root import Cache
 from pipeline.errors import AwayError, CacheError, NoSpaceError, ResourceError
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
-AGAIN = "sana-pipe bucket --again"
 GC = "sana-pipe gc --yes"
 PROMPTS = "sana-pipe encode --prompts FILE"
 
@@ -63,6 +62,11 @@ def skip_damaged() -> Iterator[None]:
 
 def recipe_names(cache: Cache) -> list[str]:
     return [name.removesuffix(".json") for name in cache.files.names("recipes") if name.endswith(".json")]
+
+
+def again(name: str) -> str:
+    """The command that writes lists and chunks of a snapshot again. name: points to it."""
+    return f"sana-pipe bucket --again {name}"
 
 
 def fix_of_head(name: str) -> str:

@@ -286,9 +286,9 @@ def sizes(
     null = text_bytes(text, text.max_length, 0) if work.null else 0
     image_units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in work.pictures.items())
     text_units = -(-work.captions // config.encode.unit_captions) + work.null
-    # Twice a row: the unit's table and the plan's; the scan and the plan hold keys, digests and the text itself.
-    index = work.images * (2 * _row("latent") + 64) + work.texts * (2 * _row("text") + 24)
-    index += (image_units + text_units) * _UNIT + work.caption_bytes // 2 + work.items * 48
+    # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.
+    index = work.images * (2 * _row("latent") + 128) + work.texts * (2 * _row("text") + 48)
+    index += (image_units + text_units) * _UNIT + work.caption_bytes + work.items * 96
     return Sizes(
         latents + image_units * _SHARD,
         round(body * scale) + null + text_units * _SHARD,

@@ -67,7 +67,9 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
     reshard = train.parallel.reshards(mesh[SHARD].size())
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for module in (*blocks, model):
-        fully_shard(module, mesh=data, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
+        # None: the root's parameters stay gathered, since the backward pass begins with them
+        freed = None if reshard and module is model else reshard
+        fully_shard(module, mesh=data, reshard_after_forward=freed, mp_policy=policy, offload_policy=offload_policy)
     missing = [type(block).__name__ for block in (*blocks, model) if not isinstance(block, FSDPModule)]
     if missing:
         raise RuntimeError(f"fully_shard did not wrap {missing}")

@@ -1,12 +1,12 @@
 """Decide `train.parallel`, `microbatch`, `activation_checkpointing` and `compile` where they are `auto`.
 
-What: `decide` searches the options that are `auto` by the code of `plan --search` and returns the configuration with
-values, and lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values; code
-that reads these options must call both first (`TrainConfig.undecided`). A resumed run on as many processes keeps the
-values of its checkpoint.
+What: `decide` searches the options that are `auto` (`Search.choose`) and returns the configuration with values, and
+lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values; code that reads these
+options must call both first (`TrainConfig.undecided`). A resumed run on as many processes keeps the values of its
+checkpoint.
 Without a search, microbatch and checkpointing are `FIXED`: on a CPU, whose memory is no limit.
-The memory that may be used: on a GPU all but `MARGIN`; for `parallel` on a CPU half of the main memory (or of the
-control group's limit), divided by the node's processes.
+The memory that may be used: on a GPU all but `MARGIN` if something fits into it, else all; for `parallel` on a CPU half
+of the main memory (or of the control group's limit), divided by the node's processes.
 In a launch the first process decides, for the smallest memory of all (`stages.train`).
 Price: up to a minute of CPU time for Sana 1.6B at the first start, by the number of options.
 """
@@ -15,23 +15,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
+from pipeline import gpus
 from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError
+from pipeline.gpus import GIB
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
-from pipeline.planning import cards
 from pipeline.planning.predict import Data, Machine
-from pipeline.planning.search import NothingFitsError, search
+from pipeline.planning.search import MARGIN, Search
 
-MARGIN = 0.1
-"""Share of a GPU's memory that is left free, beside the estimates of context and fragmentation."""
 FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
 _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
 
@@ -44,6 +42,7 @@ def decide(
     earlier: dict[str, Any] | None = None,
     processes: int | None = None,
     log: Callable[[str], None] = lambda line: None,
+    search: Search | None = None,
 ) -> tuple[Config, list[str]]:
     """The configuration with values for what is `auto` but for `compile`, and lines to print.
 
@@ -52,9 +51,10 @@ def decide(
         earlier: the configuration in the checkpoint that is resumed.
         processes: how many wrote this checkpoint.
         log: prints a line before a search, which takes up to a minute.
+        search: of this model, data and machine, whose traces are used.
 
     Raises:
-        UserError: nothing fits.
+        NothingFitsError: nothing fits.
     """
     undecided, train = tuple(name for name in config.train.undecided if name != "compile"), config.train
     if not undecided:
@@ -63,13 +63,14 @@ def decide(
     if values is None and not machine.card.is_gpu:
         fixed = {name: value for name, value in FIXED.items() if name in undecided}
         if fixed:
-            config, searched = decide(config.with_train(**fixed), shape, data, machine, log=log)
+            config, searched = decide(config.with_train(**fixed), shape, data, machine, log=log, search=search)
             values_text = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
             return config, [f"auto: {values_text} (on a CPU)", *searched]
     reason = "as in the checkpoint"
     if values is None:
         log(f"auto: predicting memory and speed, to choose {', '.join(f'train.{name}' for name in undecided)}")
-        values, reason = _fastest(train, shape(), data, machine, undecided)
+        search = search or Search(shape(), data, machine, config.bears)
+        values, reason = _fastest(search, train, undecided)
     decided = _with_values(train, undecided, values)
     named = {
         "parallel": str(check_sizes(decided.parallel, machine.gpus)),
@@ -82,29 +83,20 @@ def decide(
     return config.model_copy(update={"train": decided}), [f"auto: {chosen} ({reason})"]
 
 
-def _fastest(
-    train: TrainConfig, architecture: ModelSpec, data: Data, machine: Machine, undecided: tuple[str, ...]
-) -> tuple[dict[str, Any], str]:
-    """The values of the fastest configuration that leaves `MARGIN` of the memory free, and why they were chosen."""
-    roomy = replace(machine, memory=round(machine.memory * (1 - MARGIN)))
+def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> tuple[dict[str, Any], str]:
+    """The values of the fastest configuration, and why they were chosen."""
     # What the compiler saves is not predicted; it is about as much.
-    plain = train.model_copy(update={"compile": "none"})
-    try:
-        best = search(plain, architecture, data, roomy, axes=undecided, verified=1)[0]
-    except NothingFitsError as error:
-        names = " and ".join(f"train.{name}" for name in undecided)
-        fix = f"{error.fix}; or give {names} values, which are tried without a prediction"
-        raise NothingFitsError(error.what, expected=error.expected, fix=fix) from None
-    sizes = dict(zip(_SIZES, _by_name(best.layout.sizes), strict=True))
+    axes = {*undecided, *(["offload"] if "parallel" in undecided else [])}
+    best = search.choose(train.model_copy(update={"compile": "none"}), axes)
+    parallel = {name.partition(".")[2]: value for name, value in best.changes.items() if name.startswith("parallel.")}
     values = {
-        "parallel": {**sizes, "offload": best.train.parallel.offload},
+        "parallel": {name: parallel[name] for name in (*_SIZES, "offload")},
         "microbatch": best.train.microbatch,
         "activation_checkpointing": best.train.activation_checkpointing,
     }
-    return values, (
-        f"{best.total / cards.GIB:.1f} of {machine.memory / cards.GIB:.1f} GiB are predicted, "
-        f"{MARGIN:.0%} and more stay free"
-    )
+    total, memory = best.prediction.total, search.machine.memory
+    free = f"{MARGIN:.0%} and more stay" if total <= (1 - MARGIN) * memory else f"only {1 - total / memory:.1%} stay"
+    return values, f"{total / GIB:.1f} of {memory / GIB:.1f} GiB are predicted, {free} free"
 
 
 def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[str, Any]) -> TrainConfig:
@@ -119,11 +111,6 @@ def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[st
             found=", ".join(f"train.{name}: {values[name]}" for name in undecided),
             fix="give these options values instead of auto",
         ) from None
-
-
-def _by_name(sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    pipeline, replicate, shard, tensor = sizes
-    return replicate, shard, tensor, pipeline
 
 
 def as_it_began(
@@ -180,14 +167,14 @@ def _uncompiled(device: torch.device) -> str | None:
 
 def present(device: torch.device, launch: Launch) -> Machine:
     """The machine of a launch whose processes each have a device like this."""
-    card = cards.of_device(device)
+    card = gpus.of_device(device)
     nodes = max(1, launch.world // launch.local_world)
     if card is None:  # its speed counts for the ranking only
         memory = torch.cuda.get_device_properties(device).total_memory
-        return Machine(cards.card(cards.UNNAMED), memory, launch.world, nodes, assumed=True)
+        return Machine(gpus.card(gpus.UNNAMED), memory, launch.world, nodes, assumed=True)
     return Machine(card, usable(card, launch.local_world), launch.world, nodes)
 
 
-def usable(card: cards.Card, processes: int) -> int:
+def usable(card: gpus.Card, processes: int) -> int:
     """Bytes of a card for each of so many processes on its node: all of a GPU; half of main memory, shared."""
     return card.memory if card.is_gpu else card.memory // (2 * processes)

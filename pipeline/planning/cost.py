@@ -124,28 +124,23 @@ class Time:
             busy * (stages - 1) / count if stages > 1 else 0.0,
             samples,
             float(prediction.architecture.training_flops(samples, tokens, samples * shape.rows)),
-            tflops_of(prediction) * _TERA * prediction.machine.gpus,
+            prediction.machine.card.tflops(prediction.train.precision) * _TERA * prediction.machine.gpus,
             prediction.machine.gpus,
             data.samples,
             constants,
         )
 
 
-def tflops_of(prediction: Prediction) -> float:
-    """The data sheet's peak of a GPU in the run's precision."""
-    card = prediction.machine.card
-    return card.fp32_tflops if prediction.train.precision == "fp32" else card.bf16_tflops
-
-
 def _kernels(prediction: Prediction, constants: Constants) -> dict[str, float]:
     """Seconds of a step by class: the longest of arithmetic, memory traffic and the starts of kernels."""
     shape, card = prediction.shape, prediction.machine.card
     repeats = -(-prediction.share // shape.microbatch) / shape.count
+    peak = card.tflops(prediction.train.precision) * _TERA
     reached = {MATMUL: constants.matmul, ATTENTION: constants.attention, KERNELS: constants.matmul}
     result = {}
     for name, work in prediction.traced.work.items():
         times = 1.0 if name == UPDATE else repeats
-        arithmetic = work.flops / (tflops_of(prediction) * _TERA * reached.get(name, 1.0))
+        arithmetic = work.flops / (peak * reached.get(name, 1.0))
         share = constants.depthwise if name == DEPTHWISE else constants.memory
         moved = work.bytes / (card.memory_gbs * _GB * share)
         result[name] = times * max(arithmetic, moved, work.calls * constants.start_s)

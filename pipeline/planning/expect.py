@@ -21,7 +21,7 @@ from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
-from pipeline.planning import auto
+from pipeline.planning import auto, extent
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, closed_form, predict
 from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
@@ -38,19 +38,24 @@ def expect(
     log: Callable[[str], None],
 ) -> Expected | None:
     """The prediction of a run; None if there is nothing to compare, or after a note that says why there is none.
+    Also prints what the run means (`extent`).
 
     Args:
         config: decided, with `train.residual`. shape: gives the model's shape.
     """
+    expected, step_s = None, None
     try:
         architecture = shape()
         if (note := _short_of_space(config.train, architecture)) is not None:
             log(note)
-        return _expect(config, architecture, data, device, launch)
+        expected, step_s = _expect(config, architecture, data, device, launch)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         log(f"note: memory and speed are not predicted: {reason}")
-        return None
+    else:
+        for line in extent.lines(config.train, architecture, data, step_s):
+            log(line)
+    return expected
 
 
 def _short_of_space(train: TrainConfig, shape: ModelSpec) -> str | None:
@@ -66,20 +71,23 @@ def _short_of_space(train: TrainConfig, shape: ModelSpec) -> str | None:
     )
 
 
-def _expect(config: Config, shape: ModelSpec, data: Data, device: torch.device, launch: Launch) -> Expected | None:
+def _expect(
+    config: Config, shape: ModelSpec, data: Data, device: torch.device, launch: Launch
+) -> tuple[Expected | None, float | None]:
+    """And the seconds of a step, without what the compiler saves, where the card is known."""
     machine, given = auto.present(device, launch), config.train
     is_bound = given.compile != "none"
     train = as_new_run(given).model_copy(update={"compile": "none"})
     layout = check_sizes(train.parallel, launch.world)
     on_gpu = machine.card.is_gpu
     if not on_gpu and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:
-        return None
+        return None, None
     prediction = predict(train, shape, data, machine, layout=layout)
     time = Time.of(prediction, data)
     known = on_gpu and not is_bound and not machine.assumed
     peak = prediction.traced.peak
     lasting = sum(peak[kind] for kind in (*LASTING, GRADIENTS, BUFFERS))
-    return Expected(
+    expected = Expected(
         lasting,
         prediction.traced.total - lasting,
         prediction.shape.microbatch * prediction.shape.tokens(shape),
@@ -88,6 +96,7 @@ def _expect(config: Config, shape: ModelSpec, data: Data, device: torch.device, 
         {"prediction": prediction.as_dict(), **({"time": time.as_dict()} if known else {})},
         is_bound,
     )
+    return expected, time.step if on_gpu and not machine.assumed else None
 
 
 def _resident() -> float:

@@ -17,11 +17,11 @@ from typing import Any
 
 from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
+from pipeline.gpus import GIB, Card
 from pipeline.images import buckets
 from pipeline.models.spec import ModelSpec, spec_from_arch, spec_of
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
-from pipeline.planning.cards import GIB, Card
 from pipeline.planning.trace import Shape, Traced
 from pipeline.planning.tracker import BUFFERS, EMA, GRADIENTS, KINDS, LASTING, OPTIMIZER, PARAMETERS
 from pipeline.training.optimizers import in_backward

@@ -193,6 +193,8 @@ def trace(
             if ema is not None:
                 away = train.ema.device == "cpu" if train.ema is not None else False
                 tracker.mark(kinds.HOST if away and on_gpu else kinds.EMA, ema.values.values())
+                copies = [torch.empty_like(each) for each in ema.values.values()] if away and on_gpu else []
+                tracker.mark(kinds.HOST, copies)  # page-locked, of `HostCopy`
             if train.optim.in_backward:
                 in_backward.fuse(optimizer, model)
             tracker.phase = "forward"

@@ -215,7 +215,7 @@ class Watcher:
                 latents = drawing.latents() if drawing.pictures() is None else None
             except UserError as error:
                 self.failed[path] = error.what
-                self.log(error.what)
+                self.log(error.line)
                 continue
             if latents is not None:
                 self._decode(drawing, latents)
@@ -237,7 +237,7 @@ class Watcher:
                 try:
                     picture = Image.fromarray(self._decoder.decode(latent[None])[0])
                 except NonFiniteOutputError as error:
-                    self.log(f"{drawing.path}: {name} has no picture: {error.what}")
+                    self.log(f"{drawing.path}: {name} has no picture: {error.line}")
                     names[name] = None
                     continue
                 names[name] = f"{name}.png"

@@ -561,9 +561,18 @@ class _BadValue:
     reason: str
 
 
+def _in_python(kind: pa.DataType) -> pa.DataType:
+    """The type to read: nanoseconds, which are values of pandas only where that is installed, as microseconds."""
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if kind in (pa.time64("ns"), pa.duration("ns")):
+        return pa.time64("us") if kind == pa.time64("ns") else pa.duration("us")
+    return kind
+
+
 def _value(scalar: pa.Scalar) -> Any:
     try:
-        return scalar.as_py()
+        return scalar.cast(_in_python(scalar.type)).as_py()
     except UnicodeDecodeError:
         return _BadValue("is not UTF-8")
     except Exception:  # ValueError, OverflowError, KeyError of a time zone
@@ -575,7 +584,7 @@ def _rows(table: pa.Table) -> list[dict[str, Any]]:
 
     def values(column: pa.ChunkedArray) -> list[Any]:
         try:
-            return column.to_pylist()
+            return column.cast(_in_python(column.type)).to_pylist()
         except Exception:
             return [_value(scalar) for scalar in column]
 

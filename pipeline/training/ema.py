@@ -6,8 +6,9 @@ Why a dict of tensors and no second model: FSDP2's modules cannot be copied, the
 lie on the CPU, where they cost no GPU memory.
 The decay grows with the step, min(decay, (1 + step) / (10 + step)), so that an average that started from random weights
 forgets them; it is a function of the step and needs no state.
-Price: 4 bytes per parameter, on the device or on the host; on the host also one copy of the weights to it per update
-(`every` makes it rarer, with the same decay per step).
+Price: 4 bytes per parameter, on the device or on the host. On the host an update waits for a copy of the weights to
+page-locked memory, which occupies as much again, and for the CPU's arithmetic; `every` makes updates rarer, with the
+same decay per step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from pipeline.config import EmaConfig
 from pipeline.parallel.shards import local
+from pipeline.training.host_copy import HostCopy
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
@@ -37,7 +39,7 @@ class EMA:
 
     def __init__(self, model: nn.Module, config: EmaConfig):
         """Start from the current weights. Call it after `parallelize`."""
-        self.config = config
+        self.config, self._host = config, HostCopy()
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = {name: self._copy(parameter) for name, parameter in self._parameters.items()}
 
@@ -59,11 +61,13 @@ class EMA:
         averages = [local(value) for value in self.values.values()]
         weights = [local(parameter.detach()) for parameter in self._parameters.values()]
         share = 1 - ema_decay(self.config, step)
-        if all(w.dtype == a.dtype and w.device == a.device for w, a in zip(weights, averages, strict=True)):
+        if any(w.device != a.device for w, a in zip(weights, averages, strict=True)):
+            weights = self._host.of(weights)
+        if all(w.dtype == a.dtype for w, a in zip(weights, averages, strict=True)):
             torch._foreach_lerp_(averages, weights, share)
             return
         for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight.to(average.device, torch.float32), share)
+            average.lerp_(weight.float(), share)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

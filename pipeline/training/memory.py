@@ -114,7 +114,7 @@ OPTIONS: tuple[tuple[Callable[[TrainConfig], dict[str, Any]], str], ...] = (
         lambda train: {"optim.name": "came", "optim.betas": None, "optim.eps": None},
         "4 instead of 8 bytes per parameter; another optimizer: look at lr and weight_decay",
     ),
-    (lambda train: {"ema.device": "cpu"}, "EMA in host memory; one copy per update"),
+    (lambda train: {"ema.device": "cpu", "ema.every": 10}, "EMA in host memory; one copy of the weights per update"),
     (lambda train: {"parallel.dp_replicate": 1, "parallel.dp_shard": -1}, "shards instead of replicas; more traffic"),
     (lambda train: {"parallel.reshard_after_forward": True}, "more gathers of each block"),
     (lambda train: {"precision": "bf16"}, "half the activations; rounds"),

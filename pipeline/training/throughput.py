@@ -10,7 +10,6 @@ peak in the run's precision, without sparsity.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,53 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline import gpus
 from pipeline.config import TrainConfig
 from pipeline.loader.loader import Batch
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import Layout
 from pipeline.training.memory import MemoryMonitor
 from pipeline.training.step import Outcome
-
-PEAK_TFLOPS: dict[str, tuple[float, float]] = {
-    "B200": (2250.0, 75.0),
-    "H200 NVL": (835.0, 60.0),
-    "H200": (989.0, 67.0),
-    "H100 NVL": (835.0, 60.0),
-    "H100 PCIe": (756.0, 51.0),
-    "H100": (989.0, 67.0),
-    "H20": (148.0, 44.0),
-    "A100": (312.0, 19.5),
-    "A800": (312.0, 19.5),
-    "A30": (165.0, 10.3),
-    "A40": (149.7, 37.4),
-    "A10": (125.0, 31.2),
-    "L40S": (362.0, 91.6),
-    "L40": (181.0, 90.5),
-    "L4": (121.0, 30.3),
-    "RTX 6000 Ada": (364.2, 91.1),
-    "RTX A6000": (154.8, 38.7),
-    "RTX A5000": (111.1, 27.8),
-    "RTX 5090": (209.5, 104.8),
-    "RTX 4090": (165.2, 82.6),
-    "RTX 4080": (97.5, 48.7),
-    "RTX 3090 Ti": (80.0, 40.0),
-    "RTX 3090": (71.0, 35.6),
-}
-"""By a part of torch's device name: dense 10^12 operations per second, (16 bit with fp32 accumulation, fp32 without
-TF32). NVIDIA's data sheets and architecture whitepapers."""
-
-
-def peak_tflops(name: str, precision: str) -> float | None:
-    """The data sheet's peak of a GPU, None for one that the table lacks.
-
-    Args:
-        name: as `torch.cuda.get_device_name` returns it.
-        precision: `train.precision`.
-    """
-    known = [part for part in PEAK_TFLOPS if re.search(rf"\b{re.escape(part)}\b", name)]
-    if not known:
-        return None
-    return PEAK_TFLOPS[max(known, key=len)][precision == "fp32"]
 
 
 @dataclass
@@ -104,8 +63,8 @@ class Throughput:
         self.train, self.architecture, self.layout, self.device = train, architecture, layout, device
         self.memory = MemoryMonitor(train, device, log)
         self.peak = train.peak_tflops
-        if self.peak is None and device.type == "cuda":
-            self.peak = peak_tflops(torch.cuda.get_device_name(device), train.precision)
+        if self.peak is None and device.type == "cuda" and (card := gpus.of_device(device)) is not None:
+            self.peak = card.tflops(train.precision)
         self._window = _Window()
 
     def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:

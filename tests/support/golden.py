@@ -3,22 +3,62 @@ the orders of its snapshots must stay, and so do the checkpoint and its losses."
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tarfile
 import tempfile
 from pathlib import Path
 
+import torch
+
+import stages.bucket
+import stages.pack
+from pipeline.cache.root import Cache
+from pipeline.config import Config
+from pipeline.loader.loader import Loader
+from tests.support import synthetic
+from tests.support.loading import loader_settings
+from tests.support.trees import unpack
+
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden.tar.xz"
+SETTINGS = {
+    "plain": [],
+    "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.small=drop", "bucket.heldout=0.2"],
+    "windows": ["bucket.batch=2"],
+}
+
+
+def config(golden: Path, *overrides: str) -> Config:
+    return synthetic.config(golden / "cache", *overrides)
+
+
+def batch_digests(cache: Path, snapshot: str) -> list[str]:
+    """A digest of the ids and tensors of each step's batch."""
+    loader = Loader(
+        Cache(cache).open_snapshot(snapshot),
+        loader_settings(
+            seed=7,
+            phase=1,
+            microbatch=64,
+            caption_drop=0.2,
+            stop_step=40,
+            length_window=3 if snapshot == "windows" else 1,
+        ),
+    )
+    steps = []
+    for parts, _ in loader:
+        digest = hashlib.sha256()
+        for batch in parts:
+            digest.update(repr((batch.sample_ids, batch.bucket)).encode())
+            bits = (batch.latents.view(torch.int16), batch.captions.view(torch.int16))
+            for tensor in (*bits, batch.mask, batch.noise, batch.logit):
+                digest.update(tensor.numpy().tobytes())
+        steps.append(digest.hexdigest()[:16])
+    return steps
 
 
 def record() -> None:
-    import stages.bucket
-    import stages.pack
-    from tests.support import synthetic
-    from tests.support.trees import unpack
-    from tests.test_golden import SETTINGS, batch_digests, config
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         unpack(GOLDEN, folder)

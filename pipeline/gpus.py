@@ -1,0 +1,160 @@
+"""GPUs by name: memory, peaks and links.
+
+`memory_gib` is what CUDA reports as total on such a card (with ECC where it is the default), so a little less than the
+label says. Peaks are dense, 16 bit with fp32 accumulation and fp32 without TF32. `link_gbs` is what one GPU can send to
+the others of its node, in each direction: NVLink or Infinity Fabric, or the half of PCIe's rate that peers reach
+through the host.
+
+Sources: NVIDIA's data sheets and architecture whitepapers (GA102, AD102, Blackwell RTX and RTX PRO, HGX and NVL72),
+AMD's data sheet of the Instinct MI300X. The shares of a peak that a step reaches are in `planning/cost.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pipeline.errors import UserError
+
+GIB = 2**30
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Card:
+    """part: of the name that torch gives. memory_gib: GiB. bf16_tflops, fp32_tflops: 10^12 operations/s. memory_gbs,
+    link_gbs: 10^9 bytes/s."""
+
+    name: str
+    part: str
+    memory_gib: float
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gbs: float
+    link_gbs: float
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        return round(self.memory_gib * GIB)
+
+    @property
+    def is_gpu(self) -> bool:
+        """False for `CPU`, of which no data sheet gives speeds."""
+        return self.name != CPU
+
+    def tflops(self, precision: str) -> float:
+        """The peak in a value of `train.precision`."""
+        return self.fp32_tflops if precision == "fp32" else self.bf16_tflops
+
+
+CARDS: dict[str, Card] = {
+    card.name: card
+    for card in (
+        Card("3090", "RTX 3090", 23.7, 71.0, 35.6, 936, 12),
+        Card("3090-ti", "RTX 3090 Ti", 23.7, 80.0, 40.0, 1008, 12),
+        Card("4080", "RTX 4080", 15.7, 97.5, 48.7, 717, 12),
+        Card("4090", "RTX 4090", 23.6, 165.2, 82.6, 1008, 12),
+        Card("5090", "RTX 5090", 31.4, 209.5, 104.8, 1792, 25),
+        Card("a5000", "RTX A5000", 23.7, 111.1, 27.8, 768, 12),
+        Card("a6000", "RTX A6000", 47.4, 154.8, 38.7, 768, 12),
+        Card("6000-ada", "RTX 6000 Ada", 47.5, 364.2, 91.1, 960, 12),
+        Card("pro-6000", "RTX PRO 6000", 95.0, 503.8, 126.0, 1792, 25),
+        Card("a10", "A10", 22.1, 125.0, 31.2, 600, 12),
+        Card("a10g", "A10G", 22.1, 70.0, 35.0, 600, 12),
+        Card("a30", "A30", 23.6, 165.0, 10.3, 933, 12),
+        Card("a40", "A40", 44.5, 149.7, 37.4, 696, 12),
+        Card("l4", "L4", 22.0, 121.0, 30.3, 300, 12),
+        Card("l40", "L40", 44.4, 181.0, 90.5, 864, 12),
+        Card("l40s", "L40S", 44.4, 362.0, 91.6, 864, 12),
+        Card("a100-40", "A100", 39.4, 312.0, 19.5, 1555, 300),
+        Card("a100-80", "A100", 79.2, 312.0, 19.5, 2039, 300),
+        Card("a800", "A800", 79.2, 312.0, 19.5, 2039, 200),
+        Card("h20", "H20", 95.1, 148.0, 44.0, 4000, 450),
+        Card("h100", "H100", 79.1, 989.0, 67.0, 3350, 450),
+        Card("h100-pcie", "H100 PCIe", 79.1, 756.0, 51.0, 2039, 25),
+        Card("h100-nvl", "H100 NVL", 93.1, 835.0, 60.0, 3938, 300),
+        Card("h200", "H200", 139.8, 989.0, 67.0, 4800, 450),
+        Card("h200-nvl", "H200 NVL", 139.8, 835.0, 60.0, 4800, 450),
+        Card("gh200", "GH200", 95.0, 989.0, 67.0, 4000, 450),
+        Card("b200", "B200", 178.4, 2250.0, 75.0, 8000, 900),
+        Card("gb200", "GB200", 184.9, 2500.0, 80.0, 8000, 900),
+        Card("b300", "B300", 268.5, 2250.0, 75.0, 8000, 900),
+        Card("mi300x", "MI300X", 191.5, 1307.4, 163.4, 5300, 448),
+    )
+}
+UNNAMED = "a100-80"
+"""The card whose speed is assumed where only a memory size is given."""
+
+
+def card(name: str) -> Card:
+    """A card by its name.
+
+    Raises:
+        UserError: an unknown name; lists the known ones.
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("rtx").strip("-")
+    if key == CPU:
+        return processor()
+    if key not in CARDS:
+        raise UserError(
+            f"--gpu {name}: no such card in the table",
+            expected="one of " + ", ".join([*CARDS, CPU]),
+            fix="or describe it: --gpus N --gpu-memory 24GiB",
+        )
+    return CARDS[key]
+
+
+def processor() -> Card:
+    """This machine's CPU: its main memory, or the limit of its control group; nominal speeds."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in limit_files(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+        with suppress(OSError, ValueError):
+            sizes.append(int(file.read_text()))
+    return Card(CPU, CPU, min(sizes) / GIB, 0.05, 0.05, 10, 1)
+
+
+def limit_files(membership: Path, root: Path) -> Iterator[Path]:
+    """Files that may limit this process's memory: of its control group and of all above it (cgroup v2), then of v1."""
+    groups = [""]
+    with suppress(OSError):
+        groups += [line.partition("::")[2] for line in membership.read_text().splitlines() if line.startswith("0::")]
+    for group in groups:
+        below = root / group.strip("/")
+        yield from (folder / "memory.max" for folder in (below, *below.parents) if folder.is_relative_to(root))
+    yield root / "memory" / "memory.limit_in_bytes"
+
+
+def of_device(device: torch.device) -> Card | None:
+    """The card of a device of this process, with its memory; None: not in the table."""
+    if device.type == "cpu":
+        return processor()
+    return of_name(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+
+
+def of_name(name: str, memory: int) -> Card | None:
+    """The card of a name as torch gives it, and of so many bytes."""
+    parts = [card.part for card in CARDS.values() if re.search(rf"\b{re.escape(card.part)}\b", name)]
+    if not parts:
+        return None
+    named = [card for card in CARDS.values() if card.part == max(parts, key=len)]
+    return replace(min(named, key=lambda card: abs(card.memory - memory)), memory_gib=memory / GIB)
+
+
+def memory_of(text: str) -> int:
+    """Bytes of `24GiB`, `24GB`, `24` (GiB) or `81559MiB`.
+
+    Raises:
+        UserError: another form.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB|G)?\s*", text, flags=re.IGNORECASE)
+    units = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+    if match is None or float(match[1]) <= 0:
+        raise UserError(f"--gpu-memory {text}: not an amount of memory", expected="such as 24GiB, 80GB or 81559MiB")
+    return round(float(match[1]) * units[(match[2] or "GiB").lower()])

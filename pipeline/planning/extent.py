@@ -1,0 +1,47 @@
+"""What a run means: steps, pictures, epochs, hours, and the disk space of its checkpoints."""
+
+from __future__ import annotations
+
+from pipeline.amounts import amount, duration
+from pipeline.config import TrainConfig
+from pipeline.models.spec import ModelSpec
+from pipeline.planning.predict import Data, checkpoint_bytes
+
+MANY_EPOCHS = 100
+"""From so many on a model has most likely learnt its pictures by heart."""
+
+
+def lines(train: TrainConfig, shape: ModelSpec, data: Data, step_s: float | None = None) -> list[str]:
+    """The run in a line, and a warning of a great many epochs.
+
+    Args:
+        step_s: seconds of a step, if they are known.
+    """
+    batch = sum(data.buckets.values()) / len(data.buckets)
+    steps = train.steps
+    if steps is None:
+        if data.samples is None or train.epochs is None:
+            return []
+        steps = max(1, round(train.epochs * data.samples / batch))
+    pictures = steps * batch
+    size = checkpoint_bytes(shape, train)
+    count = min(train.keep_checkpoints, -(-steps // train.save_every))
+    count += 0 if train.keep_every is None else steps // train.keep_every
+    parts = [f"{steps:,} steps of {batch:,.0f} pictures, {pictures:,.0f} in all"]
+    epochs = None if data.samples is None else pictures / data.samples
+    if epochs is not None:
+        parts.append(
+            f"{epochs:,.3g} epochs of {data.samples:,}"
+            if epochs < 1000
+            else f"{epochs:,.0f} epochs of {data.samples:,}"
+        )
+    if step_s is not None:
+        parts.append(f"about {duration(steps * step_s)}")
+    parts.append(f"checkpoints of {amount(size)}, {amount(count * size)} for the {count} that are kept")
+    result = ["the run: " + ", ".join(parts)]
+    if epochs is not None and epochs >= MANY_EPOCHS:
+        result.append(
+            f"warning: each picture is trained on about {epochs:,.0f} times, until the model knows it by heart: more "
+            "pictures, or fewer steps (--set train.steps=null --set train.epochs=20)"
+        )
+    return result
