@@ -490,8 +490,10 @@ def _run_sections(run: dict[str, Any]) -> Iterator[Section]:
     for name, plots in _PLOTS.items():
         section = _section(name)
         for column, title, label, scale in plots:
-            line = _line(_label(run), run, _of_journal(column), scale)
-            section.plots.append(line_plot(f"{column}-plot", title, [line], label, marks=_marks(run)))
+            lines = [_line(_label(run), run, _of_journal(column), scale)]
+            parts = {name for part in run["parts"] for name in part["curves"] if name.startswith(f"{column}: ")}
+            lines += [_line(name, run, _of_journal(name), scale) for name in sorted(parts)]
+            section.plots.append(line_plot(f"{column}-plot", title, lines, label, marks=_marks(run)))
         if name == "memory":
             section.tables = [table for part in run["parts"] for table in _plan_tables(part["name"], part)]
         yield section
@@ -526,7 +528,12 @@ def _number(value: Any) -> str:
     return number_text(value) if isinstance(value, int | float) else "" if value is None else str(value)
 
 
-_DIVIDED = (("by_sigma", "sigma", "sigma {}"), ("by_bucket", "bucket", "bucket {}"), ("by_age", "age", "{} samples"))
+_DIVIDED = (
+    ("by_sigma", "sigma", "sigma {}"),
+    ("by_bucket", "bucket", "bucket {}"),
+    ("by_age", "age", "{} samples"),
+    ("parts", "part", "{}"),
+)
 """Figures of the held-out loss in parts: their name, what divides them, and the label of a part."""
 
 

@@ -68,7 +68,9 @@ def run_figures(folder: Path) -> dict[str, Any]:
 def _part(folder: Path) -> dict[str, Any]:
     events = read_events(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
     rows, starts = events.get(None, []), events.get("start", [])
-    columns = {name: column for name in CURVES if len((column := _column(rows, name))[0])}
+    parts = dict.fromkeys(name for row in rows for name in row.get("parts") or {})
+    places = {name: (name,) for name in CURVES} | {f"loss: {name}": ("parts", name) for name in parts}
+    columns = {name: column for name, place in places.items() if len((column := _column(rows, *place))[0])}
     return {
         "name": folder.name,
         "folder": str(folder),
@@ -129,7 +131,7 @@ def thinned(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> Curv
 
 def _validation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Curves of the held-out loss: `loss`, `ema_loss` (null without EMA), `by_sigma`, `by_bucket`, `by_age`
-    (old and new samples)."""
+    (old and new samples), `parts` (of a loss that has several)."""
     if not rows:
         return None
 
@@ -147,6 +149,7 @@ def _validation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         "by_sigma": dict(sorted(several("by_sigma").items(), key=lambda pair: _sigma(pair[0]))),
         "by_bucket": several("by_bucket"),
         "by_age": several("by_age"),
+        "parts": several("parts"),
     }
 
 
