@@ -1422,6 +1422,10 @@ def as_yaml(value: Any, **style: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, **style)
 
 
+WITH_SPACES = ("caption_prefix", "caption_suffix")
+"""Options whose text may begin or end with spaces."""
+
+
 def _parse_override(text: str) -> tuple[list[str], Any, str]:
     """Keys, value and the text of one `--set`."""
     name, equals, value = text.partition("=")
@@ -1429,9 +1433,12 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
     if not equals or not all(keys):
         raise ConfigError(f"--set {text!r} is not of the form a.b=c", fix="--set train.optim.lr=2e-5")
     try:
-        return keys, from_yaml(value), text
+        meaning = from_yaml(value)
     except NO_YAML as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
+    if keys[-1] in WITH_SPACES and meaning == value.strip():  # YAML drops the spaces of a text without quotes
+        meaning = value
+    return keys, meaning, text
 
 
 def _assign(tree: dict[str, Any], keys: list[str], value: Any, text: str) -> None:

@@ -381,7 +381,7 @@ def encode_source(
     if left:
         click.echo(f"{left} units were not encoded here: other workers have them, or they wait for another source")
     published = {} if asked is None or prompts is None else _publish_prompts(run, asked[0], prompts)
-    _check_rejects(run.config, cache, source.name, planned.items, rejects, planned.faults + len(failed))
+    _check_rejects(run, planned.items, rejects, planned.faults + len(failed))
     return {
         **{noun: part.records for noun, part in made.items()},
         "rejects": len(rejects),
@@ -460,7 +460,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     )
     faults = sum(part.column("width").null_count for part in left_out)  # a row with a width was left out by a setting
     rejects = len(table) - table.column("reject").null_count
-    _check_rejects(config, cache, source.name, table.num_rows, _Rejects(work, rejects), faults)
+    _check_rejects(run, table.num_rows, _Rejects(work, rejects), faults)
     digest = cache.put_table(table)
     cache.add_scan(
         source.name,
@@ -671,13 +671,13 @@ def _write_rejects(cache: Cache, name: str, rejects: _Rejects) -> str:
     return path
 
 
-def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects: _Rejects, faults: int) -> None:
+def _check_rejects(run: EncodeRun, items: int, rejects: _Rejects, faults: int) -> None:
     """RejectRateError if there are too many rejects, or nothing but rejects.
 
     Args:
         faults: rejects that no setting asked for.
     """
-    most = config.encode.max_reject_rate
+    cache, name, most = run.cache, run.source.name, run.config.encode.max_reject_rate
     if not items or (faults / items <= most and len(rejects) < items):
         return
     where = cache.files.where(_write_rejects(cache, name, rejects))
@@ -694,6 +694,6 @@ def _check_rejects(config: Config, cache: Cache, name: str, items: int, rejects:
     raise RejectRateError(
         f"{len(rejects)} of {items} items of source {name!r} were rejected",
         expected=expected,
-        found="\n" + "\n".join(kinds.lines()),
+        found="\n" + "\n".join([*kinds.lines(), *estimate.ignored_lines(run.source.ignored)]),
         fix=fix,
     )

@@ -250,6 +250,13 @@ def test_a_wrong_value_shows_what_the_option_takes(override: str, takes: str) ->
     assert override.partition("=")[0] in str(caught.value) and "Config" not in str(caught.value)
 
 
+@pytest.mark.parametrize("option", ["data.caption_prefix", "data.caption_suffix"])
+@pytest.mark.parametrize("value", [" sks, ", "' sks, '", '" sks, "'])
+def test_the_spaces_around_a_caption_are_kept(option: str, value: str) -> None:
+    assert getattr(load("tiny", [f"{option}={value}"]).data, option.partition(".")[2]) == " sks, "
+    assert load("tiny", ["data.caption= 5 dogs "]).data.caption == "5 dogs"
+
+
 PATHS = ("cache", "mirror.path", "train.output", "data.image_root", "vae.id", "text.id", "model.weights.id")
 
 

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -495,7 +496,7 @@ def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for path in source.glob("*.txt"):
-        path.unlink()
+        path.rename(path.with_suffix(".tags"))
     no_models(monkeypatch)
     config = make_config(tmp_path, "encode.max_reject_rate=1.0")
     assert stages.encode.dry_run(config, data=str(source)) == RejectRateError.exit_code
@@ -503,6 +504,7 @@ def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
     with pytest.raises(RejectRateError, match="12 of 12") as refused:
         stages.encode.run(config, data=str(source))
     assert str(refused.value.found).count("no caption") == 1
+    assert re.search(r"12 +\.tags file", str(refused.value.found)), "what is beside the pictures is named"
     assert capsys.readouterr().out == "", "the reasons are said once"
     assert "--set data.caption" in str(refused.value.fix)
     assert Cache(config.cache).sources() == []

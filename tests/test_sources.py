@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import errno
 import gc
@@ -32,6 +33,7 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
 from pipeline.sources.link_tables import LinkListing
+from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Item, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
 from tests.support.failing_reads import fail_reads
@@ -1202,6 +1204,54 @@ def test_json_that_is_no_listing_is_said(tmp_path: Path, text: str, usable: int)
     items, rejects = listed(opened(tmp_path / "list.json"))
     assert (len(items), len(rejects)) == (usable, 1)
     assert all(key.startswith("list.json") for key in rejects)
+
+
+@pytest.mark.parametrize(("file", "indent"), [("list.json", None), ("list.jsonl", 1), ("list.jsonl", None)])
+def test_json_and_jsonl_under_the_name_of_the_other(tmp_path: Path, file: str, indent: int | None) -> None:
+    for n in range(2):
+        (tmp_path / f"{n}.jpg").write_bytes(JPEG)
+    said = [{"file_name": f"{n}.jpg", "text": f"said {n}"} for n in range(2)]
+    lines = "\n".join(map(json.dumps, said))
+    (tmp_path / file).write_text(lines if file == "list.json" else json.dumps(said, indent=indent))
+    items, rejects = listed(opened(tmp_path / file))
+    assert {key: item.captions for key, item in items.items()} == {f"{n}.jpg": ((f"said {n}", 1.0),) for n in range(2)}
+    assert not rejects
+
+
+@pytest.mark.parametrize("file", ["t.parquet", "list.csv"])
+def test_the_caption_column_that_the_fix_names_holds_captions(tmp_path: Path, file: str) -> None:
+    row = {"key": "000", "caption_length": "9", "my_caption": "a dog", "status": "ok"}
+    if file == "t.parquet":
+        pq.write_table(pa.Table.from_pylist([{"jpg": JPEG, **row}]), tmp_path / file)
+    else:
+        row = {"file": "a.jpg", **row}
+        (tmp_path / file).write_text(",".join(row) + "\n" + ",".join(row.values()) + "\n")
+    with pytest.raises(UserError) as caught:
+        listed(opened(tmp_path / file))
+    assert str(caught.value.fix).split(",")[0] == "--set data.caption_field=my_caption"
+
+
+def test_a_picture_as_text_is_no_name(tmp_path: Path) -> None:
+    text = base64.b64encode(bytes(range(256)) * 9).decode()
+    pq.write_table(pa.table({"image": [text, "/9j/" + text], "text": ["a", "b"]}), tmp_path / "t.parquet")
+    items, rejects = listed(opened(tmp_path / "t.parquet"))
+    assert not items and len(Kinds.of(rejects.items()).counts) == 1
+    assert all("bytes" in reason and len(reason) < len(text) for reason in rejects.values())
+
+
+def test_a_folder_without_pictures_says_what_it_holds(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "meta_cap.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError) as caught:
+        listed(opened(tmp_path))
+    assert "a.txt" in str(caught.value.found) and "meta_cap.json" in str(caught.value.found)
+
+
+def test_an_index_of_tars_that_cannot_be_read_has_a_fix(tmp_path: Path) -> None:
+    (tmp_path / "wids-meta.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(UserError, match="git lfs pull") as caught:
+        opened(tmp_path)
+    assert caught.value.fix
 
 
 def test_a_json_file_of_another_form_is_an_error_that_says_the_way(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ from pipeline.sources.filenames import REPEATS, short_repr, stem
 MAX_COLUMNS = 1000
 """Limit on the columns that are remembered; a source with more has rows with arbitrary keys, not columns."""
 
+CAPTION_WORDS = ("caption", "text", "prompt", "descri", "tags", "alt", "title", "label")
+"""Parts of the names of caption columns, the best first."""
+
 TEXT_FILE = "txt"
 """In a list of columns: the text file beside a picture, or the .txt member of a tar."""
 
@@ -149,6 +152,12 @@ class CaptionRule:
         self.seen.add(TEXT_FILE)
         score = (scores or {}).get(TEXT_FILE, (scores or {}).get("prompt"))
         return CaptionCandidate(text, self.text_weight or 1.0, _number(score))
+
+    def likely(self, columns: Iterable[str]) -> str | None:
+        """The column of a table without any of `fields` that most likely holds its captions."""
+        columns = list(columns)
+        matches = (min((c for c in columns if word in c.lower()), key=len, default=None) for word in CAPTION_WORDS)
+        return next(filter(None, matches), next(iter(columns), None))
 
     def lacks_captions(self, columns: Iterable[str]) -> bool:
         """Whether a table with these columns cannot have any caption."""

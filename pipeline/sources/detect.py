@@ -444,7 +444,12 @@ def _wids(filesystem: Filesystem, files: list[str] | None, data: str) -> dict[st
     try:
         value = parse_json(filesystem.read(index).decode("utf-8-sig"))
     except (Unreadable, UnicodeDecodeError) as error:
-        raise UserError(f"{data}: {error_text(error)}", expected=f"a folder with {WIDS}, or that file") from None
+        raise UserError(
+            f"{data}: the index of its tars cannot be read",
+            expected=f"a folder with {WIDS}, or that file",
+            found=error_text(error),
+            fix="make it readable, or read the tars without it: --format webdataset",
+        ) from None
     shards = value.get("shardlist") if isinstance(value, dict) else None
     urls = [shard.get("url") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
     if not urls or not all(isinstance(url, str) for url in urls):

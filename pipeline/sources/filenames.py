@@ -23,6 +23,9 @@ _EXTENSIONS = (
     "rw2"
 )
 EXTENSIONS = frozenset(_EXTENSIONS.split())
+MAX_NAME = 1024
+"""Bytes of a name, as in S3; what is longer is no name, but a picture as base64."""
+
 REPEATS = re.compile(r"^[1-9][0-9]{0,2}_(?=[^_])")
 """How folders of kohya's sd-scripts begin: `10_sks dog` are pictures of a `sks dog`, each ten times an epoch."""
 _LOST = re.compile(rf"\.({_EXTENSIONS.replace(' ', '|')})(?:\.\d+|[^a-z0-9.~].*)$", re.IGNORECASE | re.DOTALL)
@@ -83,6 +86,8 @@ def unsafe_reason(name: str) -> str | None:
         return "the name is not valid UTF-8"
     if any(unicodedata.category(character) == "Cc" for character in name):
         return "the name has control characters"
+    if len(name.encode()) > MAX_NAME:
+        return f"the name has {len(name.encode()):,} bytes, more than a file's may (a picture must be bytes, not text)"
     if "\\" in name:
         return "the name has a backslash"
     if name.startswith("/") or not name:
@@ -102,13 +107,17 @@ def host(url: str) -> str:
 def shown(name: str) -> str:
     """A name for messages. Of a URL only the host is shown: the rest may be a credential."""
     name = name.strip() if is_url(name) else name
-    return f"{name.partition('://')[0]}://{host(name)}/..." if is_url(name) else escaped(name)
+    return f"{name.partition('://')[0]}://{host(name)}/..." if is_url(name) else escaped(shortened(name, MAX_NAME))
 
 
 def short_repr(value: Any) -> str:
     """`repr` of a value, escaped, in at most 60 characters."""
-    text = escaped(repr(value))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(escaped(repr(value)))
+
+
+def shortened(text: str, length: int = 60) -> str:
+    """The beginning of a text that is longer."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def error_text(error: BaseException) -> str:

@@ -328,6 +328,9 @@ class FolderSource(PrefetchedSource):
             files = ((key, unsafe_reason(key)) for key in disk.find_with_sizes(self.scratch))
         pictures = (key for key, problem in files if self._is_picture(key, problem, found))
         listing = Listing(self.scratch, pictures, found.captions.finish)
+        for kind, count in sorted(listing.orphans.items()):
+            if count:
+                self._ignore(f".{kind} file without a picture", count, listing.orphan_examples[kind])
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch)
         if not len(listing) and not found.refused:
             what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
@@ -344,9 +347,6 @@ class FolderSource(PrefetchedSource):
             self._read_metadata(metadata, file, rows)
         _, listing.rows, rejects = metadata.finish()
         listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
-        for kind, count in sorted(listing.orphans.items()):
-            if count:
-                self._ignore(f".{kind} file without a picture", count, listing.orphan_examples[kind])
         return listing
 
     def _walk(self, disk: LocalFilesystem, found: _Found) -> Iterator[tuple[str, str | None]]:

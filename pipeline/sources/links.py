@@ -54,7 +54,6 @@ MAX_BYTES = 3072 << 20
 DEAD = "no picture behind the link"
 """What the reason of every reject for a `DeadLink` begins with."""
 
-
 REFUSED = "a link that is not followed"
 """What the reason of every reject for a `RefusedLink` begins with."""
 
@@ -66,7 +65,7 @@ class DeadLink(Unreadable):
 
 
 class RefusedLink(DeadLink):
-    """A link leads to what `data.allow_links` does not open. The message begins with `REFUSED`."""
+    """A link leads to what `data.allow_links` does not open. The message begins with `REFUSED` in place of `DEAD`."""
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,8 @@ def check_caption_columns(
     """Raises a UserError if a table has no caption column. path: its full name; alternative: appended to the fix."""
     if not columns or not rule.lacks_captions(columns):
         return
-    others = [escaped(column) for column in columns if column != file_column]
-    fix = f"--set data.caption_field={others[0]}" if others else f"add a caption column to {path}"
+    likely = rule.likely(column for column in columns if column != file_column)
+    fix = f"--set data.caption_field={escaped(likely)}" if likely else f"add a caption column to {path}"
     raise UserError(
         f"{path} has no column {rule.columns[0]!r}",
         expected=f"the columns {file_column!r} and {_caption_columns(rule)}",
@@ -191,8 +191,9 @@ def _caption_columns(rule: CaptionRule) -> str:
 class RowReader:
     """The rows of a JSONL, JSON or CSV file, of which one is in memory at a time.
 
-    A JSON file is an array of objects, or an object {picture: its columns, or its caption}. The separator of a CSV file
-    is found in its header. UTF-16 is read where its mark begins the file, as Excel and PowerShell write it.
+    A JSON file is an array of objects, or an object {picture: its columns, or its caption}; JSON and JSONL are told
+    apart by the first line, since either is found under the other's name. The separator of a CSV file is found in its
+    header. UTF-16 is read where its mark begins the file, as Excel and PowerShell write it.
 
     Args:
         file: its name, which decides the format.
@@ -217,11 +218,22 @@ class RowReader:
 
     def placed(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
         """As the iteration, with the position of the row: its first byte, and the byte after its last."""
-        rows = self._csv if self._ending in ("csv", "tsv") else self._json if self._ending == "json" else self._jsonl
+        rows = self._csv if self._ending in ("csv", "tsv") else self._json if self._is_json() else self._jsonl
         for line, place, row in rows():
             if isinstance(row, dict):
                 self.columns.update(dict.fromkeys(row))
             yield line, place, row
+
+    def _is_json(self) -> bool:
+        """Whether the file is one JSON value, and not one in each line."""
+        lines = iter(self._stream)
+        first = next(lines, b"")
+        self._stream = chain([first], lines)
+        text = first.decode("utf-8-sig", "replace").strip()
+        if self._ending != "json":
+            return text.startswith("[")
+        row = parse_json(text) if len(text) <= MAX_CAPTION_BYTES else ""
+        return isinstance(row, str) or row.keys().isdisjoint((*NAME_COLUMNS, *LINK_COLUMNS))
 
     def _bytes(self, text: str) -> bytes:
         return text.encode(self._encoding, self._errors)

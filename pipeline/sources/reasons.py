@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 
-from pipeline.sources.filenames import escaped, stem
+from pipeline.sources.filenames import escaped, shortened, stem
 
 EXAMPLES = 5
 KINDS = 100
@@ -22,6 +22,9 @@ KINDS = 100
 
 SHOWN = 20
 """Kinds that are printed."""
+
+WIDTH = 300
+"""Characters of a kind that are printed."""
 
 OTHERS = "other reasons"
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -93,14 +96,17 @@ class Kinds:
     def lines(self) -> list[str]:
         """Lines to print: each kind with its count, its examples below it."""
         printed = islice(self.counts.items(), SHOWN)
-        out = [f"  {count:6d}  {name}\n          {examples(self.examples[name], count)}" for name, count in printed]
+        out = [
+            f"  {count:6d}  {shortened(name, WIDTH)}\n          {examples(self.examples[name], count)}"
+            for name, count in printed
+        ]
         rest = list(self.counts.values())[SHOWN:]
         return out + ([f"  {sum(rest):6d}  for {len(rest)} other reasons"] if rest else [])
 
 
 def examples(items: list[str], count: int) -> str:
     """Some of `count` items, on one line."""
-    shown = [text if len(text) <= 60 else text[:57] + "..." for text in map(escaped, items)]
+    shown = [shortened(text) for text in map(escaped, items)]
     return ", ".join(shown + ["..."] * (count > len(items)))
 
 

@@ -282,11 +282,12 @@ class ParquetSource(LinkTables):
     def _check_captions(self, name: str, table: ParquetFile, columns: list[str]) -> None:
         """Raises a UserError if no caption column exists."""
         if self._rule_of(name, columns).lacks_captions(columns):
+            likely = self.rule.likely(columns)
             raise UserError(
                 f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
                 expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
                 found="the columns " + ", ".join(repr(escaped(field)) for field in table.schema_arrow.names),
-                fix=f"--set data.caption_field={escaped(columns[0])}" if columns else "add a caption column",
+                fix=f"--set data.caption_field={escaped(likely)}" if likely else "add a caption column",
             )
 
     def _read_group(
