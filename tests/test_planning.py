@@ -216,8 +216,6 @@ def test_every_technique_is_covered(name: str) -> None:
 def test_a_technique_that_is_not_covered_is_named() -> None:
     with pytest.raises(ConfigError, match=r"train\.compile"):
         traced({"compile": "block", "compile_backend": "eager"})
-    with pytest.raises(ConfigError, match=r"train\.float8"):
-        traced({"precision": "bf16", "float8": "rowwise"})
 
 
 @pytest.mark.slow
