@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import finish, table
+from pipeline.processes import run_and_exit
 
 BEFORE = "4eaa37d"
 ROOT = Path(__file__).parent.parent
@@ -60,4 +61,4 @@ def git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

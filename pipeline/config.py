@@ -1137,7 +1137,13 @@ _EXPORT = (
     *_options("text", "id subfolder revision variant tokenizer_subfolder recipe instruction max_length"),
     "model.weights.runs_in",
 )
-_DRAW = (*_CACHE, "sample", "vae", "phases", *_options("train", "output device precision tf32 microbatch flow.shift"))
+_DRAW = (
+    *_CACHE,
+    "sample",
+    "vae",
+    "phases",
+    *_options("train", "output device precision tf32 microbatch flow.shift recipe residual"),
+)
 READS: dict[str, tuple[str, ...]] = {
     "encode": _ENCODE,
     "encode --engine ray": (*_ENCODE, "encode.ray"),

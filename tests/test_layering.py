@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.encoding": "config errors amounts launch cache sources images models work",
         "pipeline.training": "config errors gpus amounts terminal processes retrying launch cache models loader"
         " parallel",
-        "pipeline.planning": "config errors gpus amounts launch images models loader parallel training",
+        "pipeline.planning": "config errors gpus amounts launch cache images models loader parallel training",
         "pipeline.reporting": "config errors amounts processes cache sources images models snapshots loader encoding"
         " training",
         "pipeline.cli": "config errors launch processes stages",

@@ -28,6 +28,7 @@ from pipeline.loader.quarantine import Quarantine, UnreadableRecord
 from pipeline.models.sana_files import save_nvlabs, save_weights
 from pipeline.parallel import collectives
 from pipeline.planning import expect
+from pipeline.planning.predict import Data
 from pipeline.reporting import decoder, page
 from pipeline.snapshots.filters import Filter
 from pipeline.training import checkpoint, lock, metrics
@@ -206,7 +207,8 @@ def test_a_run_that_keeps_more_checkpoints_than_fit_says_so_first(
     settings = settings.with_train(output=str(tmp_path / "new"), steps=10, save_every=1, keep_checkpoints=3)
     monkeypatch.setattr(expect, "free_at", lambda root: int(room * size))
     printed = list[str]()
-    expect.expect(settings, lambda: shape, None, torch.device("cpu"), Launch(), printed.append)  # type: ignore[arg-type]
+    data = Data({(64, 64): 4}, None, 16)
+    expect.expect(settings, lambda: shape, data, torch.device("cpu"), Launch(), printed.append)
     assert any("train.keep_checkpoints" in line for line in printed) == said
 
 

@@ -212,9 +212,10 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     """PixArt of diffusers: checked, planned, trained, resumed, drawn and exported; only `tests/support` names it."""
     import stages.export
     import stages.train
+    from pipeline import gpus
     from pipeline.cache.root import Cache
     from pipeline.models import spec
-    from pipeline.planning import cards, predict
+    from pipeline.planning import predict
     from pipeline.reporting import drawing
     from tests.support import pixart
 
@@ -230,7 +231,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
 
     given = build.architecture_of_weights(config)
     assert isinstance(given, pixart.PixArt)
-    data, machine = predict.Data.of(config, snapshot), predict.Machine(cards.card("h100"), 80 << 30, 1)
+    data, machine = predict.Data.of(config, snapshot), predict.Machine(gpus.card("h100"), 80 << 30, 1)
     assert predict.predict(config.train, given, data, machine).fits
     with pytest.raises(ConfigError, match=f"{pixart.CLASS} .*tp_size"):
         given.check_parallel(2, 1)
