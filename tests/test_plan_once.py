@@ -21,6 +21,7 @@ from benchmarks import large_cache
 from pipeline.cache.root import Cache
 from pipeline.encoding.fragments import Fragments, Rows, ScanSuperseded
 from pipeline.errors import AwayError, IntegrityError, NoSpaceError, RejectRateError, UserError
+from pipeline.sources.reasons import Kinds
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
@@ -266,7 +267,7 @@ def test_a_damaged_result_is_computed_again(cache: Cache) -> None:
 
 
 def rows(number: int, reject: str | None = None) -> Rows:
-    return Rows(pa.table({"item": [str(number)], "reject": pa.array([reject], pa.string())}), 0)
+    return Rows(pa.table({"item": [str(number)], "reject": pa.array([reject], pa.string())}), Kinds())
 
 
 def test_pieces_with_unreadable_rows_are_made_again_by_the_next_launch(cache: Cache) -> None:
