@@ -171,7 +171,7 @@ def test_reading_allocates_no_more_than_the_file_has(tmp_path: Path) -> None:
     assert list(items) == ["a.tar/0.png"] and rejects
 
 
-@pytest.mark.parametrize("value", ["9" * 5000, "2001-99-01", "[" * 1000, "[" * 1000 + "]" * 1000])
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 1000, "[" * 1000 + "]" * 1000])
 def test_a_value_that_yaml_cannot_hold(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigError):
         load("tiny", [f"cache={value}"])

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from safetensors.torch import save_file
 
 from pipeline.amounts import amount
 from pipeline.cache.root import Cache
@@ -641,7 +642,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
     from stages import sample
 
     def here(config: Config, tensors: dict[str, Any], work: Path) -> Path:
-        decoder.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work / "latents")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work / "latents")
         sample.decode(config, work / "latents", work / "pictures")
         return work / "pictures"
 
