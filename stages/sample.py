@@ -37,7 +37,6 @@ from pipeline.reporting import decoder, drawing, pictures
 from pipeline.reporting.drawing import DrawnLatent
 from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
-from pipeline.training.build import as_trained
 
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
@@ -72,7 +71,7 @@ def run(
     out = Path(out)
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
-    config = as_trained(config.at(folder), checkpoints.read_document(folder).config)
+    config = checkpoints.as_trained(config.at(folder), checkpoints.read_document(folder).config)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     stored = checkpoints.ModelTensors(folder, ema=ema)
@@ -135,7 +134,7 @@ def run_prompts(
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
     document = checkpoints.read_document(folder)
-    config = as_trained(config, document.config)
+    config = checkpoints.as_trained(config, document.config)
     latent, text = recipes_of(config, document.state.snapshot)
     compression, channels = (
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))

@@ -35,7 +35,6 @@ from pipeline.planning import trace as tracing
 from pipeline.reporting import drawing
 from pipeline.training import checkpoint, lock, metrics, throughput, trainer
 from pipeline.training import drawings as in_training
-from pipeline.training.build import as_trained
 from pipeline.training.task import Report, TrainingTask
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
@@ -429,7 +428,7 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
     latents, _ = drawn(output, 1)
     folder = output / "checkpoints/step-00000001"
     document = checkpoint.read_document(folder)
-    trained = as_trained(small("train.precision=bf16"), document.config)
+    trained = checkpoint.as_trained(small("train.precision=bf16"), document.config)
     latent = cache.open_snapshot().latent_recipe
     shape = (latent.channels, *[config.data.resolution // latent.compression] * 2)
     expected = drawing.draw_prompts(

@@ -64,7 +64,7 @@ def draw_for(
     The noise of a picture depends on `sample.seed` and the sample alone, not on the other rows.
 
     Args:
-        config: with the numerics of the training (`training.build.as_trained`).
+        config: with the numerics of the training (`training.checkpoint.as_trained`).
         weights: of `architecture`, in our layout; the model takes them over without a copy.
     """
     model = _model(config, architecture, weights, device)

@@ -218,17 +218,6 @@ def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
-    """The configuration with the numerics of a training, so that a picture is the one which that training draws.
-
-    Args:
-        earlier: the configuration in the checkpoint.
-    """
-    train = earlier["train"]
-    changes = {"residual": train.get("residual") or "compute", "recipe": train.get("recipe", "default")}
-    return config.with_train(**changes)
-
-
 def start_values(config: Config, spec: ModelSpec) -> Values:
     """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`.
 

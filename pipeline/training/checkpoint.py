@@ -670,6 +670,17 @@ def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[ModelSpe
     return weights.architecture, dict(weights.exported())
 
 
+def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
+    """The configuration with the numerics of a training, so that a picture is the one which that training draws.
+
+    Args:
+        earlier: the configuration in the checkpoint.
+    """
+    train = earlier["train"]
+    changes = {"residual": train.get("residual") or "compute", "recipe": train.get("recipe", "default")}
+    return config.with_train(**changes)
+
+
 def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | None:
     """The folder that `--resume`, `--from` or `--checkpoint` means: `auto` is the newest in `root` (None if there is
     none; not for `--from`), a run directory its newest checkpoint, any other folder itself.
