@@ -221,7 +221,7 @@ def _errno(error: BaseException) -> int | None:
     """Some libraries have exceptions of their own."""
     if isinstance(error, OSError | UserError):
         return getattr(error, "errno", None)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
         return errno.ENOMEM
     if of_rust := re.search(r"\(os error (\d+)\)", str(error)):
         return int(of_rust[1])

@@ -688,7 +688,7 @@ def test_check_sees_parts_that_do_not_fit(
     narrowed = (f"model.weights.id={tmp_path / 'narrow'}", "model.weights.subfolder=null")
     assert check.run(config(*narrowed)) == 2
     said = capsys.readouterr().err
-    assert "channels 16" in said and "width 128" in said
+    assert all(word in said for word in ("in_channels is 8", "16", "caption_channels is 64", "128"))
     assert check.run(config(f"vae.decoder={{id: {root}, subfolder: vae}}")) == 0
     assert "decoder" in capsys.readouterr().out
     shutil.copytree(root / "vae", tmp_path / "vae")

@@ -95,16 +95,15 @@ def open_source(
         raise UserError(f"unknown --format {format!r}", expected=", ".join(FORMATS))
     filesystem, files, default_name = _resolve(data, patience_s)
     name = name or default_name
+    if files is None and format is None and not _is_folder(filesystem, data):
+        raise _missing(data, data.removeprefix("file://"))
     if settle is not None:
         config, format = settle(name)
     rule = CaptionRule.of(config, raw)
-    if files is None and format is None and not _is_folder(filesystem, data):
-        raise _missing(data, data.removeprefix("file://"))
     if files is None:
         format = format or _kind_of_folder(filesystem, data, rule, config)
     elif format is None:
         format = _kind_of_files(filesystem, files, data)
-    name = name or default_name
     if format == "folder":
         if files is not None:
             raise UserError(f"{data}: is a file, not a folder of pictures", fix="leave --format out, or give a folder")

@@ -70,7 +70,7 @@ class DiskSpace:
             if self.wait_s:
                 need = amount(self.unit_bytes(plan, unit) + self.reserve)
                 click.echo(
-                    f"paused: {error.what}: waiting at most {self.wait_s:g} s until {need} can be written; "
+                    f"paused: {error.line}: waiting at most {self.wait_s:g} s until {need} can be written; "
                     f"{amount(self.cache.files.scratch_bytes())} are free",
                     err=True,
                 )
