@@ -345,7 +345,13 @@ def test_the_page_on_memory_lists_the_same_settings_in_the_same_order() -> None:
     settings = [(f"train.{key}", str(value).lower()) for change in changes for key, value in change.items()]
     page = (tiny_run.ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)(?:: ([\w-]+))?`", page, re.MULTILINE)
-    accompanying = {"train.ema.every", "train.optim.clip", "train.optim.betas", "train.optim.eps", "train.parallel.dp_shard"}
+    accompanying = {
+        "train.ema.every",
+        "train.optim.clip",
+        "train.optim.betas",
+        "train.optim.eps",
+        "train.parallel.dp_shard",
+    }
     expected = [(key, value) for key, value in settings if key not in accompanying]
     assert [key for key, _ in rows] == [key for key, _ in expected]
     assert [(key, value) for key, value in rows if value] == [pair for pair in expected if "microbatch" not in pair[0]]
