@@ -194,9 +194,11 @@ def test_an_unwritable_list_of_bad_records_is_a_full_disk(tmp_path: Path) -> Non
         quarantine.write([UnreadableRecord("shard", "record", 1, 2, 3, "reason")])
 
 
-@pytest.mark.parametrize(("room", "said"), [(3.9, True), (4.1, False)])
+@pytest.mark.parametrize(
+    ("room", "every", "said"), [(3.9, None, True), (4.1, None, False), (6.9, 2, True), (7.1, 2, False)]
+)
 def test_a_run_that_keeps_more_checkpoints_than_fit_says_so_first(
-    room: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: float, every: int | None, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny_run.config(tmp_path / "run", steps=1)
     fit_tiny(settings)
@@ -204,7 +206,8 @@ def test_a_run_that_keeps_more_checkpoints_than_fit_says_so_first(
     shape = checkpoint.read_document(written).architecture
     tensors = read_metadata(written / ".metadata").state_dict_metadata.values()
     size = sum(4 * entry.size.numel() for entry in tensors)
-    settings = settings.with_train(output=str(tmp_path / "new"), steps=10, save_every=1, keep_checkpoints=3)
+    changes = {"steps": 10, "save_every": 1, "keep_checkpoints": 3, "keep_every": every}
+    settings = settings.with_train(output=str(tmp_path / "new"), **changes)
     monkeypatch.setattr(expect, "free_at", lambda root: int(room * size))
     printed = list[str]()
     data = Data({(64, 64): 4}, None, 16)

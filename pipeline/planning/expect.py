@@ -62,12 +62,14 @@ def _short_of_space(train: TrainConfig, shape: ModelSpec) -> str | None:
     """A note if the disk holds fewer checkpoints than the run keeps and the one that it writes."""
     root, size = Path(train.output) / "checkpoints", checkpoint_bytes(shape, train)
     there, free = len(complete(root)), free_at(root)
-    wanted = min(train.keep_checkpoints + 1, there + -(-train.steps // train.save_every)) - there
+    wanted = min(extent.kept_checkpoints(train, train.steps) + 1, -(-train.steps // train.save_every)) - there
     if wanted * size <= free:
         return None
+    options = f"train.keep_checkpoints = {train.keep_checkpoints}"
+    options += f", train.keep_every = {train.keep_every}" if train.keep_every is not None else ""
     return (
-        f"note: {amount(free)} are free on the disk of {root}; the checkpoints still to come (train.keep_checkpoints = "
-        f"{train.keep_checkpoints}, and the one that is being written) take {wanted} x {amount(size)}"
+        f"note: {amount(free)} are free on the disk of {root}; the checkpoints still to come ({options}, and the one "
+        f"that is being written) take {wanted} x {amount(size)}"
     )
 
 

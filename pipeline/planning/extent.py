@@ -11,6 +11,14 @@ MANY_EPOCHS = 100
 """From so many on a model has most likely learnt its pictures by heart."""
 
 
+def kept_checkpoints(train: TrainConfig, steps: int) -> int:
+    """How many checkpoints there are at the end of a run."""
+    saved = [*range(train.save_every, steps, train.save_every), steps]
+    older = saved[: -train.keep_checkpoints]
+    marked = 0 if train.keep_every is None else sum(step % train.keep_every == 0 for step in older)
+    return len(saved) - len(older) + marked
+
+
 def lines(train: TrainConfig, shape: ModelSpec, data: Data, step_s: float | None = None) -> list[str]:
     """The run in a line, and a warning of a great many epochs.
 
@@ -25,8 +33,7 @@ def lines(train: TrainConfig, shape: ModelSpec, data: Data, step_s: float | None
         steps = max(1, round(train.epochs * data.samples / batch))
     pictures = steps * batch
     size = checkpoint_bytes(shape, train)
-    count = min(train.keep_checkpoints, -(-steps // train.save_every))
-    count += 0 if train.keep_every is None else steps // train.keep_every
+    count = kept_checkpoints(train, steps)
     parts = [f"{steps:,} steps of {batch:,.0f} pictures, {pictures:,.0f} in all"]
     epochs = None if data.samples is None else pictures / data.samples
     if epochs is not None:
