@@ -306,6 +306,8 @@ def test_nvlabs_files_hold_the_same_model(norm: str | None, tmp_path: Path) -> N
         again = load_transformer(tmp_path / file)
         assert again.config == config
         assert all(torch.equal(value, weights[name]) for name, value in again.named_parameters()), file
+    with pytest.raises(UserError, match=naming(f"model.weights.id={tmp_path / 'sana.safetensors'}")):
+        load_transformer(tmp_path)
     state = torch.load(tmp_path / "sana.pth", weights_only=True)["state_dict"]
     side = config.sample_size
     buffers = {"pos_embed": (1, side * side, 32), "y_embedder.y_embedding": (300, 128)}

@@ -430,13 +430,15 @@ def choose(
         others = sorted(n for n in files if n.endswith((".safetensors", ".bin", ".pth", ".pt", ".ckpt")))
         names = sorted({s.variant for s in weight_sets(folder, files) if s.files and s.variant})
         middle = f".{variant}" if variant else ""
+        fix = "give the right `subfolder`; convert other formats with save_pretrained"
+        if single := [name for name in others if name.endswith((".safetensors", ".pth"))]:
+            file = f"--set model.weights.id={folder / single[-1]} --set model.weights.subfolder=null"
+            fix += f"; a transformer in NVlabs' form: {file}"
         raise ModelError(
             f"{folder} has no weights in safetensors files" + (f" of variant {variant!r}" if variant else ""),
             expected=" or ".join(f"{stem}{middle}.safetensors" for stem in STEMS) + ", or their index",
             found=", ".join(others) if others else "no weight files",
-            fix=f"set `variant` (model.weights.variant for the transformer) to {' or '.join(names)}"
-            if names
-            else "give the right `subfolder`; convert other formats with save_pretrained",
+            fix=f"set `variant` (model.weights.variant for the transformer) to {' or '.join(names)}" if names else fix,
         )
     best = sets[0]
     if best.missing:

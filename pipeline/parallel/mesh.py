@@ -113,7 +113,8 @@ def reopening(launch: Launch, timeout_s: int) -> Launch:
 @contextmanager
 def _waiting(launch: Launch) -> Iterator[None]:
     """Print for whom this process waits, where and why, if that takes `WAITING_S`."""
-    others = f"the other {launch.world - 1} processes" if launch.is_main else "process 0"
+    ranks = "process 1" if launch.world == 2 else f"processes 1 to {launch.world - 1}"
+    others = ranks if launch.is_main else "process 0"
     text = f"process {launch.rank} waits for {others} at {launch.place}, as {_said(launch)}; {_alone(launch)}"
     timer = threading.Timer(WAITING_S, lambda: print(f"sana-pipe: {text}", file=sys.stderr, flush=True))
     timer.daemon = True
