@@ -100,7 +100,7 @@ def run(
                     assert asked is not None
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
-                    source, reading = surveying.opened(config, data, source_name, format)
+                    source, reading = surveying.opened(config, data, source_name, format, mends=True)
                     done = _run(reading, source, rehash, share, engine, stop, reassign, asked)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")

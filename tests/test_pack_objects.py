@@ -133,7 +133,7 @@ def test_a_mirror_that_is_too_small_is_reported(
     packed = disk.open_snapshot()
     assert shard_prefetch.advice(packed) is None, "there is no mirror"
     shards = [size for size in packed.shard_files().values() if size > 50_000]
-    for size, printed in ((20 * max(shards), True), (26 * max(shards), False)):  # 2 buckets x 2 windows of 3, twice: 24
+    for size, printed in ((19 * max(shards), True), (26 * max(shards), False)):  # 2 buckets x 2 windows of 3, twice: 24
         opened = Watched(place, tmp_path / "mirror", size, monkeypatch).cache.open_snapshot()
         assert (shard_prefetch.advice(opened) is not None) is printed
         plain = Snapshot(opened.files, str(packed.head.parent))

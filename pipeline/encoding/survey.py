@@ -27,7 +27,7 @@ from pipeline.encoding import estimate, unit_encoder
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
-from pipeline.errors import escaped
+from pipeline.errors import IntegrityError, escaped
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.sources import caption_rules
@@ -131,13 +131,21 @@ def survey(
     return Survey(config, source, cache, latent, text, table, scan, work, count)
 
 
-def opened(config: Config, data: str, name: str | None, format: str | None) -> tuple[Source, Reading]:
-    """The source of `--data`, and how it is read; prints what differs from its last scan."""
+def opened(
+    config: Config, data: str, name: str | None, format: str | None, *, mends: bool = False
+) -> tuple[Source, Reading]:
+    """The source of `--data`, and how it is read; prints what differs from its last scan. mends: write a damaged
+    `format.json` of the cache again."""
     readings: list[Reading] = []
 
     def settle(name: str) -> tuple[DataConfig, str | None]:
         check_source_name(name)  # before hours of reading
-        cache = Cache.if_there(config)
+        try:
+            cache = Cache.if_there(config)
+        except IntegrityError:
+            if not mends:
+                raise
+            cache = Cache.of(config, create=True)
         readings.append(settled(config, format, name, None if cache is None else cache.last_scan(name)))
         return readings[0].config.data, readings[0].format
 
