@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.reporting import page
 from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
-from pipeline.reporting.photos import Embedded, Photos, embedded
+from pipeline.reporting.source_pictures import Embedded, Photos, embedded
 
 
 def run(
@@ -61,14 +61,17 @@ def run(
 
 def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:
     """Decoded latents beside the pictures of their sources, with the captions."""
-    from pipeline.reporting import decoder, drawing  # torch, which the page without pictures does not need
+    from pipeline.reporting import (  # torch, which the page without run_pictures does not need
+        draw_latents,
+        encoder_process,
+    )
 
-    rows = drawing.spread(len(snapshot), min(count, len(snapshot)))
-    records = drawing.SnapshotTensors(snapshot)
+    rows = draw_latents.spread(len(snapshot), min(count, len(snapshot)))
+    records = draw_latents.SnapshotTensors(snapshot)
     latents = {str(row): records.latent(snapshot.sample(row)) for row in rows}
     cards = []
     with tempfile.TemporaryDirectory(prefix="sana-pipe-") as work:
-        folder = decoder.decode(config, latents, Path(work))
+        folder = encoder_process.decode(config, latents, Path(work))
         for row in rows:
             source, item = snapshot.source_item(row)
             shape = snapshot.buckets[snapshot.sample(row).bucket]

@@ -9,7 +9,7 @@ Price: one more start of Python, and the latents go through a file.
 Guidance uses the null record's valid rows, as `SanaPipeline` does, so that an exported model draws the same way.
 
 New prompts (`--prompt`) are encoded by `sana-pipe encode --prompts`, in a separate process, into a temporary cache.
-`--watch` decodes what a training draws (see `pipeline.reporting.pictures`).
+`--watch` decodes what a training draws (see `pipeline.reporting.run_pictures`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import resolve
-from pipeline.reporting import decoder, drawing, pictures
-from pipeline.reporting.drawing import DrawnLatent
-from pipeline.reporting.photos import Photos
+from pipeline.reporting import draw_latents, encoder_process, run_pictures
+from pipeline.reporting.draw_latents import DrawnLatent
+from pipeline.reporting.source_pictures import Photos
 from pipeline.training import checkpoint as checkpoints
 
 SHEET = "contact_sheet.png"
@@ -83,11 +83,16 @@ def run(
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
     _make(out)
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
-    drawn = drawing.draw_for(
-        config, architecture, weights, opened, drawing.spread(len(opened), wanted), resolve_device(config.train.device)
+    drawn = draw_latents.draw_for(
+        config,
+        architecture,
+        weights,
+        opened,
+        draw_latents.spread(len(opened), wanted),
+        resolve_device(config.train.device),
     )
     del weights
-    hits = drawing.nearest(drawn)
+    hits = draw_latents.nearest(drawn)
     _log(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
 
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
@@ -143,7 +148,7 @@ def run_prompts(
     document.architecture.check_sides(*size, compression, "--{name} {value}")
     _make(out)
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-        encoded = decoder.encode_prompts(config, prompts, Path(work))
+        encoded = encoder_process.encode_prompts(config, prompts, Path(work))
         if text is not None and not text.same_values(replace(encoded.recipe, storage=text.storage)):
             raise ConfigError(
                 f"{folder} was trained with another text recipe (trained | configured)",
@@ -157,19 +162,19 @@ def run_prompts(
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
         shape = channels, size[0] // compression, size[1] // compression
         device = resolve_device(config.train.device)
-        latents = drawing.draw_prompts(config, architecture, weights, encoded, shape, device)
+        latents = draw_latents.draw_prompts(config, architecture, weights, encoded, shape, device)
         del weights
         tensors = {f"{number:04d}": each for number, each in enumerate(latents)}
-        made = decoder.decode(config, tensors, Path(work))
+        made = encoder_process.decode(config, tensors, Path(work))
         sheet = _publish_prompts(encoded.texts, size, made, stored, Path(work), out)
     _log(f"contact sheet: {sheet}")
     return sheet
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
-    """Decode the latents that a training draws; see `pictures.Watcher.watch`."""
+    """Decode the latents that a training draws; see `run_pictures.Watcher.watch`."""
     set_tf32(False)
-    pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _log).watch(once=once)
+    run_pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _log).watch(once=once)
     return 0
 
 
@@ -220,7 +225,7 @@ def decode_in_subprocess(config: Config, drawn: list[DrawnLatent], work: Path) -
     for i, sample in enumerate(drawn):
         tensors[f"{i:04d}"] = sample.latent
         tensors[f"{i:04d}-reconstruction"] = sample.cached
-    decoder.decode(config, tensors, work)
+    encoder_process.decode(config, tensors, work)
 
 
 def _publish(
@@ -235,7 +240,7 @@ def _publish(
     """Move the pictures into place; the sheet comes last."""
     from PIL import Image
 
-    from pipeline.reporting.sheet import SheetRow, contact_sheet
+    from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
     photos = Photos(config, cache)
@@ -274,7 +279,7 @@ def _publish_prompts(
     """Move the pictures of prompts into place; the sheet comes last."""
     from PIL import Image
 
-    from pipeline.reporting.sheet import SheetRow, contact_sheet
+    from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
     for number, text in enumerate(texts):

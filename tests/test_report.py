@@ -33,8 +33,8 @@ from pipeline.errors import CacheError, UserError
 from pipeline.reporting import data_figures, plots, run_figures, sample_view
 from pipeline.reporting import page as reporting_page
 from pipeline.reporting.figures import collect
-from pipeline.reporting.photos import Photos
 from pipeline.reporting.sections import SECTIONS
+from pipeline.reporting.source_pictures import Photos
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
 from tests.support import drawings, tiny_cache
@@ -604,9 +604,9 @@ def test_a_slider_has_a_limit_and_shows_the_first_and_the_last(made: Made, run_c
 
 
 def test_without_pictures_no_source_is_read(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.reporting import photos
+    from pipeline.reporting import source_pictures
 
-    monkeypatch.setattr(photos, "reopen", None)
+    monkeypatch.setattr(source_pictures, "reopen", None)
     assert report.run(made.config, tmp_path / "report.html", pictures=False) == 0
     assert "img" not in {tag for tag, _ in checked(tmp_path / "report.html").tags}
 
@@ -651,7 +651,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decoding itself is `sample`'s; here it runs in this process, which is seconds faster."""
-    from pipeline.reporting import decoder
+    from pipeline.reporting import encoder_process
     from stages import sample
 
     def here(config: Config, tensors: dict[str, Any], work: Path) -> Path:
@@ -659,7 +659,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
         sample.decode(config, work / "latents", work / "pictures")
         return work / "pictures"
 
-    monkeypatch.setattr(decoder, "decode", here)
+    monkeypatch.setattr(encoder_process, "decode", here)
     out = tmp_path / "report.html"
     assert report.run(made.config, out, gallery=3) == 0
     text = out.read_text(encoding="utf-8")
@@ -674,7 +674,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
 
 @pytest.mark.slow
 def test_the_gallery_decodes_in_another_process(made: Made, tmp_path: Path) -> None:
-    from pipeline.reporting.decoder import DecodeError
+    from pipeline.reporting.encoder_process import DecodeError
 
     assert report.run(made.config, tmp_path / "report.html", gallery=1) == 0
     config = made.config.model_copy(update={"vae": made.config.vae.model_copy(update={"id": str(tmp_path / "gone")})})

@@ -9,8 +9,8 @@ from typing import Any
 from markupsafe import Markup
 
 from pipeline.amounts import amount
-from pipeline.reporting.photos import Embedded
 from pipeline.reporting.plots import number_text
+from pipeline.reporting.source_pictures import Embedded
 
 COLUMNS = 168
 """Of the grid along the axis of losses and pictures."""

@@ -14,9 +14,9 @@ from PIL import Image
 
 from pipeline.reporting.blocks import COLUMNS, Block, Prompt, Slider
 from pipeline.reporting.curves import VALIDATION, labels, length, line, marks, starts
-from pipeline.reporting.photos import Embedded, embedded
-from pipeline.reporting.pictures import decode_command, undecoded
 from pipeline.reporting.plots import WIDE, WIDTH, line_plot
+from pipeline.reporting.run_pictures import decode_command, undecoded
+from pipeline.reporting.source_pictures import Embedded, embedded
 
 FRAMES = 24
 """Limit on the pictures of a slider: the first, the last, and others evenly between them."""
