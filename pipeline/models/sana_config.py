@@ -192,6 +192,16 @@ class SanaConfig(ModelSpec):
 
         return training_flops(self, samples, tokens, text_rows)
 
+    def file_order(self, name: str, tensor: Tensor) -> Tensor:
+        from pipeline.models.sana_files import deinterleave
+
+        return deinterleave(name, tensor)
+
+    def joined_parts(self) -> dict[str, list[str]]:
+        from pipeline.models import nvlabs
+
+        return nvlabs.parts(self.shapes())
+
     def save(
         self,
         weights: Mapping[str, Tensor],

@@ -131,6 +131,14 @@ class ModelSpec(ABC):
         """Number of equal parts of what tensor parallelism shards, by name."""
         return {}
 
+    def file_order(self, name: str, tensor: Tensor) -> Tensor:
+        """Rows of a parameter from the module's layout to the order of files."""
+        return tensor
+
+    def joined_parts(self) -> dict[str, list[str]]:
+        """Tensors of ComfyUI's model of this kind -> the parameters whose rows they consist of; empty: it has none."""
+        return {}
+
     def check_parallel(self, tp_size: int, pp_size: int) -> None:
         """Refuse strategies that the module has no plan for.
 

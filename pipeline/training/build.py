@@ -91,7 +91,7 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
         values = run_on_all(lambda: start_values(context.config, trainable.spec))
         start = trainable.values(values, module, train.seed)
         base = run_on_all(values.fingerprint) if trainable.adapter is not None else None
-        run_on_all(lambda: _check_base(resumed, base))
+        run_on_all(lambda: resumed and check_base(resumed.folder, resumed.document.base, base))
 
     def place(model: ParallelModel) -> None:
         if start is not None:
@@ -113,14 +113,18 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
     return run
 
 
-def _check_base(resumed: Resumed | None, base: str | None) -> None:
-    """The frozen parameters are in no checkpoint."""
-    if resumed is not None and resumed.document.base != base:
+def check_base(folder: Path, trained: str | None, base: str | None) -> None:
+    """Refuse another base than that of a checkpoint: the frozen parameters are in no checkpoint.
+
+    Args:
+        folder: of the checkpoint. trained, base: digest of the base in it, and of the configured one.
+    """
+    if trained != base:
         raise CheckpointError(
-            f"{resumed.folder}: was trained on another base",
-            expected=f"weights with the digest {resumed.document.base}",
+            f"{folder}: was trained on another base",
+            expected=f"weights with the digest {trained}",
             found=str(base),
-            fix="restore model.weights, or begin a new run: --set train.output=DIR without --resume",
+            fix="restore model.weights; to train on these, begin a new run: --set train.output=DIR without --resume",
         )
 
 

@@ -1,0 +1,35 @@
+"""All weights of a checkpoint's model, also where the checkpoint holds only a part of it.
+
+A run with an adapter (`train.adapter`, `train.only`) trains a part, and its checkpoints hold no more. The rest is its
+base, read here from `model.weights` and compared with the digest in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pipeline.config import Config
+from pipeline.models.adapters import Merged, adapter_from
+from pipeline.training.build import check_base, start_values
+from pipeline.training.checkpoint import ModelTensors, read_document
+
+
+def whole_weights(config: Config, stored: ModelTensors, scale: float = 1.0) -> Mapping[str, Tensor]:
+    """By parameter name: fp32, on the CPU, in the module's layout, each read on access.
+
+    Args:
+        config: with the base of the training in `model`.
+        scale: of an adapter's change; 0 is the base.
+
+    Raises:
+        UserError: another base than that of the training, or one that cannot be read.
+    """
+    document = read_document(stored.folder)
+    adapter = adapter_from(document.adapter)
+    if adapter is None:
+        return stored.exported()
+    base = start_values(config, stored.architecture)
+    check_base(stored.folder, document.base, base.fingerprint())
+    return Merged(stored.architecture, adapter, base, stored.exported(), scale)
