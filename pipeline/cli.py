@@ -544,6 +544,7 @@ _ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) ins
         "sana-pipe export --out ./export",
         "sana-pipe export --checkpoint ./runs/sana_1600m_1024 --ema --dtype bf16 --overwrite",
         "sana-pipe export --format nvlabs --out ./nvlabs   # for NVlabs' repository and ComfyUI",
+        "sana-pipe export --format comfyui --out ./lora   # of an adapter, for ComfyUI's LoraLoader",
     ]
 )
 @_configured
@@ -559,10 +560,12 @@ _ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) ins
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["diffusers", "nvlabs"]),
+    type=click.Choice(["diffusers", "merged", "nvlabs", "comfyui"]),
     default="diffusers",
     show_default=True,
-    help="A whole pipeline, or the transformer as NVlabs' repository and ComfyUI load it (.pth and .safetensors).",
+    help="diffusers: a whole pipeline, or the file of an adapter. nvlabs: the transformer as NVlabs' repository and "
+    "ComfyUI load it (.pth and .safetensors). Of an adapter also comfyui, a file for ComfyUI's LoraLoader, and merged, "
+    "a whole pipeline with the adapter in its base.",
 )
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder; new or empty.")
 @click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")

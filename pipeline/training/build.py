@@ -91,7 +91,9 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
         values = run_on_all(lambda: start_values(context.config, trainable.spec))
         start = trainable.values(values, module, train.seed)
         base = run_on_all(values.fingerprint) if trainable.adapter is not None else None
-        run_on_all(lambda: resumed and check_base(resumed.folder, resumed.document.base, base))
+        if resumed is not None:
+            folder, of_run = resumed.folder, resumed.document.base
+            run_on_all(lambda: check_base(folder, of_run, base))
 
     def place(model: ParallelModel) -> None:
         if start is not None:

@@ -26,7 +26,7 @@ KINDS: dict[str, str] = {}
 
 
 class Adapter(ABC):
-    """A part of a model that is trained.
+    """A part of a model that is trained. As a string: what it is, for people.
 
     Attributes:
         kind: its name in `KINDS`.
