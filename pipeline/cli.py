@@ -598,6 +598,12 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
     metavar="TEXT",
     help="Draw this text instead of captions; may be repeated. Loads the text encoder, in a process of its own.",
 )
+@click.option(
+    "--adapter-scale",
+    "scale",
+    type=float,
+    help="Of an adapter's change: 0 is the base, which is drawn beside it in any case. Default: 1.",
+)
 @click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option(
@@ -618,6 +624,7 @@ def sample(
     count: int | None,
     out: str,
     prompts: tuple[str, ...],
+    scale: float | None,
     height: int | None,
     width: int | None,
     watch: str | None,
@@ -638,13 +645,13 @@ def sample(
         from stages import sample as stage
 
         size = {"height": height, "width": width}
-        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, **size)
+        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, scale=scale, **size)
     if height is not None or width is not None:
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
     config = _load(config_path, overrides)
     from stages import sample as stage
 
-    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema)
+    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale)
 
 
 @cli.command(hidden=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.models.adapters import Merged, adapter_from
 from pipeline.training.build import check_base, start_values
-from pipeline.training.checkpoint import ModelTensors, read_document
+from pipeline.training.checkpoint import ModelTensors
 
 
 def whole_weights(config: Config, stored: ModelTensors, scale: float = 1.0) -> Mapping[str, Tensor]:
@@ -26,10 +26,9 @@ def whole_weights(config: Config, stored: ModelTensors, scale: float = 1.0) -> M
     Raises:
         UserError: another base than that of the training, or one that cannot be read.
     """
-    document = read_document(stored.folder)
-    adapter = adapter_from(document.adapter)
+    adapter = adapter_from(stored.document.adapter)
     if adapter is None:
         return stored.exported()
     base = start_values(config, stored.architecture)
-    check_base(stored.folder, document.base, base.fingerprint())
+    check_base(stored.folder, stored.document.base, base.fingerprint())
     return Merged(stored.architecture, adapter, base, stored.exported(), scale)
