@@ -187,6 +187,11 @@ class SanaConfig(ModelSpec):
 
         return InitialValues(self, seed)
 
+    def rows_of_file(self, name: str, tensor: Tensor) -> Tensor:
+        from pipeline.models.sana_files import interleave
+
+        return interleave(name, tensor)
+
     def training_flops(self, samples: int, tokens: int, text_rows: int) -> int:
         from pipeline.models.sana_flops import training_flops
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.config import FlowConfig
 from pipeline.layer_classes import LayerMixin, add_mixin
 from pipeline.models.adapters import Adapter
-from pipeline.models.spec import ModelSpec
+from pipeline.models.spec import ModelSpec, Values
 from pipeline.parallel.microbatch import Outputs
 from pipeline.training.recipes.flow import Flow
 
@@ -45,7 +45,7 @@ class LowRank(Adapter):
         layer.lora_B = nn.Parameter(torch.empty(results, self.rank, device="meta"))
         add_mixin(layer, LowRankLayer)
 
-    def initial(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    def initial(self, name: str, shape: tuple[int, ...], seed: int, base: Values) -> Tensor:
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return drawn if name.endswith("lora_A") else torch.zeros(shape)
 
