@@ -330,6 +330,8 @@ def _shown(config: Config) -> dict[str, Any]:
     """The options that an export depends on, by name, without paths of this machine."""
     tree = written(config)
     ids = {"vae.id": _name(config.vae), "text.id": _name(config.text)}
+    if config.model.weights is not None:
+        ids["model.weights.id"] = _name(config.model.weights)
     return {name: ids.get(name, _at(tree, name)) for name in READS["export"] if name != "train.output"}
 
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.models import nvlabs
-from pipeline.models.adapters import files
+from pipeline.models.adapters import Merged, files
+from pipeline.models.adapters.lora import DoRA, LoRA
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import deinterleave, interleave
 
@@ -57,6 +58,7 @@ class Adapted:
 
     def __init__(self, targets: list[str], rank: int, alpha: float, dora: bool):
         settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, use_dora=dora)
+        self.rank, self.dora = rank, dora
         self.model, self.scaling, self.spec = (
             plain(),
             alpha / rank,
@@ -84,6 +86,13 @@ class Adapted:
 
     def changes(self) -> dict[str, files.Change]:
         return files.changes(self.spec, self.checkpoint, self.scaling)
+
+    def merged(self, folder: Path) -> Merged:
+        """The weights with the adapter in them, on a base in `folder`."""
+        plain().save_pretrained(folder)
+        kind = DoRA if self.dora else LoRA
+        adapter = kind(self.rank, self.scaling * self.rank, [*self.changes()])
+        return Merged(self.spec, adapter, self.spec.stored(folder), self.checkpoint)
 
 
 @pytest.fixture(params=["attention", "all"])
@@ -153,19 +162,31 @@ def test_comfyui_draws_what_was_trained(some: list[str], rank: int, alpha: int, 
 
 def test_comfyui_draws_whole_differences(targets: list[str], tmp_path: Path) -> None:
     adapted = Adapted(targets, 3, 8, dora=True)
-    merged = {name: interleave(name, tensor) for name, tensor in fused(adapted.model).items()}
-    base = {name: interleave(name, tensor) for name, tensor in plain().state_dict().items()}
     names = [f"{module}.weight" for module in adapted.changes()]
-    files.save_differences(adapted.spec, names, merged, base, tmp_path, torch.float32)
+    files.save_differences(adapted.merged(tmp_path / "base"), names, tmp_path, torch.float32)
     assert (flow(comfyui(tmp_path)) - flow(adapted.model)).abs().max() <= 1e-5
 
 
-def fused(model: Any) -> dict[str, Tensor]:
-    """The weights of a model with the adapter in them, by peft."""
-    model.fuse_lora()
-    tensors = {name.replace(".base_layer", ""): tensor.clone() for name, tensor in model.state_dict().items()}
-    model.unfuse_lora()
-    return {name: tensor for name, tensor in tensors.items() if "lora" not in name}
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_merged_weights_draw_what_was_trained(targets: list[str], dora: bool, tmp_path: Path) -> None:
+    from diffusers import SanaTransformer2DModel
+
+    adapted = Adapted(targets, 3, 8, dora)
+    weights = adapted.merged(tmp_path / "base")
+    adapted.spec.save(weights, tmp_path / "merged", torch.float32)
+    assert (flow(SanaTransformer2DModel.from_pretrained(tmp_path / "merged")) - flow(adapted.model)).abs().max() <= 1e-5
+    adapted.spec.save(weights.at(0), tmp_path / "without", torch.float32)
+    assert torch.equal(flow(SanaTransformer2DModel.from_pretrained(tmp_path / "without")), flow(plain()))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_half_the_strength_is_diffusers_scale(dora: bool, tmp_path: Path) -> None:
+    from diffusers import SanaTransformer2DModel
+
+    adapted = Adapted(ALL, 3, 8, dora)
+    adapted.spec.save(adapted.merged(tmp_path / "base").at(0.5), tmp_path / "merged", torch.float32)
+    adapted.model.set_adapters(["default"], [0.5])
+    assert (flow(SanaTransformer2DModel.from_pretrained(tmp_path / "merged")) - flow(adapted.model)).abs().max() <= 1e-5
 
 
 def test_the_layout_is_tested() -> None:

@@ -187,12 +187,17 @@ class SanaConfig(ModelSpec):
 
         return InitialValues(self, seed)
 
+    def rows_from_file(self, name: str, tensor: Tensor) -> Tensor:
+        from pipeline.models.sana_files import interleave
+
+        return interleave(name, tensor)
+
     def training_flops(self, samples: int, tokens: int, text_rows: int) -> int:
         from pipeline.models.sana_flops import training_flops
 
         return training_flops(self, samples, tokens, text_rows)
 
-    def file_order(self, name: str, tensor: Tensor) -> Tensor:
+    def rows_to_file(self, name: str, tensor: Tensor) -> Tensor:
         from pipeline.models.sana_files import deinterleave
 
         return deinterleave(name, tensor)

@@ -233,10 +233,9 @@ class TracedStep(TrainStep):
 def _on_fake_tensors(module: nn.Module, train: TrainConfig) -> nn.Module:
     """The module with parameters and buffers that are fake already: `.to` and `.to_empty` have nothing to do (torch
     cannot swap them), nor have those of its stages."""
-    dtype = data_parallel.STORED.get(train.precision, torch.float32)
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            values = torch.empty(parameter.shape, dtype=dtype)
+            values = torch.empty(parameter.shape, dtype=data_parallel.stored_dtype(parameter, train.precision))
             part.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeline.config import Config, TrainConfig, reads, written
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
-from pipeline.models.spec import ModelSpec, Values, spec_at, spec_from_arch
-from pipeline.parallel.collectives import all_gather_objects, run_on_all
+from pipeline.models.adapters import adapter_of
+from pipeline.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch
+from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.load_sharded import load_sharded
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, optimizers
@@ -90,7 +91,7 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
     if resumed is None or trainable.adapter is not None:
         values = run_on_all(lambda: start_values(context.config, trainable.spec))
         start = trainable.values(values, module, train.seed)
-        base = run_on_all(values.fingerprint) if trainable.adapter is not None else None
+        base = broadcast_from_rank_0(lambda: digest_of(values)) if trainable.adapter is not None else None
         if resumed is not None:
             folder, of_run = resumed.folder, resumed.document.base
             run_on_all(lambda: check_base(folder, of_run, base))
@@ -238,7 +239,9 @@ def start_values(config: Config, spec: ModelSpec) -> Values:
 
 def trainable_of(config: Config, task: TrainingTask) -> Trainable:
     """What the run trains. Errors as in `architecture_of`."""
-    return Trainable(architecture_of(config, task), task.recipe or recipe_of(config.train), task.adapter)
+    spec = architecture_of(config, task)
+    adapter = task.adapter if task.adapter is not None else adapter_of(config.train, spec)
+    return Trainable(spec, task.recipe or recipe_of(config.train), adapter)
 
 
 def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.models.adapters import Merged, adapter_from
+from pipeline.models.spec import digest_of
 from pipeline.training.build import check_base, start_values
 from pipeline.training.checkpoint import ModelTensors
 
 
-def whole_weights(config: Config, stored: ModelTensors, scale: float = 1.0) -> Mapping[str, Tensor]:
+def whole_weights(config: Config, stored: ModelTensors, strength: float = 1.0) -> Mapping[str, Tensor]:
     """By parameter name: fp32, on the CPU, in the module's layout, each read on access.
 
     Args:
         config: with the base of the training in `model`.
-        scale: of an adapter's change; 0 is the base.
+        strength: a factor of an adapter's change; 0 is the base.
 
     Raises:
         UserError: another base than that of the training, or one that cannot be read.
@@ -30,5 +31,5 @@ def whole_weights(config: Config, stored: ModelTensors, scale: float = 1.0) -> M
     if adapter is None:
         return stored.exported()
     base = start_values(config, stored.architecture)
-    check_base(stored.folder, stored.document.base, base.fingerprint())
-    return Merged(stored.architecture, adapter, base, stored.exported(), scale)
+    check_base(stored.folder, stored.document.base, digest_of(base))
+    return Merged(stored.architecture, adapter, base, stored.exported(), strength)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.config import FlowConfig
 from pipeline.layer_classes import LayerMixin, add_mixin
 from pipeline.models.adapters import Adapter, Merged
-from pipeline.models.spec import ModelSpec
+from pipeline.models.spec import ModelSpec, Values
 from pipeline.parallel.microbatch import Outputs
 from pipeline.training.recipes.flow import Flow
 
@@ -49,7 +49,7 @@ class LowRank(Adapter):
         layer.lora_B = nn.Parameter(torch.empty(results, self.rank, device="meta"))
         add_mixin(layer, LowRankLayer)
 
-    def initial(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    def initial(self, name: str, shape: tuple[int, ...], seed: int, base: Values) -> Tensor:
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return drawn if name.endswith("lora_A") else torch.zeros(shape)
 
@@ -60,10 +60,10 @@ class LowRank(Adapter):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         return cls(values["rank"])
 
-    def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
+    def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
         if name != f"{LAYER}.weight":
             return weight
-        return weight + scale * trained[f"{LAYER}.lora_B"] @ trained[f"{LAYER}.lora_A"]
+        return weight + strength * trained[f"{LAYER}.lora_B"] @ trained[f"{LAYER}.lora_A"]
 
     def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
         save_file({name: each.to(dtype) for name, each in weights.trained.items()}, folder / "low_rank.safetensors")

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from pipeline.models.adapters import Merged
     from pipeline.models.spec import ModelSpec
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
@@ -57,8 +58,8 @@ def changes(spec: ModelSpec, weights: Mapping[str, Tensor], scaling: float) -> d
             magnitude = weights.get(f"{module}.lora_magnitude")
             found[module] = Change(
                 weights[name],
-                scaling * spec.file_order(weight, weights[f"{module}.lora_B"]),
-                None if magnitude is None else spec.file_order(weight, magnitude),
+                scaling * spec.rows_to_file(weight, weights[f"{module}.lora_B"]),
+                None if magnitude is None else spec.rows_to_file(weight, magnitude),
                 shapes[weight][2:],
             )
     return found
@@ -109,29 +110,20 @@ def save_comfyui(spec: ModelSpec, found: Mapping[str, Change], folder: Path, dty
     _save(tensors, folder / COMFYUI_FILE, dtype)
 
 
-def save_differences(
-    spec: ModelSpec,
-    names: Sequence[str],
-    merged: Mapping[str, Tensor],
-    base: Mapping[str, Tensor],
-    folder: Path,
-    dtype: torch.dtype,
-) -> None:
+def save_differences(weights: Merged, names: Sequence[str], folder: Path, dtype: torch.dtype) -> None:
     """Write whole differences of parameters by the names of ComfyUI's model: for changes that are no product of two
     matrices, such as DoRA's.
 
     Args:
         names: of the parameters that differ.
     """
-    changed, tensors = set(names), {}
+    spec, base, changed, tensors = weights.spec, weights.at(0), set(names), {}
     for theirs, members in spec.joined_parts().items():
         if changed.isdisjoint(members):
             continue
         stem, _, kind = theirs.rpartition(".")
         key = {"weight": f"{stem}.diff", "bias": f"{stem}.diff_b"}.get(kind, f"{theirs}.diff")
-        tensors[_COMFYUI + key] = torch.cat(
-            [spec.file_order(name, merged[name].float() - base[name].float()) for name in members]
-        )
+        tensors[_COMFYUI + key] = torch.cat([spec.rows_to_file(name, weights[name] - base[name]) for name in members])
     _save(tensors, folder / COMFYUI_FILE, dtype)
 
 
