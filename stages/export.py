@@ -136,7 +136,7 @@ def run(
             adapter.save(form, weights, work, DTYPES[dtype])
             facts = {"weights": which, **document.state.as_dict()}
             call = call_arguments(config, architecture, config.data.resolution // architecture.sample_size)
-            text = adapter_readme(config, adapter, form, work, _base(config), facts, call)
+            text = adapter_readme(config, adapter, form, folder.parents[1], work, _base(config), facts, call)
         else:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
             origin = f"the {which} of step {document.state.step}"

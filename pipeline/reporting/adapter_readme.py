@@ -24,6 +24,7 @@ def adapter_readme(
     config: Config,
     adapter: Adapter,
     form: str,
+    run: Path,
     folder: Path,
     base: str,
     facts: Mapping[str, Any],
@@ -33,6 +34,7 @@ def adapter_readme(
 
     Args:
         form: one of `adapter.formats`.
+        run: the run's folder, whose pictures are taken.
         base: in words.
         facts: `weights`, `step`, `snapshot`, `seed`.
         call: arguments of the pipeline's call, as Python source.
@@ -48,7 +50,7 @@ def adapter_readme(
         resolution=config.data.resolution,
         shift=f"{config.train.flow.shift:g}",
         recipe=config.text.recipe,
-        pictures=_pictures(Path(config.train.output), folder),
+        pictures=_pictures(run, int(facts["step"]), folder),
     )
 
 
@@ -73,9 +75,9 @@ def _call(base: str, trigger: str, arguments: Mapping[str, str]) -> str:
     )
 
 
-def _pictures(run: Path, folder: Path) -> str:
-    """A table of what the run drew before its first step, which is the base, and at its end."""
-    drawn = [pictures.Drawing.read(path) for path in pictures.files(run)]
+def _pictures(run: Path, step: int, folder: Path) -> str:
+    """A table of what the run drew before its first step, which is the base, and last up to this step."""
+    drawn = [drawing for path in pictures.files(run) if (drawing := pictures.Drawing.read(path)).facts["step"] <= step]
     shown = [(drawing, made) for drawing in drawn if (made := drawing.pictures())]
     if len(shown) < 2 or shown[0][0].facts["step"] != 0:
         return (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -129,4 +129,4 @@ def save_differences(weights: Merged, names: Sequence[str], folder: Path, dtype:
 
 def _save(tensors: Mapping[str, Tensor], path: Path, dtype: torch.dtype, header: Mapping[str, str] = {}) -> None:
     stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(stored, path, metadata={"format": "pt", **header})
+    path.write_bytes(save(stored, metadata={"format": "pt", **header}))  # `save_file` lets only their owner read them
