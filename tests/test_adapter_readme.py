@@ -20,7 +20,14 @@ def written(run: Path, folder: Path, step: int) -> str:
     folder.mkdir()
     facts = {"weights": "last weights", "step": step, "snapshot": "0" * 32, "seed": 3}
     return adapter_readme(
-        config, LoRA(rank=2), "diffusers", run, folder, "`owner/base`", facts, {"num_inference_steps": "20"}
+        config,
+        LoRA(2, 2.0, ["transformer_blocks.0.attn1.to_q"]),
+        "diffusers",
+        run,
+        folder,
+        "`owner/base`",
+        facts,
+        {"num_inference_steps": "20"},
     )
 
 
