@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import io
+import itertools
 import math
 import mmap
 import re
