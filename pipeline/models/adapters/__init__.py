@@ -129,7 +129,7 @@ def matching(patterns: Sequence[str], names: Iterable[str], option: str) -> list
         if not fitting:
             parts = pattern.count(".") + 1
             ends = list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
-            near = [m for m in difflib.get_close_matches(pattern, [*ends, *names], n=3, cutoff=0.5)] or ends[:8]
+            near = difflib.get_close_matches(pattern, [*ends, *names], n=3, cutoff=0.5) or ends[:8]
             raise ConfigError(f"{option}: {pattern!r} fits no name of the model", expected=f"such as {', '.join(near)}")
         chosen |= fitting
     return [name for name in names if name in chosen]
