@@ -49,12 +49,12 @@ class LoRA(Adapter):
         self._start: dict[str, Tensor] | None = None
 
     @classmethod
-    def from_config(cls, train: TrainConfig, spec: ModelSpec) -> Self:
+    def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
         given = train.adapter
         assert given is not None
         alpha = float(given.rank if given.alpha is None else given.alpha)
         adapter = cls(given.rank, alpha, _targets(given, spec), given.dropout)
-        if given.start is not None:
+        if start and given.start is not None:
             adapter._start = adapter._read(Path(given.start), spec)
         return adapter
 
