@@ -42,8 +42,8 @@ class Adapter(ABC):
     formats: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def from_config(cls, train: TrainConfig, spec: ModelSpec) -> Self:
-        """From the options of a run.
+    def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
+        """From the options of a run. start: with start values of a file, if the options name one.
 
         Raises:
             UserError: options that do not fit the model.
@@ -133,14 +133,17 @@ def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
     return _class(values["kind"]).from_dict(values)
 
 
-def adapter_of(train: TrainConfig, spec: ModelSpec) -> Adapter | None:
+def adapter_of(train: TrainConfig, spec: ModelSpec, *, start: bool = True) -> Adapter | None:
     """The adapter of a configuration; None: every parameter is trained.
+
+    Args:
+        start: False: without the file of `train.adapter.start`, for a prediction.
 
     Raises:
         UserError: options that do not fit the model.
     """
     kind = train.adapter.kind if train.adapter is not None else "only" if train.only is not None else None
-    return None if kind is None else _class(kind).from_config(train, spec)
+    return None if kind is None else _class(kind).from_config(train, spec, start)
 
 
 def _class(kind: str) -> type[Adapter]:

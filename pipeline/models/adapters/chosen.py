@@ -28,7 +28,7 @@ class Chosen(Adapter):
         self.parameters = list(parameters)
 
     @classmethod
-    def from_config(cls, train: TrainConfig, spec: ModelSpec) -> Self:
+    def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
         assert train.only is not None
         module = spec.module()
         owners = {name: part for name, part in module.named_modules() if name}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -50,13 +50,12 @@ class LoRA(Adapter):
         self._start: dict[str, Tensor] | None = None
 
     @classmethod
-    def from_config(cls, train: TrainConfig, spec: ModelSpec) -> Self:
+    def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
         given = train.adapter
         assert given is not None
-        adapter = cls(
-            given.rank, given.rank if given.alpha is None else given.alpha, _targets(given, spec), given.dropout
-        )
-        if given.start is not None:
+        alpha = float(given.rank if given.alpha is None else given.alpha)
+        adapter = cls(given.rank, alpha, _targets(given, spec), given.dropout)
+        if start and given.start is not None:
             adapter._start = adapter._read(Path(given.start), spec)
         return adapter
 
@@ -66,10 +65,9 @@ class LoRA(Adapter):
 
     def apply(self, module: nn.Module) -> None:
         module.requires_grad_(False)
+        has_magnitude = "lora_magnitude" in self.parts
         for name in self.targets:
-            add_low_rank(
-                module.get_submodule(name), self.rank, self.scale, self.dropout, "lora_magnitude" in self.parts
-            )
+            add_low_rank(module.get_submodule(name), self.rank, self.scale, self.dropout, has_magnitude)
 
     def initial(self, name: str, shape: tuple[int, ...], seed: int, base: Values) -> Tensor:
         """A uniform within 1/sqrt(inputs), as PEFT's (Kaiming with a = sqrt(5)); B zero; magnitudes: the norms of the
@@ -119,7 +117,7 @@ class LoRA(Adapter):
     # ---------------------------------------------------------------------------------------------------- start file
 
     def _read(self, path: Path, spec: ModelSpec) -> dict[str, Tensor]:
-        """The parameters in a LoRA file of diffusers, with alpha / rank of this run."""
+        """The parameters in a LoRA file of diffusers, as they are with alpha / rank of this run."""
         option = f"train.adapter.start: {path}"
         try:
             with safe_open(path, "pt") as file:
@@ -133,58 +131,29 @@ class LoRA(Adapter):
             for ending, part in PARTS.items()
             if part in self.parts
         }
-        self._check_keys(option, tensors, wanted)
-        patterns = [
-            f"transformer.{name}" for name in ("rank_pattern", "alpha_pattern") if metadata.get(f"transformer.{name}")
-        ]
-        if patterns:
-            raise ConfigError(f"{option}: modules have ranks or alphas of their own", found=", ".join(patterns))
-        own = (
-            metadata.get("transformer.lora_alpha", self.rank) / metadata.get("transformer.r", self.rank)
-        ) / self.scale
-        shapes = {name: p.shape for name, p in self._adapted(spec).named_parameters() if name in set(wanted.values())}
+        _check_keys(option, tensors, wanted)
+        module = spec.module()
+        self.apply(module)
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        scale = self._scale_of(option, metadata) / self.scale
         result: dict[str, Tensor] = {}
         for key, name in wanted.items():
             layer, _, part = name.rpartition(".")
-            value = tensors[key].float().flatten(1) if tensors[key].ndim > 1 else tensors[key].float()
-            if value.shape != shapes[name]:
-                raise ConfigError(
-                    f"{option}: {key} has another shape than this adapter of this model",
-                    expected=list(shapes[name]),
-                    found=list(value.shape),
-                    fix=f"--set train.adapter.rank={len(value)}"
-                    if part == "lora_A"
-                    else "give the file's model and rank",
-                )
+            value = tensors[key].float()
+            value = value.flatten(1) if value.ndim > 1 else value
+            _check_shape(option, key, shapes[name], tuple(value.shape))
             value = value if part == "lora_A" else spec.rows_from_file(f"{layer}.weight", value)
-            result[name] = value * own if part == "lora_B" else value
+            result[name] = value * scale if part == "lora_B" else value
         return result
 
-    def _adapted(self, spec: ModelSpec) -> nn.Module:
-        module = spec.module()
-        self.apply(module)
-        return module
-
-    def _check_keys(self, option: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, str]) -> None:
-        foreign, missing = sorted(tensors.keys() - wanted.keys()), [key for key in wanted if key not in tensors]
-        if not foreign and not missing:
-            return
-        found = [f"{what} {_listed(keys)}" for what, keys in (("unexpected", foreign), ("missing", missing)) if keys]
-        fix = "give a file that diffusers' save_lora_weights or sana-pipe export wrote for this model"
-        if any("lokr_" in key or "hada_" in key or "loha_" in key for key in foreign):
-            fix = "LoKr and LoHa are not LoRA: merge the file into the model and begin with that as model.weights"
-        elif any("dora_scale" in key for key in foreign):
-            fix = "dora_scale is not PEFT's DoRA: convert it to lora_magnitude_vector (train.adapter.kind: dora)"
-        elif any("lora_magnitude_vector" in key for key in foreign):
-            fix = "the file is a DoRA: --set train.adapter.kind=dora"
-        elif not foreign or any(key.startswith("transformer.") for key in tensors):
-            fix = "train.adapter.targets must be the modules of the file"
-        raise ConfigError(
-            f"{option}: holds another adapter",
-            expected=f"{len(wanted)} keys, such as {_listed(wanted, 1)}",
-            found="; ".join(found),
-            fix=fix,
-        )
+    def _scale_of(self, option: str, metadata: Mapping[str, Any]) -> float:
+        """alpha / rank of a file; without metadata 1, as diffusers takes it."""
+        settings = {name: metadata.get(f"transformer.{name}") for name in ("rank_pattern", "alpha_pattern")}
+        if several := [name for name, value in settings.items() if value]:
+            raise ConfigError(f"{option}: its modules have different ranks or alphas", found=", ".join(several))
+        rank = metadata.get("transformer.r", self.rank)
+        root = math.sqrt(rank) if metadata.get("transformer.use_rslora") else rank
+        return metadata.get("transformer.lora_alpha", root) / root
 
 
 class DoRA(LoRA):
@@ -230,6 +199,45 @@ def _refusal(layer: nn.Module) -> str | None:
     return None if getattr(layer, "of_tokens", False) else "it is a convolution of pictures, not a product of tokens"
 
 
-def _listed(names: Any, limit: int = 4) -> str:
+_REMEDIES = {
+    "lokr_": "LoKr is not LoRA: merge it into the model, and give that as model.weights",
+    "hada_": "LoHa is not LoRA: merge it into the model, and give that as model.weights",
+    "dora_scale": "dora_scale is another DoRA: merge it into the model, and give that as model.weights",
+    "lora_magnitude_vector": "the file is a DoRA: --set train.adapter.kind=dora",
+}
+"""What to do about keys that are not of this adapter, by a part of a key."""
+
+
+def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> None:
+    """Refuse a file that is not exactly the adapter."""
+    keys = set(keys)
+    foreign, missing = sorted(keys - wanted.keys()), [key for key in wanted if key not in keys]
+    if not foreign and not missing:
+        return
+    found = [f"{what} {_listed(names)}" for what, names in (("unexpected", foreign), ("missing", missing)) if names]
+    remedies = [remedy for part, remedy in _REMEDIES.items() if any(part in key for key in foreign)]
+    if keys & wanted.keys():
+        remedies.append("train.adapter.targets must choose the modules of the file, all of them and no others")
+    raise ConfigError(
+        f"{option}: does not hold this adapter",
+        expected=f"{len(wanted)} keys, such as {_listed(wanted, 1)}",
+        found="; ".join(found),
+        fix=[*remedies, "give a LoRA file for this model, with keys as diffusers' save_lora_weights writes them"][0],
+    )
+
+
+def _check_shape(option: str, key: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+    if found == expected:
+        return
+    is_rank = "lora_A" in key and found[1:] == expected[1:]
+    raise ConfigError(
+        f"{option}: {key} has another shape than the adapter of this model",
+        expected=str(list(expected)),
+        found=str(list(found)),
+        fix=f"--set train.adapter.rank={found[0]}" if is_rank else "give a file for this model",
+    )
+
+
+def _listed(names: Iterable[str], limit: int = 4) -> str:
     listed = list(names)
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
