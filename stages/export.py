@@ -36,7 +36,7 @@ from pipeline.models.spec import ModelSpec
 from pipeline.reporting.adapter_readme import adapter_readme
 from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
 from pipeline.training import checkpoint as checkpoints
-from pipeline.training.whole import whole_weights
+from pipeline.training.base_weights import whole_weights
 from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"

@@ -37,7 +37,7 @@ from pipeline.reporting import decoder, drawing, pictures
 from pipeline.reporting.drawing import DrawnLatent
 from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
-from pipeline.training.whole import whole_weights
+from pipeline.training.base_weights import whole_weights
 
 if TYPE_CHECKING:
     from PIL import Image

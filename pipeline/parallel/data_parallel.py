@@ -62,7 +62,9 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
         ValueError: parameters of another dtype.
     """
     if wrong := [name for name, p in model.named_parameters() if p.dtype != stored_dtype(p, train.precision)]:
-        raise ValueError(f"parameters must have the dtypes of {train.precision} (`stored_dtype`), not so {wrong[0]}")
+        raise ValueError(
+            f"{wrong[0]} must be {stored_dtype(model.get_parameter(wrong[0]), train.precision)} for {train.precision}"
+        )
     data = data_mesh(mesh)
     offload = train.parallel.offload == "all"
     # whole on every process and in the dtype of the computation: FSDP2 would copy them before each use

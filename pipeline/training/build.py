@@ -26,7 +26,8 @@ from pipeline.parallel.load_sharded import load_sharded
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, optimizers
 from pipeline.training.assemble import Trainable, assemble, recipe_of
-from pipeline.training.checkpoint import CheckpointError, Resumed
+from pipeline.training.base_weights import check_base, start_values
+from pipeline.training.checkpoint import Resumed
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
@@ -114,21 +115,6 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
         f"{context.folder.resolve()}"
     )
     return run
-
-
-def check_base(folder: Path, trained: str | None, base: str | None) -> None:
-    """Refuse another base than that of a checkpoint: the frozen parameters are in no checkpoint.
-
-    Args:
-        folder: of the checkpoint. trained, base: digest of the base in it, and of the configured one.
-    """
-    if trained != base:
-        raise CheckpointError(
-            f"{folder}: was trained on another base",
-            expected=f"weights with the digest {trained}",
-            found=str(base),
-            fix="restore model.weights; to train on these, begin a new run: --set train.output=DIR without --resume",
-        )
 
 
 def load_start(model: ParallelModel, start: Values, context: Context) -> None:
@@ -223,18 +209,6 @@ def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
     """Whether torch's attention without padding runs on a GPU in this precision."""
     fits = device.type == "cuda" and train.precision != "fp32"
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def start_values(config: Config, spec: ModelSpec) -> Values:
-    """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`.
-
-    Raises:
-        UserError: weights that cannot be found or read.
-    """
-    weights = config.model.weights
-    if weights is None:
-        return spec.initial(config.train.seed)
-    return spec.stored(hub.resolve(weights, widest=True), weights.variant)
 
 
 def trainable_of(config: Config, task: TrainingTask) -> Trainable:
