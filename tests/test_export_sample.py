@@ -31,6 +31,7 @@ from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import draw_latents, encoder_process
 from pipeline.reporting import source_pictures as reading
 from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
+from pipeline.reporting.export_readme import call_arguments, readme
 from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
@@ -39,6 +40,7 @@ from tests.support.messages import naming
 CAPTIONS = ("A red square", "a green square", "a blue field", "a yellow wall", "a grey road", "a white door")
 
 CPU = torch.device("cpu")
+FACTS = {"which": "last weights", "dtype": "float32", "vae": "a local folder", "text_encoder": "a local folder"}
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,14 @@ def test_the_parts_are_those_of_the_configuration(trained: Trained, exported: Pa
 
 def test_readme_says_where_the_pipeline_cannot_draw_as_sample_does(trained: Trained, tmp_path: Path) -> None:
     """`SanaPipeline` guides above 1 only."""
-    document, compression = checkpoints.read_document(trained.checkpoint), 8
+    document = checkpoints.read_document(trained.checkpoint)
+    facts = {**FACTS, "state": document.state}
     told = {}
     for guidance in (0.5, 1.0, 4.5):
         config = changed(trained.config, tmp_path, f"sample.guidance={guidance}")
-        told[guidance] = "guides only above 1" in export.readme(config, document.architecture, compression, document)
+        told[guidance] = "guides only above 1" in readme("diffusers", config, document.architecture, 8, **facts)
     assert told == {0.5: True, 1.0: False, 4.5: False}
-    assert "diffusers 0.33" in export.readme(trained.config, document.architecture, compression, document)
+    assert "diffusers 0.33" in readme("diffusers", trained.config, document.architecture, 8, **facts)
 
 
 def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, tmp_path: Path) -> None:
@@ -216,23 +219,21 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
 
     document = checkpoints.read_document(trained.checkpoint)
     big = load("sana_1600m_1024")
-    plain = export.call_arguments(big, document.architecture.with_sample_size(32), 32)
+    plain = call_arguments(big, 32, 32)
     assert set(plain) == {"height", "width", "num_inference_steps", "guidance_scale"}
     assert plain["height"] == "1024"
     # 1024 px of an f8 VAE has the sample_size of Sana's 4096 px bins: they would be the wrong shapes
-    assert (
-        export.call_arguments(big, document.architecture.with_sample_size(128), 8)["use_resolution_binning"] == "False"
-    )
+    assert call_arguments(big, 128, 8)["use_resolution_binning"] == "False"
     square = changed(big, tmp_path, "data.buckets=[[1024, 1024]]")
-    shape = document.architecture.with_sample_size(32)
-    assert export.call_arguments(square, shape, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
+    assert call_arguments(square, 32, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
     raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
-    assert export.call_arguments(raw, document.architecture.with_sample_size(32), 32)["max_sequence_length"] == "200"
-    printed = export.readme(raw, document.architecture.with_sample_size(32), 32, document)
+    assert call_arguments(raw, 32, 32)["max_sequence_length"] == "200"
+    shape = document.architecture.with_sample_size(32)
+    printed = readme("diffusers", raw, shape, 32, state=document.state, **FACTS)
     assert "lowers and strips" in printed
     assert 'an \\\\\\"Enhanced prompt\\\\\\"' in printed
     none = changed(big, tmp_path, "text.instruction=''")
-    assert export.call_arguments(none, document.architecture, 32)["complex_human_instruction"] == "None"
+    assert call_arguments(none, document.architecture.sample_size, 32)["complex_human_instruction"] == "None"
 
 
 def test_a_variant_and_its_shards_lose_the_name(trained: Trained, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from pipeline import __version__
@@ -57,9 +57,12 @@ def write_report(figures: dict[str, Any], out: Path, gallery: Sequence[Card] = (
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of `templates/`, with `version` and `time` added."""
+    """A page or text of `templates/`, with `version` and `time` added."""
     environment = Environment(
-        loader=PackageLoader("pipeline.reporting"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("pipeline.reporting"),
+        autoescape=select_autoescape(),
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     settings = {"version": __version__, "time": now, "columns": COLUMNS, "rows_shown": ROWS}
