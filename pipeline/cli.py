@@ -119,7 +119,8 @@ def _complete_files(context: click.Context, parameter: click.Parameter, incomple
 
 
 def _complete_options(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from pipeline.config import option_fields, section_of
+    from pipeline.config import option_fields
+    from pipeline.options import section_of
 
     for_set = parameter.name == "overrides"
     return [

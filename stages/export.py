@@ -33,6 +33,7 @@ from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
 from pipeline.models.adapters import Adapter, Merged, adapter_from
 from pipeline.models.spec import ModelSpec
+from pipeline.options import value_at
 from pipeline.reporting.export_readme import copy_pictures, readme
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.base_weights import whole_weights
@@ -241,10 +242,12 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
         "text.max_length",
     ]
     places = ["vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"]
+    before = {name: value_at(trained, name) for name in (*names, *places)}
+    now = {name: value_at(current, name) for name in before}
     differences = [
-        f"{name}: the checkpoint has {_at(trained, name)!r}, the configuration {_at(current, name)!r}"
+        f"{name}: the checkpoint has {before[name]!r}, the configuration {now[name]!r}"
         for name in names
-        if _at(trained, name) != _at(current, name)
+        if before[name] != now[name]
     ]
     if differences:
         raise ConfigError(
@@ -252,18 +255,9 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
             fix="--config with the config.yaml of its run directory",
         )
     for name in places:
-        if _at(trained, name) != _at(current, name):
-            print(
-                f"note: {name} was {_at(trained, name)!r} in training and is {_at(current, name)!r} now: the export "
-                "takes the current one",
-                flush=True,
-            )
-
-
-def _at(tree: Any, name: str) -> Any:
-    for key in name.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
+        if before[name] != now[name]:
+            what = f"{name} was {before[name]!r} in training and is {now[name]!r} now"
+            print(f"note: {what}: the export takes the current one", flush=True)
 
 
 def _parts(config: Config) -> Parts:
@@ -329,7 +323,7 @@ def _shown(config: Config) -> dict[str, Any]:
     ids = {"vae.id": _name(config.vae), "text.id": _name(config.text)}
     if config.model.weights is not None:
         ids["model.weights.id"] = _name(config.model.weights)
-    return {name: ids.get(name, _at(tree, name)) for name in READS["export"] if name != "train.output"}
+    return {name: ids.get(name, value_at(tree, name)) for name in READS["export"] if name != "train.output"}
 
 
 def _name(weights: Weights) -> str:
