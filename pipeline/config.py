@@ -1,14 +1,10 @@
-"""The configuration: one strict, typed YAML file for every stage.
+"""The configuration: one strict, typed YAML file for every stage. Each option is documented at its field.
 
-The sections are pydantic models; each option is documented at its field. `load()` reads `--config F`, else
-`./sana-pipe.yaml`, else the shipped `sana_1600m_1024.yaml`, and applies `--set a.b=c` on top.
+`load()` reads `--config F`, else `./sana-pipe.yaml`, else the shipped `sana_1600m_1024.yaml`, and applies `--set a.b=c`
+on top. A mistake must stop the run before it costs GPU hours: unknown keys are errors that name the key, the file and
+the nearest valid name, and values are not converted (an integer may serve as a float, nothing else).
 
-A mistake must stop the run before it costs GPU hours. So unknown keys are errors that name the key, the file and the
-nearest valid name, and values are not converted (an integer may serve as a float, nothing else). The price: a file
-may not hold keys for other tools.
-
-Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransformer2DModel`); docs/nvlabs.md compares
-every training option.
+Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransformer2DModel`); see docs/nvlabs.md.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""`sana-pipe export`: a checkpoint to a folder for diffusers' `SanaPipeline.from_pretrained`, or to files of NVlabs.
+"""`sana-pipe export`: a checkpoint to a folder for diffusers' `SanaPipeline.from_pretrained`, or to files for others.
 
-What: the transformer in diffusers' channel order (fp32 by default, so nothing is rounded), the scheduler's settings,
-copies of VAE, text encoder and tokenizer, `model_index.json`, and a README with the call that this model needs.
-`--format nvlabs`: the transformer alone, as `.pth` and safetensors with NVlabs' names.
-A run with an adapter: the adapter's file for diffusers, `--format comfyui` for ComfyUI, and the adapter in its base by
-`--format merged` and `--format nvlabs`.
-The folder contains no paths of this machine, so that it can be published.
-Why copies: the folder is self-contained, and has the encoders whose records the model was trained on.
-Why the checks: values that training used and the pipeline cannot guess (flow shift, resolution, text recipe) must be
-those of the checkpoint, not of the current configuration.
-Price: about 6 GB of VAE and text encoder beside the weights. The folder appears whole, by a rename. The weights pass
-through memory one parameter at a time, for any number of processes that wrote the checkpoint.
+A pipeline's folder has copies of VAE, text encoder and tokenizer (about 6 GB), so it is complete, and no paths of this
+machine, so it can be published. Of a run with an adapter it is the adapter's file, for diffusers or ComfyUI, or the
+adapter in its base. What training used and a pipeline cannot guess (flow shift, resolution, text recipe) must be as in
+the checkpoint. The folder appears whole, by a rename. Weights pass through memory one parameter at a time, for any
+number of processes that wrote the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """`sana-pipe sample`: pictures from a checkpoint, for captions of a snapshot or new prompts; or those of a training.
 
-What: reads text rows and latents from the cache, draws latents with the transformer, decodes them in a separate
-process, and writes PNGs, `samples.jsonl` and a contact sheet (photo, the VAE's reconstruction, the drawn picture).
-Why a separate process for decoding: the transformer and the VAE never share memory, and this process imports no
-encoder, like training.
-Price: one more start of Python, and the latents go through a file.
-
-Guidance uses the null record's valid rows, as `SanaPipeline` does, so that an exported model draws the same way.
-
-New prompts (`--prompt`) are encoded by `sana-pipe encode --prompts`, in a separate process, into a temporary cache.
-`--watch` decodes what a training draws (see `pipeline.reporting.run_pictures`).
+Text rows and latents come from the cache; new prompts (`--prompt`) are encoded into a temporary one. The transformer
+draws latents, and a second process decodes them, so that transformer and VAE never share memory and this process
+imports no encoder. The result is PNGs, `samples.jsonl` and a contact sheet: photo, the VAE's reconstruction, the drawn
+picture. Guidance uses the null record's valid rows, as `SanaPipeline` does. `--watch` decodes what a training draws.
 """
 
 from __future__ import annotations
