@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, expanded, not_permitted
-from pipeline.options import MISSING, deepest, field_at, fields_below, put, value_at, values_of, within
+from pipeline.options import MISSING, deepest, field_at, fields_below, flat, put, value_at, values_of, within
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -1202,18 +1202,15 @@ def reads(command: str, option: str) -> bool:
 
 
 def _check_read(command: str, option: str, value: Any) -> None:
-    if reads(command, option):
-        return
-    if isinstance(value, dict) and value and option in _all_paths():
-        for name, below in value.items():
-            _check_read(command, f"{option}.{name}", below)
-        return
-    others = [other for other in READS if reads(other, option) and not other.startswith("decode")]
-    raise ConfigError(
-        f"--set {option}: sana-pipe {command} does not read this option",
-        expected="one of " + ", ".join(READS.get(command, _CACHE)),
-        fix=f"leave it out; it is read by sana-pipe {', '.join(others)}" if others else "leave it out",
-    )
+    for name, _ in flat({option: value}):
+        if reads(command, name):
+            continue
+        others = [other for other in READS if reads(other, name) and not other.startswith("decode")]
+        raise ConfigError(
+            f"--set {name}: sana-pipe {command} does not read this option",
+            expected="one of " + ", ".join(READS.get(command, _CACHE)),
+            fix=f"leave it out; it is read by sana-pipe {', '.join(others)}" if others else "leave it out",
+        )
 
 
 def shipped() -> list[Path]:

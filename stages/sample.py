@@ -29,7 +29,7 @@ from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
-from pipeline.reporting.source_pictures import Photos
+from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.base_weights import whole_weights
 
@@ -272,7 +272,7 @@ def _publish(
     from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
-    photos = Photos(config, cache)
+    photos = SourcePictures(config, cache)
     for i, (sample, hit) in enumerate(zip(by_column[DRAWN], hits, strict=True)):
         shown = [_moved(work, out, _file(i, title)) for title in ("reconstruction", *by_column)]
         cards.append(SheetRow(sample.caption, (photos.cropped(sample.source, sample.item, sample.bucket), *shown)))
