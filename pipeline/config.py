@@ -14,6 +14,7 @@ every training option.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import textwrap
@@ -29,7 +30,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError, expanded, not_permitted
+from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -1074,7 +1075,7 @@ class Config(_Section):
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            raise _explain(error, tree, Path(where), []) from None
+            raise _explain(error, tree, Path(where), {}) from None
 
     def at(self, folder: str | Path) -> Config:
         """The configuration of the phase to which a folder belongs; of no phase: this one."""
@@ -1294,7 +1295,7 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, tree, source, overridden) from None
+        raise _explain(error, tree, source, dict(zip(overridden, overrides, strict=True))) from None
     config._data_given = replace(
         data_given,
         overridden=frozenset(
@@ -1426,6 +1427,19 @@ def from_yaml(text: str) -> Any:
 def as_yaml(value: Any, **style: Any) -> str:
     """A value as YAML that `from_yaml` reads as this value."""
     return yaml.dump(value, Dumper=_Dumper, **style)
+
+
+def setting(option: str, *values: Any) -> str:
+    """`--set OPTION=VALUE` as it is typed in a shell, of values that are alternatives each."""
+    return alternatives("--set", (f"{option}={_typed(value)}" for value in values))
+
+
+def _typed(value: Any) -> str:
+    """A value on one line as `from_yaml` reads it: text without quotes where these are not needed."""
+    with suppress(*NO_YAML):
+        if isinstance(value, str) and value.isprintable() and from_yaml(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
 
 
 WITH_SPACES = ("caption_prefix", "caption_suffix")
@@ -1584,7 +1598,8 @@ def _value_at(tree: Any, location: tuple[int | str, ...]) -> Any:
     return tree
 
 
-def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overridden: list[str]) -> ConfigError:
+def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overridden: dict[str, str]) -> ConfigError:
+    """overridden: option -> the text of its `--set`."""
     problems = []
     for item in error.errors():
         above = item["loc"][:-1] if item["type"] == "extra_forbidden" else item["loc"]  # an unknown key may hold a [
@@ -1603,12 +1618,16 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
         elif item["type"] == "missing" and isinstance(location[-1], str):
             problems.append(f"{where}: {name!r} is required and not given")
         else:
-            problems.append(f"{where}: {name!r}: {_problem(item, location)}")
+            problems.append(f"{where}: {name!r}: {_problem(item, location, overridden.get(name))}")
     return ConfigError("\n".join(dict.fromkeys(problems)))
 
 
-def _problem(item: Any, location: tuple[int | str, ...]) -> str:
-    """What an option takes, and what was found. Our validators (`value_error`) say it themselves."""
+def _problem(item: Any, location: tuple[int | str, ...], override: str | None) -> str:
+    """What an option takes, and what was found. Our validators (`value_error`) say it themselves.
+
+    Args:
+        override: the text of the `--set` that gave the value.
+    """
     found, message = item["input"], item["msg"].removeprefix("Value error, ")
     option, field = _option_at(location)
     if item["type"] != "value_error" and field is not None:
@@ -1616,5 +1635,6 @@ def _problem(item: Any, location: tuple[int | str, ...]) -> str:
         message = f"must be {values_of(field)}" if is_option else f"{message}; {option} is {values_of(field)}"
     message = re.sub(r"Input should be a valid dictionary or instance of \w+", "must be {OPTION: VALUE, ...}", message)
     if isinstance(found, int | float) and re.search("text|string", message):
-        return f"{message} (found {found!r}, which is no text: put it in quotes)"
+        quoted = "put it in quotes" if override is None else setting(option, override.partition("=")[2].strip())
+        return f"{message} (found {found!r}, which is no text: {quoted})"
     return message + ("" if isinstance(found, dict) else f" (found {textwrap.shorten(repr(found), 200)})")

@@ -29,7 +29,7 @@ from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, write_chunk
-from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, with_current_names
+from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting, with_current_names
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.snapshots import packing, selection
@@ -477,7 +477,7 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         visits = ", ".join(f"{count} pictures {times} times" for times, count in repeats.items())
         click.echo(
             f"the folders of source {source!r} say how often an epoch visits their pictures: {visits} (each once: "
-            f"--set bucket.sources.{source}.repeats=false)"
+            f"{setting(f'bucket.sources.{source}.repeats', False)})"
         )
     for entry in report["left_out"]:
         keep = f"; to keep: {entry['keep']}" if entry["keep"] else ""

@@ -31,7 +31,7 @@ import braceexpand
 
 from pipeline.cache import drivers
 from pipeline.config import DataConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, alternatives
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url, kind_of_file, lost_picture
@@ -359,7 +359,7 @@ def _kind_of_folder(filesystem: Filesystem, data: str, rule: CaptionRule, config
             f"{data}: holds data of several kinds",
             expected="one kind, or the folder that holds it",
             found="; ".join(f"{kind} ({min(files)})" for kind, files in sorted(kinds.items())),
-            fix="--format " + "|".join(sorted(kinds)),
+            fix=alternatives("--format", sorted(kinds)),
         )
     return next(iter(kinds))
 
@@ -422,7 +422,7 @@ def _kind_of_files(filesystem: Filesystem, files: list[str], data: str) -> str:
             f"{data}: the files are of an unknown kind, or of several kinds",
             expected="one of .tar, .parquet, .jsonl, .json, .csv, .tsv, or wids-meta.json",
             found=what or ", ".join(sorted({"." + extension(file) for file in files})),
-            fix=way or "--format " + "|".join(FORMATS),
+            fix=way or alternatives("--format", FORMATS),
         )
     return kind
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 from pipeline.cache.arrow import batches
 from pipeline.cache.item_rows import ItemGroups
 from pipeline.cache.scratch import Scratch
+from pipeline.config import setting
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
@@ -175,7 +176,7 @@ def check_caption_columns(
     if not columns or not rule.lacks_captions(columns):
         return
     likely = rule.likely(column for column in columns if column != file_column)
-    fix = f"--set data.caption_field={escaped(likely)}" if likely else f"add a caption column to {path}"
+    fix = setting("data.caption_field", likely) if likely else f"add a caption column to {path}"
     raise UserError(
         f"{path} has no column {rule.columns[0]!r}",
         expected=f"the columns {file_column!r} and {_caption_columns(rule)}",

@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
+from pipeline.config import setting
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, has_surrogates, shown, stem
@@ -287,7 +288,7 @@ class ParquetSource(LinkTables):
                 f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
                 expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
                 found="the columns " + ", ".join(repr(escaped(field)) for field in table.schema_arrow.names),
-                fix=f"--set data.caption_field={escaped(likely)}" if likely else "add a caption column",
+                fix=setting("data.caption_field", likely) if likely else "add a caption column",
             )
 
     def _read_group(
@@ -395,7 +396,7 @@ class ParquetSource(LinkTables):
             raise UserError(
                 f"{self.location}/{part} has several columns that may be the pictures",
                 found=", ".join(f"{escaped(name)}: {kinds[name]}" for name in candidates),
-                fix="--set data.image_field=" + "|".join(map(escaped, candidates)),
+                fix=setting("data.image_field", *candidates),
             )
         for name in candidates:
             if _holds_bytes(kinds[name]) or _text(kinds[name]):
