@@ -33,6 +33,7 @@ from pipeline.cache import drivers
 from pipeline.config import DataConfig
 from pipeline.errors import UserError, alternatives
 from pipeline.retrying import PATIENCE_S
+from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url, kind_of_file, lost_picture
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, meant, mode_of, refuse_surrogates
@@ -111,6 +112,8 @@ def open_source(
             return FolderSource(Path(data.removeprefix("file://")), rule, name, patience_s)
         return FolderSource(filesystem, rule, name)
     left_out = Kinds()
+    if format == "jsonl" and files and annotation_files.form_of(filesystem, files[0]) == "COCO":
+        raise annotation_files.refused(filesystem, files[0], "COCO")
     if format == "wids":
         counts = _wids(filesystem, files, data)
         if files is None:
