@@ -6,6 +6,7 @@ import io
 import json
 import os
 import posixpath
+import re
 import shlex
 import socket
 import subprocess
@@ -887,8 +888,29 @@ def test_annotations_beside_pictures_with_captions_are_no_error(tmp_path: Path) 
 def test_a_table_of_conversations_asks_for_a_column_of_text(tmp_path: Path) -> None:
     values = {"image": [b"\xff\xd8\xff\xe0 picture"], "id": ["a"], "conversations": [[{"from": "gpt", "value": "a"}]]}
     table = pa.table(values)
-        {"image": [b"\xff\xd8\xff\xe0 picture"], "id": ["a"], "conversations": [[{"from": "gpt", "value": "a"}]]}
-    )
     pq.write_table(table, tmp_path / "t.parquet")
     with pytest.raises(UserError, match=naming("LLaVA", "data.caption_field=COLUMN")):
         list(open_source(str(tmp_path / "t.parquet"), DataConfig()).items())
+
+
+KEYS = {"id": 5, "width": [1], "note": "", "tag_string": "dog, cat", "long prompt": "A dog and a cat."}
+
+
+def test_a_json_file_without_a_caption_column_names_its_columns_and_the_setting(tmp_path: Path) -> None:
+    photo = b"pixels"
+    put(tmp_path, pictures__a_dot_jpg=photo, pictures__a_dot_json=json.dumps(KEYS))
+    make_tar(tmp_path / "b.tar", [("a.jpg", photo), ("a.json", json.dumps(KEYS)), ("b.jpg", photo), ("b.txt", "b")])
+    make_tar(tmp_path / "c.tar", [("a.jpg", photo), ("a.json", json.dumps(KEYS))])
+    named = naming("'id'", "'tag_string'", "'long prompt'", "--set 'data.caption_field=long prompt'")
+    for data in ("pictures", "b.tar"):
+        reasons = [
+            each.reason for each in open_source(str(tmp_path / data), DataConfig()).items() if isinstance(each, Reject)
+        ]
+        assert len(reasons) == 1 and re.match(named, reasons[0])
+        [item, *_] = open_source(str(tmp_path / data), DataConfig(caption_field="long prompt")).items()
+        assert isinstance(item, Item) and item.captions == (("A dog and a cat.", 1.0),)
+    with pytest.raises(UserError, match=named):
+        list(open_source(str(tmp_path / "c.tar"), DataConfig()).items())
+    put(tmp_path, pictures__a_dot_json=json.dumps({"id": 5}))
+    [reject] = open_source(str(tmp_path / "pictures"), DataConfig()).items()
+    assert isinstance(reject, Reject) and "only 'id'" in reject.reason and "--set" not in reject.reason
