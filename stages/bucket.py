@@ -28,7 +28,7 @@ from pipeline.cache.findings import fix_of_head
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, check_snapshot_name
-from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, write_chunk
+from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
 from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting, with_current_names
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.images import buckets
@@ -384,6 +384,9 @@ def _publish(
     before = snapshot_id = None
     if dry_run:
         _check_shards(made, inputs)
+        if name is not None and not move and cache.snapshot_of(name) is not None:
+            chunks = tuple(unwritten_chunk(*tables) for tables in made.assembled.chunks())
+            cache.check_taken(replace(head, chunks=chunks), name)
     else:
         before = cache.snapshot_of("latest")
         chunks = tuple(write_chunk(cache.files, *tables) for tables in made.assembled.chunks())

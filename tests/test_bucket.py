@@ -1079,6 +1079,27 @@ def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.C
     assert "dry run: no snapshot was made" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("taken", ["round1", "round1.heldout"])
+def test_a_dry_run_ends_as_the_real_one_where_the_name_is_taken(root: Path, taken: str) -> None:
+    of = config(root, "bucket.heldout=0.2")
+    add(of, "one", pictures(40))
+    for _ in range(2):  # the same snapshot again
+        stages.bucket.run(of, name="round1", dry_run=True)
+        stages.bucket.run(of, name="round1")
+    add(of, "one", pictures(50))
+    cache = Cache(str(root))
+    if taken != "round1":
+        cache.point("round1", stages.bucket.run(of, name="other"), move=True)
+    before = files(root)
+    with pytest.raises(UserError, match=naming(repr(taken), "--move")):
+        stages.bucket.run(of, name="round1", dry_run=True)
+    stages.bucket.run(of, name="round1", dry_run=True, move=True)
+    assert files(root) == before
+    with pytest.raises(UserError, match=naming(repr(taken), "--move")):
+        stages.bucket.run(of, name="round1")
+    stages.bucket.run(of, name="round1", move=True)
+
+
 def test_a_run_that_changes_nothing_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of = config(root, "bucket.heldout=0.2")
     add(of, "one", pictures(40))

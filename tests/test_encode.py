@@ -436,8 +436,10 @@ def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tm
         (source / f"bad-{n}.png").write_bytes(b"x")
         (source / f"bad-{n}.txt").write_text("bad")
     config = make_config(tmp_path, "encode.max_reject_rate=0.2")
-    with pytest.raises(RejectRateError, match="5 of 17"):
-        stages.encode.run(config, data=str(source))
+    for stage in (stages.encode.dry_run, stages.encode.run):
+        with pytest.raises(RejectRateError, match="5 of 17"):
+            stage(config, data=str(source))
+    assert stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
     for n in range(5, 20):
         (source / f"bad-{n}.png").write_bytes(b"x")
         (source / f"bad-{n}.txt").write_text("bad")
@@ -499,14 +501,15 @@ def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
         path.rename(path.with_suffix(".tags"))
     no_models(monkeypatch)
     config = make_config(tmp_path, "encode.max_reject_rate=1.0")
-    assert stages.encode.dry_run(config, data=str(source)) == RejectRateError.exit_code
-    capsys.readouterr()
+    with pytest.raises(RejectRateError, match="12 of 12") as foreseen:
+        stages.encode.dry_run(config, data=str(source))
+    assert "no caption" in capsys.readouterr().out and foreseen.value.found is None
     with pytest.raises(RejectRateError, match="12 of 12") as refused:
         stages.encode.run(config, data=str(source))
     assert str(refused.value.found).count("no caption") == 1
     assert re.search(r"12 +\.tags file", str(refused.value.found)), "what is beside the pictures is named"
     assert capsys.readouterr().out == "", "the reasons are said once"
-    assert "--set data.caption" in str(refused.value.fix)
+    assert "--set data.caption" in str(refused.value.fix) and "--set data.caption" in str(foreseen.value.fix)
     assert Cache(config.cache).sources() == []
     assert len(reasons(config, source)) == 12
 
