@@ -1269,7 +1269,7 @@ def load(
         if command in ("train", "plan") and config.phases and all(phase.gives(option) for phase in config.phases):
             raise ConfigError(
                 f"--set {option}: has no effect, since every phase gives this option",
-                fix="change it in the phases, or --set phases=[] for a run without them",
+                fix=f"change it in the phases, or {setting('phases', [])} for a run without them",
             )
     return config
 

@@ -9,6 +9,7 @@ publishes the set.
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import sys
@@ -43,6 +44,8 @@ from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.sources import reasons
+from pipeline.sources.filenames import is_url
+from pipeline.sources.filesystem import let_read
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
@@ -149,7 +152,7 @@ def dry_run(
         click.echo(json.dumps(report))
     most, rejects = config.encode.max_reject_rate, survey.work.rejects
     if _too_many(report["items"], rejects.total, _faults(survey.scan), most):
-        _refuse_rejects(report["source"], report["items"], rejects, most, "look at the reasons above", None)
+        _refuse_rejects(survey.source, report["items"], rejects, most, "look at the reasons above", None)
     return NoSpaceError.exit_code if report["enough_space"] is False else 0
 
 
@@ -690,14 +693,14 @@ def _check_rejects(run: EncodeRun, items: int, rejects: _Rejects, faults: int) -
     where = run.cache.files.where(_write_rejects(run.cache, run.source.name, rejects))
     kinds = Kinds.of(rejects)
     found = "\n" + "\n".join([*kinds.lines(), *estimate.ignored_lines(run.source.ignored)])
-    _refuse_rejects(run.source.name, items, kinds, most, f"look at {where}", found)
+    _refuse_rejects(run.source, items, kinds, most, f"look at {where}", found)
 
 
 def _too_many(items: int, rejects: int, faults: int, most: float) -> bool:
     return bool(items) and (faults / items > most or rejects == items)
 
 
-def _refuse_rejects(name: str, items: int, kinds: Kinds, most: float, look: str, found: str | None) -> NoReturn:
+def _refuse_rejects(source: Source, items: int, kinds: Kinds, most: float, look: str, found: str | None) -> NoReturn:
     """Raises the error for too many rejects. look: where they are listed, as a part of the fix."""
     if kinds.total < items:
         expected = f"at most {most:.1%} (encode.max_reject_rate)"
@@ -705,8 +708,10 @@ def _refuse_rejects(name: str, items: int, kinds: Kinds, most: float, look: str,
     else:
         expected = "some that can be used; the source is left as it was"
         fix = look
-        if any("caption" in kind for kind in kinds.counts):
+        if any(os.strerror(errno.EACCES) in kind for kind in kinds.counts) and not is_url(source.location):
+            fix = let_read(source.location)
+        elif any("caption" in kind for kind in kinds.counts):
             fix = "put the caption of X.jpg into X.txt, name its column (--set data.caption_field=COLUMN), or give all "
             fix += "pictures one caption: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"
-    what = f"{kinds.total} of {items} items of source {name!r} were rejected"
+    what = f"{kinds.total} of {items} items of source {source.name!r} were rejected"
     raise RejectRateError(what, expected=expected, found=found, fix=fix)

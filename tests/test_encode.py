@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gc
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -445,6 +447,22 @@ def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tm
         (source / f"bad-{n}.txt").write_text("bad")
     with pytest.raises(RejectRateError, match="20 of 32"):  # the default
         stages.encode.run(make_config(tmp_path), data=str(source))
+
+
+def test_files_that_this_user_may_not_read_have_the_fix_of_rights(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def denied(path: Any, *options: Any, **more: Any) -> int:
+        if str(path).endswith(".txt") and str(source) in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *options, **more)
+
+    monkeypatch.setattr(os, "open", denied)
+    for stage in (stages.encode.dry_run, stages.encode.run):
+        with pytest.raises(RejectRateError, match=re.escape(f"chmod -R u+rX {source}")):
+            stage(make_config(tmp_path), data=str(source))
 
 
 def test_a_source_of_which_much_is_missing_is_left_as_it_was(

@@ -411,6 +411,36 @@ def test_pipes_and_sockets_do_not_hang(tmp_path: Path) -> None:
         source.stat("pipe.png")
 
 
+LISTING = """
+import sys
+from pipeline.config import DataConfig
+from pipeline.errors import UserError
+from pipeline.sources.detect import open_source
+for data in sys.argv[1:]:
+    try:
+        print(list(open_source(data, DataConfig()).items()))
+    except UserError as error:
+        print(error.what.partition(":")[0], error.fix.partition(", ")[0], sep="|")
+"""
+
+
+def test_a_folder_that_may_be_listed_and_not_entered_is_named(
+    tmp_path: Path, bound_by_permissions: Callable[[], None]
+) -> None:
+    put(tmp_path, p__a_dot_png=b"", p__a_dot_txt="x", p__in__b_dot_png=b"", p__in__b_dot_txt=b"", tars__c_dot_tar=b"")
+    pictures, tars = shut = tmp_path / "p" / "in", tmp_path / "tars"
+    for folder in shut:
+        folder.chmod(0o600)
+    data = [tmp_path / "p", pictures, tars, tars / "*.tar", tars / "c.tar"]
+    told = subprocess.run(
+        [sys.executable, "-c", LISTING, *data], preexec_fn=bound_by_permissions, capture_output=True, text=True
+    )
+    for folder in shut:
+        folder.chmod(0o700)
+    listed = [f"{folder}|chmod -R u+rX {folder}" for folder in (pictures, pictures, tars, tars)]
+    assert told.stdout.splitlines() == [*listed, f"{tars / 'c.tar'}|chmod a+rx {tars}"], told.stderr
+
+
 def test_unreadable_folder_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, a_dot_png=b"", a_dot_txt="x", shut__b_dot_png=b"", c_dot_png=b"", c_dot_txt="x")
     scan, open_file = os.scandir, os.open

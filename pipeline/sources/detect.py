@@ -31,7 +31,7 @@ import braceexpand
 
 from pipeline.cache import drivers
 from pipeline.config import DataConfig
-from pipeline.errors import UserError, alternatives
+from pipeline.errors import UserError, alternatives, not_permitted
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
@@ -254,14 +254,16 @@ def _disk(folder: str, data: str, patience_s: float, named: Iterable[str] = ()) 
 def _missing(data: str, path: str) -> UserError:
     folder, _, name = path.rstrip("/").rpartition("/")
     others: list[str] = []
+    refused = None
     try:
         os.stat(path)
         reason = "neither a folder nor a file"
     except (OSError, ValueError) as error:
         reason = error_text(error)
+        refused = not_permitted(Path(path)) if isinstance(error, PermissionError) else None
         with suppress(OSError, ValueError):
             others = os.listdir(folder or ("/" if path.startswith("/") else "."))
-    return UserError(
+    return refused or UserError(
         f"the data folder {data!r} does not exist or may not be read",
         found=reason,
         expected="a folder of pictures with captions, tars, parquet files, a listing (.jsonl, .csv), or a pattern",
