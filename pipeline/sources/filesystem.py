@@ -308,7 +308,7 @@ class LocalFilesystem(Filesystem):
             self.raise_unlisted(error)
 
     def _scan(self, folder: str) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
-        path = os.path.join(self.root, folder)
+        path = os.path.join(self.root, folder).rstrip("/") or "/"
 
         def scan() -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
             try:
