@@ -600,6 +600,19 @@ class AdapterConfig(_Section):
     """A LoRA file of diffusers whose matrices a new run begins with; null: A drawn, B zero."""
 
 
+class PreserveConfig(_Section):
+    """Keep what the base knows while an adapter learns: on a share of the samples the target is the base's own
+    prediction, computed with the adapter off."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of these samples' loss."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the samples."""
+    prompt: str | None = None
+    """The caption of these samples, such as `a dog` where the pictures' captions say `a sks dog`; `encode` makes its
+    record. null: their captions."""
+
+
 class ParallelConfig(_Section):
     """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
     launch."""
@@ -774,6 +787,8 @@ class TrainConfig(_Section):
     only: Annotated[list[str], Field(min_length=1)] | None = None
     """Train these modules and parameters and freeze the rest; patterns as in `adapter.targets`, such as `[attn2]`.
     null: train all."""
+    preserve: PreserveConfig | None = None
+    """On a share of the samples, learn the prediction of the base; with `adapter`. null: not, {}: with its defaults."""
     ema: EmaConfig | None = None
     """EMA weights, a moving average; null: none, {}: with its defaults."""
     validation: ValidationConfig | None = None
@@ -897,6 +912,8 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_part(self) -> TrainConfig:
+        if self.preserve is not None and self.adapter is None:
+            raise ValueError("preserve needs adapter: without one there is no base to be asked")
         if self.adapter is not None and self.only is not None:
             raise ValueError("give either adapter or only, not both: each says what is trained")
         return self
@@ -1151,7 +1168,14 @@ _SOURCE = _options(
     "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
     "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
 )
-_ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
+_ENCODE = (
+    *_CACHE,
+    "vae",
+    "text",
+    "data",
+    "train.preserve.prompt",
+    *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"),
+)
 _JOIN = (
     *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
     *_options("data", "resolution buckets background min_side max_upscale max_crop_loss"),
