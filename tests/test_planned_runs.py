@@ -250,7 +250,8 @@ def test_auto_is_decided_once_and_kept(
 def test_a_resume_on_other_processes_decides_anew() -> None:
     config = tiny_run.config(microbatch="auto")
     stored = {"microbatch": 3, "activation_checkpointing": "full"}
-    of_one = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1, "offload": "none"}
+    sizes = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1}
+    of_one = {**sizes, "offload": "none", "reduce_each_microbatch": None}
     earlier = {"train": {**stored, "parallel": of_one}}
     assert auto.as_it_began(config, earlier, 1) == earlier["train"]
     assert auto.as_it_began(config, earlier, 2) is None

@@ -13,7 +13,7 @@ No module casts its inputs; the caller does. FSDP2's default would cast every fl
 includes the timestep, for which bf16 is too coarse: 873 becomes 872 before the sinusoid, which made the gradient error
 9 times that of the bf16 model itself. It also includes the fp32 tokens between blocks under `train.residual: fp32`.
 The policy has no dtype for buffers: Sana's model registers none.
-Price: if gradients are not reduced after each microbatch, every process holds one full fp32 gradient. In DDP's place
+Price: without `reduce_each_microbatch` every process holds one full fp32 gradient between microbatches. In DDP's place
 FSDP2 copies a block's parameters before use even when there is nothing to gather; they then stay until the update.
 """
 
@@ -90,15 +90,18 @@ def _prefetch(blocks: list[FSDPModule], count: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
 
-def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False) -> None:
-    """Before a microbatch's forward pass: only the last microbatch of a step reduces gradients over the processes.
+def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False, reduce_each: bool = False) -> None:
+    """Before a microbatch's forward pass: the last microbatch of a step reduces gradients over the processes.
 
     Args:
         keep_gathered: the next microbatch of the step uses the parameters that this microbatch has gathered. They are
             valid until the update.
+        reduce_each: the others, too, reduce gradients over the shards of a replica. Only the last one sums over
+            replicas.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last or reduce_each)
+        model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or not keep_gathered)
 
 

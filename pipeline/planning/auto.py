@@ -32,6 +32,7 @@ from pipeline.planning.search import MARGIN, Search
 
 FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
 _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
+_BESIDE = ("offload", "reduce_each_microbatch")
 
 
 def decide(
@@ -80,6 +81,8 @@ def decide(
     if decided.parallel.offload == "all":
         named["parallel"] += ", offload: all"
     chosen = ", ".join(f"train.{name}: {named[name]}" for name in undecided)
+    if decided.parallel.reduce_each_microbatch and not train.parallel.reduce_each_microbatch:
+        chosen += ", train.parallel.reduce_each_microbatch: true"
     return config.model_copy(update={"train": decided}), [f"auto: {chosen} ({reason})"]
 
 
@@ -87,10 +90,12 @@ def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> 
     """The values of the fastest configuration, and why they were chosen."""
     # What the compiler saves is not predicted; it is about as much.
     axes = {*undecided, *(["offload"] if "parallel" in undecided else [])}
+    if train.parallel.reduce_each_microbatch is None and axes & {"parallel", "microbatch"}:
+        axes.add("reduce")
     best = search.choose(train.model_copy(update={"compile": "none"}), axes)
     parallel = {name.partition(".")[2]: value for name, value in best.changes.items() if name.startswith("parallel.")}
     values = {
-        "parallel": {name: parallel[name] for name in (*_SIZES, "offload")},
+        "parallel": {name: parallel[name] for name in (*_SIZES, *_BESIDE)},
         "microbatch": best.train.microbatch,
         "activation_checkpointing": best.train.activation_checkpointing,
     }
@@ -100,9 +105,14 @@ def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> 
 
 
 def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[str, Any]) -> TrainConfig:
-    tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
+    parallel = train.parallel.model_dump()
+    each = parallel["reduce_each_microbatch"]
+    if each is None:
+        each = values["parallel"]["reduce_each_microbatch"]
     if "parallel" in undecided:
-        tree["parallel"] = {**train.parallel.model_dump(), **values["parallel"], "sizes": "given"}
+        parallel |= {**values["parallel"], "sizes": "given"}
+    tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
+    tree["parallel"] = {**parallel, "reduce_each_microbatch": each}
     try:
         return type(train).model_validate(tree)
     except ValidationError as error:
@@ -121,7 +131,7 @@ def as_it_began(
         return None
     try:
         values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
-        values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, "offload")}
+        values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, *_BESIDE)}
     except KeyError:  # of a version without one of these options
         return None
     sizes = [values["parallel"][name] for name in _SIZES]
