@@ -243,7 +243,7 @@ def test_the_page_names_rows_that_exist_for_every_path() -> None:
     named = set(re.findall(r"`kit: ([^`]+)`", text))
     assert named <= known, named - known
     assert {name.partition("/")[0] for name in named} == {row.name.partition("/")[0] for row in kit.ROWS}
-    paths = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| path")]
+    paths = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| path", "| step"))]
     assert len(paths) > 20
     assert [line for line in paths if "`kit: " not in line and "| nothing" not in line] == []
 
@@ -260,9 +260,12 @@ def test_full_fine_tuning_fits_a_smaller_card(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_blocks_on_a_gpu(recompute: str) -> None:
-    result = {}
-    for how in ("none", "block"):
-        settings = tiny_run.config(compile=how, precision="bf16", activation_checkpointing=recompute, device="cuda")
+    """In bf16 both round, at different places; compiled blocks must not be further from fp32 than plain ones."""
+
+    def gradients(compiled: str, precision: str) -> dict[str, torch.Tensor]:
+        settings = tiny_run.config(
+            compile=compiled, precision=precision, activation_checkpointing=recompute, device="cuda"
+        )
         with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cuda", 0)) as devices:
             parallel_model = parallelize(tiny_run.model(settings), devices, settings.train)
             batch = tiny_run.global_batch(0)
@@ -270,5 +273,8 @@ def test_compiled_blocks_on_a_gpu(recompute: str) -> None:
             out = parallel_model.module(*(x.cuda() for x in inputs))
             out.float().square().mean().backward()
             whole = {n: p.grad.full_tensor() for n, p in parallel_model.module.named_parameters()}  # type: ignore[union-attr]
-            result[how] = {name: value.cpu() for name, value in whole.items()}
-    assert tiny_run.distance(result["block"], result["none"]) <= 2e-2  # both are bf16, rounded at other places
+            return {name: value.cpu() for name, value in whole.items()}
+
+    exact, plain, compiled = gradients("none", "fp32"), gradients("none", "bf16"), gradients("block", "bf16")
+    limit = 1.25 * tiny_run.distance(plain, exact)
+    assert tiny_run.distance(compiled, exact) <= limit <= 0.1

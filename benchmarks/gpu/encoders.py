@@ -123,7 +123,7 @@ def vae(sizes: Sizes, *, batch: int) -> dict[str, Any]:
             try:
                 encoder = LatentEncoder.load(VaeConfig(id=folder, **fields), sizes.device)
                 latents = from_bits(encoder.encode(images)).float()
-                seconds = sizes.after_warming(lambda encoder=encoder: encoder.encode(images))  # type: ignore[misc]
+                seconds = sizes.after_warming(lambda encoder=encoder: encoder.encode(images), 1, 3)  # type: ignore[misc]
                 fits = True
             except torch.OutOfMemoryError:
                 fits = False
@@ -150,7 +150,7 @@ def _batch_by_memory(sizes: Sizes, name: str, config: VaeConfig) -> dict[str, An
     sizes.reset_peak()
     with contextlib.suppress(torch.OutOfMemoryError):
         images, encoder = pictures(sizes, batch), LatentEncoder.load(config, sizes.device)
-        figures[f"{name}_auto_images_per_s"] = batch / sizes.after_warming(lambda: encoder.encode(images))
+        figures[f"{name}_auto_images_per_s"] = batch / sizes.after_warming(lambda: encoder.encode(images), 1, 1)
         figures[f"{name}_auto_peak_gib"] = sizes.memory()["peak_gib"]
     encoder = None  # type: ignore[assignment]
     sizes.free()

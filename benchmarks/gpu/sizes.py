@@ -71,13 +71,13 @@ class Sizes:
         self.synchronize()
         return (time.perf_counter() - began) / times
 
-    def after_warming(self, call: Callable[[], object]) -> float:
+    def after_warming(self, call: Callable[[], object], warm: int | None = None, times: int | None = None) -> float:
         """`seconds` after the row's `warm` calls, with memory peaks counted from then on."""
-        for _ in range(self.warm):
+        for _ in range(warm or self.warm):
             call()
         self.synchronize()
         self.reset_peak()
-        return self.seconds(call)
+        return self.seconds(call, times)
 
     def reset_peak(self) -> None:
         if self.device.type == "cuda":
