@@ -34,14 +34,13 @@ from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
-from pipeline.planning.expect import expect
+from pipeline.planning.expectation import Expectation, expect
 from pipeline.planning.predict import Data, Machine
 from pipeline.retrying import TIMEOUT_S
 from pipeline.snapshots import heldout
 from pipeline.training import checkpoint, phases
 from pipeline.training.build import architecture_of, with_residual, with_text
 from pipeline.training.checkpoint import Document
-from pipeline.training.expectation import Expected
 from pipeline.training.stop_request import StopRequest, catch_signals_of
 from pipeline.training.task import Context, DrawnPrompts, Log, Report, TrainingTask
 from pipeline.training.trainer import fit
@@ -245,7 +244,7 @@ def _train(
     if config.train.undecided:
         config, launch = _decided(config, inputs, launch, device, data, continued, log)
 
-    def predicted(context: Context) -> Expected | None:
+    def predicted(context: Context) -> Expectation | None:
         decided = with_residual(context.config, earlier)
         return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
 

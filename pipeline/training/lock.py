@@ -17,11 +17,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -35,6 +34,7 @@ from pipeline.cache.local_files import make_folder, now_in, replacing
 from pipeline.errors import CacheError, UserError, machine_error
 from pipeline.launch import scheduled_attempt
 from pipeline.parallel.collectives import broadcast_from_rank_0
+from pipeline.processes import beating
 
 NAME = "lock.json"
 BEAT_S = 2.0
@@ -85,12 +85,7 @@ class Lock:
     """
 
     def __init__(self, path: Path, token: str):
-        self.token, self.lost = token, False
-        self._path, self._ended = path, threading.Event()
-        self._thread: threading.Thread | None = None
-        if dist.get_rank() == 0:
-            self._thread = threading.Thread(target=self._beats, name="lock", daemon=True)
-            self._thread.start()
+        self.token, self.lost, self._path = token, False, path
 
     def check(self) -> None:
         """Call it on the first process before each publication and removal.
@@ -116,18 +111,11 @@ class Lock:
 
     def release(self) -> None:
         """Remove the lock, if it is still this attempt's."""
-        if self._thread is not None:
-            self._ended.set()
-            self._thread.join()
-            with suppress(OSError, UserError):
-                self.check()
-                self._path.unlink()
+        with suppress(OSError, UserError):
+            self.check()
+            self._path.unlink()
 
-    def _beats(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            self._beat()
-
-    def _beat(self) -> None:
+    def beat(self) -> None:
         """Touch the file through the descriptor that it was read from, so never the file of a new owner."""
         with suppress(OSError), self._path.open("r+", encoding="utf-8") as file:
             owner = _parsed(file.read())
@@ -156,11 +144,13 @@ def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
             if wait:
                 log(wait)
             time.sleep(POLL_S)
-        lock = Lock(path, token)
+        lock, is_first = Lock(path, token), dist.get_rank() == 0
         try:
-            yield lock
+            with beating(lock.beat, BEAT_S, "lock") if is_first else nullcontext():
+                yield lock
         finally:
-            lock.release()
+            if is_first:
+                lock.release()
     finally:
         if made and dist.get_rank() == 0:
             with suppress(OSError):

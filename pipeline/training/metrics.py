@@ -19,7 +19,7 @@ number is memory_rank, reserved_rank; null on the CPU), rss_gib, rss_rank (the s
 began), seconds (since this attempt began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the
 whole run that were skipped because the gradient overflowed); such steps do not count in grad_norm, which is null if
 the row has no other step. Rows of older versions have fewer keys. Once per attempt a row `event: prediction` has what
-was predicted and measured (`pipeline.training.expectation`); `prediction.json` beside the journal has the whole
+was predicted and measured (`pipeline.planning.expectation`); `prediction.json` beside the journal has the whole
 prediction. A row `event: validation` (`read_events` returns them) has step, loss (mean over the samples and noise
 levels of `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level
 and by bucket), by_age (of `old` and of `new` samples, where they are separate), parts,
@@ -43,8 +43,8 @@ from pipeline.amounts import duration
 from pipeline.cache.local_files import replacing
 from pipeline.errors import UserError, writing
 from pipeline.terminal import LiveLine
-from pipeline.training.expectation import Expected
 from pipeline.training.loss_band import LossBand
+from pipeline.training.task import Compare
 from pipeline.training.trackers import Trackers
 
 _TREND_ROWS = 40
@@ -59,7 +59,7 @@ class Metrics:
         path: Path,
         log: Callable[[str], None],
         trackers: Trackers | None = None,
-        expected: Expected | None = None,
+        expected: Compare | None = None,
         line: LiveLine | None = None,
     ):
         """Open for appending. A last line torn by a kill gets its newline first.
@@ -148,14 +148,14 @@ class Metrics:
         """Whether pictures were drawn after this step."""
         return step in self._drawn
 
-    def _compare(self, expected: Expected, values: dict[str, Any]) -> None:
+    def _compare(self, expected: Compare, values: dict[str, Any]) -> None:
         """Record what was predicted and measured. Nothing here ends the run."""
         try:
-            compared = expected.compare(values)
-            for line in expected.lines(compared, values["step"]):
+            compared, lines, document = expected(values)
+            for line in lines:
                 self._log(line)
             self._write({"event": "prediction", "until_step": values["step"], **compared, "time": values["time"]})
-            document = {**expected.document, "until_step": values["step"], "measured": compared}
+            document["until_step"] = values["step"]
             with replacing(self.path.parent / "prediction.json") as work:
                 work.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except Exception as error:
