@@ -292,7 +292,7 @@ def _start(
     is_phase: bool,
 ) -> tuple[checkpoint.Resumed | None, str]:
     """The checkpoint that the run starts from, if any, and the id of its snapshot."""
-    resumed = checkpoint.start_checkpoint(Path(config.train.output), resume, begin)
+    resumed, _ = checkpoint.choose(Path(config.train.output), resume, begin)  # its notes come under the run's lock
     run_snapshot = None if resumed is None or resumed.begins else resumed.document.state.snapshot
     wanted = run_snapshot if is_phase and run_snapshot is not None else snapshot or run_snapshot
     return resumed, cache.open_snapshot(wanted).id

@@ -237,7 +237,7 @@ def test_auto_is_decided_once_and_kept(
     assert (chosen["parallel"]["sizes"], chosen["parallel"]["dp_shard"]) == ("given", 1)
     assert chosen["activation_checkpointing"] == "none", "nothing is faster than not to recompute"
     assert "train.microbatch: 12" in line and "one process" in line
-    stored = checkpoint.start_checkpoint(tmp_path / "run", "auto")
+    stored, _ = checkpoint.choose(tmp_path / "run", "auto")
     assert stored is not None and stored.document.config["train"] == chosen
 
     monkeypatch.setattr(search.Search, "choose", lambda *args: pytest.fail("searched again"))

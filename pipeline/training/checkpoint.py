@@ -718,7 +718,8 @@ def find(config: Config, which: str) -> Path:
 
 
 def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> tuple[Resumed | None, list[str]]:
-    """The checkpoint that a run resumes or begins from, if any, and lines to print. Writes nothing.
+    """The checkpoint that a run resumes or begins from (None: start weights), and lines to print. A run that is resumed
+    before its first checkpoint begins again where it began. Writes nothing.
 
     Args:
         run: the run directory.
@@ -727,53 +728,40 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
 
     Raises:
         ConfigError: a new run in a directory that holds checkpoints, or an older checkpoint than its newest.
+        CheckpointError: the checkpoint cannot be read.
     """
     root = run / "checkpoints"
     last = newest(root)
     notes = [f"note: {path} is left over from an interrupted save and is ignored" for path in leftovers(root)]
-    if resume is None and last is not None:
-        raise ConfigError(
-            f"the run directory {run} already holds checkpoints, the newest is {last.name}",
-            fix="--resume auto to continue it, or --set train.output=DIR for a new run",
-        )
-    resumed = start_checkpoint(run, resume, begin)
-    if resumed is None:
-        notes += [f"no checkpoint in {root.resolve()} yet: starting from the beginning"] if resume is not None else []
-        return None, notes
-    if not resumed.begins and begin is not None:
-        notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {resumed.folder.name}")
-    if not resumed.begins and last is not None and last.resolve() != resumed.folder.resolve():
-        raise ConfigError(
-            f"--resume {resumed.folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
-            fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
-        )
-    return resumed, notes
-
-
-def start_checkpoint(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
-    """The checkpoint that `--resume` and `--from` mean; None for a run from start weights. A run that is resumed
-    before its first checkpoint begins again where it began.
-
-    Raises:
-        UserError: the checkpoint cannot be found or read.
-    """
-    root = run / "checkpoints"
     if begin is not None and resume is not None and str(resume) != "auto":
         raise ConfigError(
             f"--from {begin} and --resume {resume} name two checkpoints",
             fix="--from begins a new run, --resume continues one; --from with --resume auto begins it once, then "
             "continues it",
         )
+    if resume is None and last is not None:
+        raise ConfigError(
+            f"the run directory {run} already holds checkpoints, the newest is {last.name}",
+            fix="--resume auto to continue it, or --set train.output=DIR for a new run",
+        )
     folder = None if resume is None else resolve(root, resume)
     if folder is not None:
-        return Resumed(folder, read_document(folder))
+        if last is not None and last.resolve() != folder.resolve():
+            raise ConfigError(
+                f"--resume {folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
+                fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
+            )
+        if begin is not None:
+            notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {folder.name}")
+        return Resumed(folder, read_document(folder)), notes
     if begin is None and resume is not None:
         begin = _recorded(run)
-    if begin is None:
-        return None
-    folder = resolve(root, begin, "--from")
-    assert folder is not None
-    return Resumed(folder, read_document(folder), begins=True)
+    folder = None if begin is None else resolve(root, begin, "--from")
+    if folder is not None:
+        return Resumed(folder, read_document(folder), begins=True), notes
+    if resume is not None:
+        notes.append(f"no checkpoint in {root.resolve()} yet: starting from the beginning")
+    return None, notes
 
 
 def record(run: Path, resumed: Resumed | None) -> None:
