@@ -35,7 +35,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeline.errors import ConfigError
 from pipeline.layer_classes import LayerMixin, add_mixin
-from pipeline.parallel.shards import all_reduce, local, reduce_backward, reduce_forward
+from pipeline.parallel.shards import local, sum_over_shards
 
 
 def check(parts: Mapping[str, int], size: int, dropout: float) -> None:
@@ -112,7 +112,7 @@ class Region(Sharded):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def enter(value: Any) -> Any:
             differentiable = isinstance(value, Tensor) and value.is_floating_point()
-            return reduce_backward(value, self._mesh) if differentiable else value
+            return sum_over_shards(value, self._mesh, backward=True) if differentiable else value
 
         entered = {name: enter(value) for name, value in kwargs.items()}
         return super().forward(*map(enter, args), **entered)  # type: ignore[misc]
@@ -125,7 +125,8 @@ class ShardedColumns(Sharded):
 
 class ShardedRows(Sharded):
     def forward(self, x: Tensor) -> Tensor:
-        summed = reduce_forward(_apply(self, x, local(self.weight), None), self._mesh)  # type: ignore[arg-type]
+        product = _apply(self, x, local(self.weight), None)  # type: ignore[arg-type]
+        summed = sum_over_shards(product, self._mesh, forward=True)
         if self.bias is None:
             return summed
         return summed + self.bias
@@ -136,7 +137,7 @@ class ShardedNorm(Sharded):
 
     def forward(self, x: Tensor) -> Tensor:
         full, weight = x.float(), local(self.weight)
-        squares = all_reduce(full.square().sum(-1, keepdim=True), self._mesh)
+        squares = sum_over_shards(full.square().sum(-1, keepdim=True), self._mesh, forward=True, backward=True)
         full = full * torch.rsqrt(squares / (x.shape[-1] * self._mesh.size()) + self.eps)
         return full.to(weight.dtype) * weight
 
