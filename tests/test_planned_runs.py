@@ -27,8 +27,8 @@ from pipeline.parallel.mesh import open_mesh
 from pipeline.planning import auto, expectation, predict, search
 from pipeline.planning.expectation import Expectation
 from pipeline.planning.predict import Data, Machine
+from pipeline.planning.recorder import Recorder
 from pipeline.planning.trace import CUSTOM, trace, watch_updates
-from pipeline.planning.tracker import Tracker
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
@@ -154,7 +154,7 @@ def test_a_real_step_has_the_operations_that_the_trace_counts(
     traced = trace(NARROW, train, ALONE, SHAPE, on_gpu=False).work
     with open_mesh(Launch(), ParallelConfig(), CPU) as mesh:
         step = RealStep(NARROW, train, SHAPE, CPU, mesh)
-        watch = Tracker(inside=CUSTOM)
+        watch = Recorder(inside=CUSTOM)
         watch.phase = "forward"
         if step.ema is not None:
             update = step.ema.update

@@ -1,8 +1,5 @@
-"""Parallelize a model over the processes of a run.
+"""Parallelize a model over the processes of a run, so that the training step has no branch for any strategy.
 
-What: `parallelize` applies the strategies of the configuration to a model and returns a `ParallelModel`, which runs the
-forward and backward passes of a step's microbatches and computes the norm of the gradient.
-Why: the training step then has no branch for any strategy, and a strategy knows no objective and no optimizer.
 The order is fixed here. Tensor parallelism comes first, because it replaces parameters. Activation checkpointing
 follows, because it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it,
 so that the checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each

@@ -1,13 +1,9 @@
 """Decide `train.parallel`, `microbatch`, `activation_checkpointing` and `compile` where they are `auto`.
 
-What: `decide` searches the options that are `auto` (`Search.choose`) and returns the configuration with values, and
-lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values; code that reads these
-options must call both first (`TrainConfig.undecided`). A resumed run on as many processes keeps the values of its
-checkpoint.
-Without a search, microbatch and checkpointing are `FIXED`: on a CPU, whose memory is no limit.
-The memory that may be used: on a GPU all but `MARGIN` if something fits into it, else all; for `parallel` on a CPU half
-of the main memory (or of the control group's limit), divided by the node's processes.
-In a launch the first process decides, for the smallest memory of all (`stages.train`).
+`decide` searches the first three (`Search.choose`), `decide_compile` decides the last; nothing else gives them values.
+A resumed run on as many processes keeps the values of its checkpoint. On a CPU, whose memory is no limit, microbatch
+and checkpointing are `FIXED`; for `parallel` it may use half of the main memory, divided by the node's processes. In a
+launch the first process decides, for the smallest memory of all (`stages.train`).
 Price: up to a minute of CPU time for Sana 1.6B at the first start, by the number of options.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.parallel.mesh import Layout
 from pipeline.planning.predict import Data, Prediction
-from pipeline.planning.tracker import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
+from pipeline.planning.recorder import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
 
 _GB, _TERA = 1e9, 1e12
 REPLICAS = "over replicas"

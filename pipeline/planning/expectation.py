@@ -26,7 +26,7 @@ from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import auto, extent
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, closed_form, predict
-from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
+from pipeline.planning.recorder import BUFFERS, GRADIENTS, LASTING
 from pipeline.training.checkpoint import complete
 
 MEANINGFUL = 2 << 30

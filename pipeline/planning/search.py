@@ -1,12 +1,10 @@
 """The fastest way to run a configuration on a machine, and what helps where nothing fits.
 
-What: `Search.choose` varies what does not change the result: activation checkpointing, the microbatch, the
-data-parallel layout and, where nothing else fits, when gradients are reduced and offload of the parameters. Each
-candidate is a whole trace (`predict`). `Search.cures` names settings under which a configuration fits that does not.
-Those of `remedies.LADDER` cost the user more than time, so they are proposed and never taken.
-Few traces: less recomputation, more replicas and larger microbatches need more memory and are faster, so what needs
-more than something that does not fit is not traced. Memory is about linear in the microbatch.
-Price: a trace takes seconds of CPU time for Sana 1.6B; a search five to ten of them.
+`Search.choose` varies what does not change the result: checkpointing, the microbatch, the data-parallel layout and,
+where nothing else fits, when gradients are reduced and offload. `Search.cures` names settings under which a
+configuration fits; those of `remedies.LADDER` cost more than time, so they are proposed and never taken.
+Each candidate is a whole trace, seconds of CPU time for Sana 1.6B; a search takes five to ten: less recomputation, more
+replicas and larger microbatches need more memory, so what needs more than something that does not fit is not traced.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine, Prediction
-from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
+from pipeline.planning.recorder import BUFFERS, GRADIENTS, LASTING
 from pipeline.training.remedies import LADDER, OFFLOAD, accepted, changed, flags
 
 AXES = frozenset(("parallel", "offload", "microbatch", "reduce", "activation_checkpointing"))

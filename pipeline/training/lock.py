@@ -1,15 +1,10 @@
 """Lock of a run directory: one training at a time writes into it.
 
-What: `run_lock` puts `lock.json` into the run directory: a token of this attempt, and its owner (host, process, start).
-A thread touches the file every `BEAT_S` seconds. `Lock.check` raises `RunTaken` when the file no longer has this token;
-it is called before every publication and removal.
-Refused: a training watches the lock for about `BEAT_S` seconds; if it is touched meanwhile, its owner is alive.
-Not refused: a training after a process of this host that has ended; a requeued SLURM job, if the scheduler says that
-it is the next attempt of the same job; and any training `STALE_S` seconds after the last touch (the host died). An
-earlier owner that wakes up finds another token and stops without having published or removed anything.
-Times are those of the file system with the run directory; the clocks of two machines are never compared.
-Price: two trainings that start in the same instant may both believe for a moment that they have the lock. The last
-writer has it; the other stops at its first check.
+`run_lock` puts `lock.json` there: a token of this attempt and its owner; a thread touches it every `BEAT_S` seconds.
+`Lock.check` raises `RunTaken` when the token is another, before every publication and removal, so an earlier owner that
+wakes up changes nothing. The lock is free after a process of this host that has ended, for the next attempt of a SLURM
+job, and `STALE_S` seconds after the last touch, by the file system's clock alone.
+Price: of two trainings that start in the same instant, one stops at its first check.
 """
 
 from __future__ import annotations
@@ -158,7 +153,8 @@ def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
 
 
 class _Candidate:
-    """Polls the lock of a run directory until it is this attempt's. On the first process."""
+    """Polls the lock of a run directory until it is this attempt's; an owner that touches it meanwhile is alive. On the
+    first process."""
 
     def __init__(self, path: Path):
         self.path, self.token = path, uuid.uuid4().hex[:12]

@@ -1,14 +1,10 @@
 """The training run in outline: check, build, loop.
 
-What: `fit` does optimizer steps until `train.steps` or a stop request (SIGTERM, SIGUSR1, Ctrl-C: save, then leave).
-The loader decides what a batch is and `TrainStep` what a step is; the loop counts, reports and saves.
-Every decision that all processes must take alike (what to resume, when to stop) derives from one value that all of them
-have.
-Price: a stop request takes effect after the step in flight (on a GPU after one more); then one checkpoint is written.
-
-A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, with a
-prediction `prediction.json`, with `train.pictures` `pictures/`, with `train.profile` `profile/`, with `--from`
-`from.json`, and, while a training uses it, `lock.json`.
+`fit` does optimizer steps until `train.steps` or a stop request (SIGTERM, SIGUSR1, Ctrl-C: save, then leave), which
+takes effect after the step in flight (on a GPU after one more). What all processes must decide alike (what to resume,
+when to stop) derives from one value that all of them have.
+A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, and, where
+used, `prediction.json`, `pictures/`, `profile/`, `from.json` (`--from`), and `lock.json` while a training uses it.
 """
 
 from __future__ import annotations
