@@ -544,6 +544,7 @@ _ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) ins
         "sana-pipe export --out ./export",
         "sana-pipe export --checkpoint ./runs/sana_1600m_1024 --ema --dtype bf16 --overwrite",
         "sana-pipe export --format nvlabs --out ./nvlabs   # for NVlabs' repository and ComfyUI",
+        "sana-pipe export --format comfyui --out ./lora   # of an adapter, for ComfyUI's LoraLoader",
     ]
 )
 @_configured
@@ -559,10 +560,12 @@ _ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) ins
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["diffusers", "nvlabs"]),
+    type=click.Choice(["diffusers", "merged", "nvlabs", "comfyui"]),
     default="diffusers",
     show_default=True,
-    help="A whole pipeline, or the transformer as NVlabs' repository and ComfyUI load it (.pth and .safetensors).",
+    help="diffusers: a whole pipeline, or the file of an adapter. nvlabs: the transformer as NVlabs' repository and "
+    "ComfyUI load it (.pth and .safetensors). Of an adapter also comfyui, a file for ComfyUI's LoraLoader, and merged, "
+    "a whole pipeline with the adapter in its base.",
 )
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder; new or empty.")
 @click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
@@ -595,6 +598,12 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
     metavar="TEXT",
     help="Draw this text instead of captions; may be repeated. Loads the text encoder, in a process of its own.",
 )
+@click.option(
+    "--adapter-scale",
+    "scale",
+    type=float,
+    help="Of an adapter's change: 0 is the base, which is drawn beside it in any case. Default: 1.",
+)
 @click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option(
@@ -615,6 +624,7 @@ def sample(
     count: int | None,
     out: str,
     prompts: tuple[str, ...],
+    scale: float | None,
     height: int | None,
     width: int | None,
     watch: str | None,
@@ -635,13 +645,13 @@ def sample(
         from stages import sample as stage
 
         size = {"height": height, "width": width}
-        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, **size)
+        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, scale=scale, **size)
     if height is not None or width is not None:
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
     config = _load(config_path, overrides)
     from stages import sample as stage
 
-    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema)
+    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale)
 
 
 @cli.command(hidden=True)

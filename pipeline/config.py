@@ -581,6 +581,24 @@ class EmaConfig(_Section):
     """Steps between updates; the decay per step stays the same."""
 
 
+class AdapterConfig(_Section):
+    """Train a low-rank product beside chosen matrices, and nothing else (see docs/adapters.md)."""
+
+    kind: Literal["lora", "dora"] = "lora"
+    """lora: W + alpha / rank * B A. dora: that with a trained length of each row."""
+    rank: Positive = 16
+    """Rows of A and columns of B."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The product is multiplied by alpha / rank; null: the rank."""
+    targets: Literal["attention", "all"] | Annotated[list[str], Field(min_length=1)] = "attention"
+    """The matrices. attention: the eight projections of both attentions. all: the two 1x1 convolutions, too. A list:
+    patterns of module names or their ends, such as `[attn2.to_k, "transformer_blocks.1?.attn1.*"]`."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the values that are dropped before A in training."""
+    start: Place | None = None
+    """A LoRA file of diffusers whose matrices a new run begins with; null: A drawn, B zero."""
+
+
 class ParallelConfig(_Section):
     """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
     launch."""
@@ -761,6 +779,11 @@ class TrainConfig(_Section):
     """Flow matching."""
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
+    adapter: AdapterConfig | None = None
+    """Train a LoRA or DoRA of frozen weights; null: none, {}: with its defaults."""
+    only: Annotated[list[str], Field(min_length=1)] | None = None
+    """Train these modules and parameters and freeze the rest; patterns as in `adapter.targets`, such as `[attn2]`.
+    null: train all."""
     ema: EmaConfig | None = None
     """EMA weights, a moving average; null: none, {}: with its defaults."""
     validation: ValidationConfig | None = None
@@ -880,6 +903,12 @@ class TrainConfig(_Section):
                     "optim.in_backward needs one backward pass per step, and a pipeline has one per microbatch; "
                     f"set parallel.pp_size: 1 (it is {self.parallel.pp_size}) or optim.in_backward: false"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_part(self) -> TrainConfig:
+        if self.adapter is not None and self.only is not None:
+            raise ValueError("give either adapter or only, not both: each says what is trained")
         return self
 
     @model_validator(mode="after")
@@ -1141,15 +1170,17 @@ _JOIN = (
     "encode.storage",
 )
 _PACK = (*_CACHE, "bucket.pack_mib", "bucket.pack_window", "encode.grace_s", "encode.claim_timeout_s")
+_BASE = (*_options("model.weights", "id subfolder revision variant runs_in"), "model.arch", "train.seed")
 _EXPORT = (
     *("phases", "train.output", "train.flow.shift", "sample.steps", "sample.guidance"),
     *_options("data", "resolution buckets"),
     *_options("vae", "id subfolder revision variant scaling_factor"),
     *_options("text", "id subfolder revision variant tokenizer_subfolder recipe instruction max_length"),
-    "model.weights.runs_in",
+    *_BASE,
 )
 _DRAW = (
     *_CACHE,
+    *_BASE,
     "sample",
     "vae",
     "phases",

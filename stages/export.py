@@ -3,6 +3,8 @@
 What: the transformer in diffusers' channel order (fp32 by default, so nothing is rounded), the scheduler's settings,
 copies of VAE, text encoder and tokenizer, `model_index.json`, and a README with the call that this model needs.
 `--format nvlabs`: the transformer alone, as `.pth` and safetensors with NVlabs' names.
+A run with an adapter: the adapter's file for diffusers, `--format comfyui` for ComfyUI, and the adapter in its base by
+`--format merged` and `--format nvlabs`.
 The folder contains no paths of this machine, so that it can be published.
 Why copies: the folder is self-contained, and has the encoders whose records the model was trained on.
 Why the checks: values that training used and the pipeline cannot guess (flow shift, resolution, text recipe) must be
@@ -26,13 +28,15 @@ from typing import Any
 import torch
 
 from pipeline.cache.local_files import sync_path
-from pipeline.config import READS, Config, TextConfig, VaeConfig, Weights, written
+from pipeline.config import READS, Config, TextConfig, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
-from pipeline.models.adapters import adapter_from
+from pipeline.models.adapters import Adapter, Merged, adapter_from
 from pipeline.models.spec import ModelSpec
+from pipeline.reporting.adapter_readme import adapter_readme
 from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
 from pipeline.training import checkpoint as checkpoints
+from pipeline.training.base_weights import whole_weights
 from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
@@ -88,7 +92,8 @@ def run(
         overwrite: `out` may hold an export of the same weights of the same run after as many steps or fewer, which is
             replaced.
         dtype: of the transformer's files: fp32, bf16 or fp16.
-        form: `diffusers` (a whole pipeline) or `nvlabs` (the transformer).
+        form: `diffusers` (a whole pipeline, or an adapter's file), `merged` (the whole pipeline of an adapter),
+            `nvlabs` (the transformer) or `comfyui` (an adapter's file).
 
     Returns:
         `out`.
@@ -107,37 +112,65 @@ def run(
     _check_target(out, state, overwrite)
     check_same(config, document.config, folder)
     architecture, adapter = document.architecture, adapter_from(document.adapter)
-    if form not in architecture.formats:
-        raise ConfigError(
-            f"--format {form} is not one of a {architecture.class_name}", fix=f"--format {architecture.formats[0]}"
-        )
-    whole = form == "diffusers" and adapter is None and architecture.pipeline is not None
+    form = _form(form, architecture, adapter)
+    of_adapter = adapter is not None and form in adapter.formats
+    whole = form in ("diffusers", "merged") and not of_adapter and architecture.pipeline is not None
     parts = _parts(config) if whole else None
     if parts is not None:
         architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
         _check_fit(config, architecture, parts)
-    weights = checkpoints.ModelTensors(folder, ema=ema)
+    stored = checkpoints.ModelTensors(folder, ema=ema)
+    weights = whole_weights(config, stored)
 
     with _published(out) as work:
         if parts is not None:
-            architecture.save(weights.exported(), work / "transformer", DTYPES[dtype])
+            architecture.save(weights, work / "transformer", DTYPES[dtype])
             _write(config, architecture, parts, work)
             text = readme(config, architecture, parts.compression, document, which, dtype)
         elif form == "nvlabs":
             stem = f"sana_step_{document.state.step}{'_ema' if ema else ''}"
-            architecture.save(weights.exported(), work, DTYPES[dtype], form, stem, config.text.max_length)
+            architecture.save(weights, work, DTYPES[dtype], form, stem, config.text.max_length)
             text = nvlabs_readme(config, architecture, document, which, dtype)
+        elif of_adapter:
+            assert adapter is not None and isinstance(weights, Merged)
+            adapter.save(form, weights, work, DTYPES[dtype])
+            facts = {"weights": which, **document.state.as_dict()}
+            call = call_arguments(config, architecture, config.data.resolution // architecture.sample_size)
+            text = adapter_readme(config, adapter, form, folder.parents[1], work, _base(config), facts, call)
         else:
-            if adapter is not None:
-                adapter.save(weights.exported(), work, DTYPES[dtype])
-            else:
-                architecture.save(weights.exported(), work / "transformer", DTYPES[dtype])
+            architecture.save(weights, work / "transformer", DTYPES[dtype])
             origin = f"the {which} of step {document.state.step}"
             text = f"Written by `sana-pipe export` from {origin}, a {architecture.class_name}.\n"
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)
-    print(f"exported {weights} to {out}; the call is in its README.md", flush=True)
+    print(f"exported {stored} to {out}; the call is in its README.md", flush=True)
     return out
+
+
+def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:
+    """What is written: one of the adapter's formats, of the architecture's, or `merged`, a whole pipeline.
+
+    Raises:
+        ConfigError: the checkpoint has no such form.
+    """
+    offered = architecture.formats
+    if adapter is not None:
+        offered = tuple(dict.fromkeys((*adapter.formats, "merged", *offered)))
+        if form == "diffusers" and form not in adapter.formats:
+            return "merged"
+    if form not in offered:
+        what = f"a whole {architecture.class_name}" if adapter is None else str(adapter)
+        way = " (ComfyUI reads it)" if form == "comfyui" and "nvlabs" in offered else ""
+        raise ConfigError(f"--format {form} is not one of {what}", fix=f"--format {offered[-1 if way else 0]}{way}")
+    return form
+
+
+def _base(config: Config) -> str:
+    """The base of an adapter in words: the hub id of its pipeline, or that it is a local folder."""
+    weights = config.model.weights
+    if weights is None:
+        return f"a model from scratch with seed {config.train.seed}"
+    return _name(weights) if Path(weights.id).exists() else f"`{_origin(weights)}`"
 
 
 @contextmanager
@@ -297,6 +330,8 @@ def _shown(config: Config) -> dict[str, Any]:
     """The options that an export depends on, by name, without paths of this machine."""
     tree = written(config)
     ids = {"vae.id": _name(config.vae), "text.id": _name(config.text)}
+    if config.model.weights is not None:
+        ids["model.weights.id"] = _name(config.model.weights)
     return {name: ids.get(name, _at(tree, name)) for name in READS["export"] if name != "train.output"}
 
 
@@ -533,5 +568,5 @@ def nvlabs_readme(
     )
 
 
-def _origin(weights: VaeConfig | TextConfig) -> str:
+def _origin(weights: Weights) -> str:
     return strip_credentials(_name(weights) + (f" at {weights.revision}" if weights.revision else ""))

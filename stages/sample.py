@@ -17,11 +17,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -37,11 +37,17 @@ from pipeline.reporting import decoder, drawing, pictures
 from pipeline.reporting.drawing import DrawnLatent
 from pipeline.reporting.photos import Photos
 from pipeline.training import checkpoint as checkpoints
+from pipeline.training.base_weights import whole_weights
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
 
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
 _FIX = "--snapshot or --config with this model's encoders"
-TITLES = ("photo", "reconstruction", "drawn")
+BASE, DRAWN = "base", "drawn"
+TITLES = ("photo", "reconstruction")
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,16 @@ class Result:
 
 
 def run(
-    config: Config, checkpoint: str, snapshot: str | None, out: Path, count: int | None = None, *, ema: bool = False
+    config: Config,
+    checkpoint: str,
+    snapshot: str | None,
+    out: Path,
+    count: int | None = None,
+    *,
+    ema: bool = False,
+    scale: float | None = None,
 ) -> Result:
-    """Draw, decode, and put on a contact sheet.
+    """Draw, decode, and put on a contact sheet; of a checkpoint of an adapter with the base beside it.
 
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
@@ -64,9 +77,10 @@ def run(
         out: folder of the pictures; files of an earlier call are replaced.
         count: number of captions, taken evenly from the snapshot (None: `sample.count`).
         ema: use the EMA weights instead of the last weights.
+        scale: of an adapter's change (None: 1).
 
     Raises:
-        UserError: no checkpoint, no snapshot, or a snapshot of other encoders.
+        UserError: no checkpoint, no snapshot, or a snapshot of other encoders; a scale for a whole model.
     """
     out = Path(out)
     set_tf32(config.train.tf32)
@@ -75,7 +89,7 @@ def run(
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     stored = checkpoints.ModelTensors(folder, ema=ema)
-    architecture, weights = stored.architecture, dict(stored)
+    architecture, columns = stored.architecture, _columns(stored, scale)
     channels, text_width = opened.latent_recipe.channels, opened.text_recipe.width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or config.sample.count, len(opened))
@@ -83,18 +97,33 @@ def run(
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
     _make(out)
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
-    drawn = drawing.draw_for(
-        config, architecture, weights, opened, drawing.spread(len(opened), wanted), resolve_device(config.train.device)
-    )
-    del weights
+    rows, device = drawing.spread(len(opened), wanted), resolve_device(config.train.device)
+    by_column = {
+        title: drawing.draw_for(config, architecture, dict(whole_weights(config, stored, by)), opened, rows, device)
+        for title, by in columns.items()
+    }
+    drawn = by_column[DRAWN]
     hits = drawing.nearest(drawn)
     _log(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
 
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-        decode_in_subprocess(config, drawn, Path(work))
-        sheet = _publish(config, cache, drawn, hits, stored, Path(work), out)
+        decode_in_subprocess(config, by_column, Path(work))
+        sheet = _publish(config, cache, by_column, hits, stored, Path(work), out)
     _log(f"contact sheet: {sheet}")
     return Result(sheet, len(drawn), sum(hits))
+
+
+def _columns(stored: checkpoints.ModelTensors, scale: float | None) -> dict[str, float]:
+    """Title in the contact sheet -> scale of the adapter's change."""
+    if stored.document.adapter is None and scale is not None:
+        raise ConfigError(f"{stored.folder} holds a whole model, not an adapter", fix="leave --adapter-scale out")
+    base = {} if stored.document.adapter is None else {BASE: 0.0}
+    return {**base, DRAWN: 1.0 if scale is None else scale}
+
+
+def _file(number: int, title: str) -> str:
+    """Of a picture, without its ending."""
+    return f"{number:04d}" + ("" if title == DRAWN else f"-{title}")
 
 
 def _make(out: Path) -> None:
@@ -116,13 +145,14 @@ def run_prompts(
     out: Path,
     *,
     ema: bool = False,
+    scale: float | None = None,
     height: int | None = None,
     width: int | None = None,
 ) -> Path:
     """Encode new prompts, draw and decode them, each in a separate process; returns the contact sheet.
 
     Args:
-        checkpoint, out, ema: as in `run`.
+        checkpoint, out, ema, scale: as in `run`.
         prompts: equal ones (after the text recipe's normalisation) are drawn once.
         height, width: of the pictures in pixels (None: `data.resolution`).
 
@@ -153,15 +183,18 @@ def run_prompts(
         widths = {"channels": channels, "text_width": encoded.recipe.width}
         document.architecture.check_widths("the configured encoders", _FIX, **widths)
         stored = checkpoints.ModelTensors(folder, ema=ema)
-        architecture, weights = stored.architecture, dict(stored)
+        columns = _columns(stored, scale)
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
         shape = channels, size[0] // compression, size[1] // compression
         device = resolve_device(config.train.device)
-        latents = drawing.draw_prompts(config, architecture, weights, encoded, shape, device)
-        del weights
-        tensors = {f"{number:04d}": each for number, each in enumerate(latents)}
-        made = decoder.decode(config, tensors, Path(work))
-        sheet = _publish_prompts(encoded.texts, size, made, stored, Path(work), out)
+        tensors: dict[str, Tensor] = {}
+        for title, by in columns.items():
+            weights = dict(whole_weights(config, stored, by))
+            latents = drawing.draw_prompts(config, stored.architecture, weights, encoded, shape, device)
+            tensors |= {_file(number, title): each for number, each in enumerate(latents)}
+            del weights
+        decoder.decode(config, tensors, Path(work))
+        sheet = _publish_prompts(encoded.texts, size, [*columns], stored, Path(work), out)
     _log(f"contact sheet: {sheet}")
     return sheet
 
@@ -215,37 +248,39 @@ def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, Text
     return None, None
 
 
-def decode_in_subprocess(config: Config, drawn: list[DrawnLatent], work: Path) -> None:
-    tensors = {}
-    for i, sample in enumerate(drawn):
-        tensors[f"{i:04d}"] = sample.latent
-        tensors[f"{i:04d}-reconstruction"] = sample.cached
+def decode_in_subprocess(config: Config, by_column: Mapping[str, list[DrawnLatent]], work: Path) -> None:
+    """Decode the drawn latents of each column of the sheet, and those of the photographs."""
+    tensors = {_file(i, title): each.latent for title, drawn in by_column.items() for i, each in enumerate(drawn)}
+    tensors |= {_file(i, "reconstruction"): each.cached for i, each in enumerate(by_column[DRAWN])}
     decoder.decode(config, tensors, work)
+
+
+def _moved(work: Path, out: Path, name: str) -> Image.Image:
+    """A decoded picture, moved into place."""
+    from PIL import Image
+
+    os.replace(work / "pictures" / f"{name}.png", out / f"{name}.png")
+    with Image.open(out / f"{name}.png") as picture:
+        return picture.convert("RGB")
 
 
 def _publish(
     config: Config,
     cache: Cache,
-    drawn: list[DrawnLatent],
+    by_column: Mapping[str, list[DrawnLatent]],
     hits: list[bool],
     stored: checkpoints.ModelTensors,
     work: Path,
     out: Path,
 ) -> Path:
     """Move the pictures into place; the sheet comes last."""
-    from PIL import Image
-
     from pipeline.reporting.sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
     photos = Photos(config, cache)
-    for i, (sample, hit) in enumerate(zip(drawn, hits, strict=True)):
-        pictures: list[Image.Image | None] = [photos.cropped(sample.source, sample.item, sample.bucket)]
-        for name in (f"{i:04d}-reconstruction.png", f"{i:04d}.png"):
-            os.replace(work / "pictures" / name, out / name)
-            with Image.open(out / name) as picture:
-                pictures.append(picture.convert("RGB"))
-        cards.append(SheetRow(sample.caption, tuple(pictures)))
+    for i, (sample, hit) in enumerate(zip(by_column[DRAWN], hits, strict=True)):
+        shown = [_moved(work, out, _file(i, title)) for title in ("reconstruction", *by_column)]
+        cards.append(SheetRow(sample.caption, (photos.cropped(sample.source, sample.item, sample.bucket), *shown)))
         lines.append(
             {
                 "file": f"{i:04d}.png",
@@ -259,32 +294,27 @@ def _publish(
             }
         )
     _write_table(lines, stored, work, out)
-    contact_sheet(cards, TITLES, out / SHEET)
+    contact_sheet(cards, (*TITLES, *by_column), out / SHEET)
     return out / SHEET
 
 
 def _publish_prompts(
     texts: Sequence[str],
     size: tuple[int, int],
-    made: Path,
+    titles: Sequence[str],
     stored: checkpoints.ModelTensors,
     work: Path,
     out: Path,
 ) -> Path:
     """Move the pictures of prompts into place; the sheet comes last."""
-    from PIL import Image
-
     from pipeline.reporting.sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
     for number, text in enumerate(texts):
-        name = f"{number:04d}.png"
-        os.replace(made / name, out / name)
-        with Image.open(out / name) as picture:
-            cards.append(SheetRow(text, (picture.convert("RGB"),)))
-        lines.append({"file": name, "caption": text, "height": size[0], "width": size[1]})
+        cards.append(SheetRow(text, tuple(_moved(work, out, _file(number, title)) for title in titles)))
+        lines.append({"file": f"{_file(number, DRAWN)}.png", "caption": text, "height": size[0], "width": size[1]})
     _write_table(lines, stored, work, out)
-    contact_sheet(cards, TITLES[-1:], out / SHEET)
+    contact_sheet(cards, tuple(titles), out / SHEET)
     return out / SHEET
 
 

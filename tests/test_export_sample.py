@@ -627,10 +627,8 @@ def test_nearest_tells_whose_picture_was_drawn() -> None:
 def test_a_missing_source_leaves_a_gap_on_the_sheet(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def here(
-        config: Config, drawn: list[drawing.DrawnLatent], work: Path
-    ) -> None:  # another process would cost seconds
-        for i in range(len(drawn)):
+    def here(config: Config, by_column: Any, work: Path) -> None:  # another process would cost seconds
+        for i in range(len(by_column[sample.DRAWN])):
             for name in (f"{i:04d}", f"{i:04d}-reconstruction"):
                 (work / "pictures").mkdir(exist_ok=True)
                 Image.new("RGB", (80, 48), (9, 9, 9)).save(work / "pictures" / f"{name}.png")

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.cache": "config errors urls retrying",
         "pipeline.sources": "config errors urls retrying cache",
         "pipeline.images": "config errors",
-        "pipeline.models": "config errors kernels",
+        "pipeline.models": "config errors kernels layer_classes",
         "pipeline.kernels": "",
         "pipeline.demo": "errors models",
         "pipeline.snapshots": "config errors cache sources images loader",

@@ -31,7 +31,7 @@ TRAINED = {f"{LAYER}.lora_A", f"{LAYER}.lora_B"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one process: uninterrupted, and stopped after two steps and resumed."""
     path = tmp_path_factory.mktemp("seams")
-    for kind in ("low rank", "aligned"):
+    for kind in seams.KINDS:
         seams.run(kind, seams.settings(path, f"{kind}, one"))
         seams.run(kind, seams.settings(path, f"{kind}, stopped", steps=2))
         seams.run(kind, seams.settings(path, f"{kind}, stopped"), resume="auto")
@@ -90,7 +90,7 @@ def test_the_frozen_part_stays_bit_for_bit_and_the_first_step_is_the_bases() -> 
     assert first[0] == first[1]
 
 
-@pytest.mark.parametrize("kind", ["low rank", "aligned"])
+@pytest.mark.parametrize("kind", seams.KINDS)
 def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, kind: str) -> None:
     assert losses(folder / f"{kind}, one") == losses(folder / f"{kind}, stopped")
     one, other = (checkpoint.read_document(folder / f"{kind}, {name}" / LAST).files for name in ("one", "stopped"))
@@ -183,7 +183,7 @@ def launched(folder: Path) -> Path:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["low rank", "aligned"])
+@pytest.mark.parametrize("kind", seams.KINDS)
 @pytest.mark.parametrize("name", ["FSDP2", "DDP", "resumed"])
 def test_two_processes_are_one(launched: Path, kind: str, name: str) -> None:
     one, two = losses(launched / f"{kind}, one"), losses(launched / f"{kind}, {name}")
@@ -197,7 +197,7 @@ def test_two_processes_are_one(launched: Path, kind: str, name: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["low rank", "aligned"])
+@pytest.mark.parametrize("kind", seams.KINDS)
 def test_in_bf16_they_train_alike(launched: Path, kind: str) -> None:
     one, bf16 = losses(launched / f"{kind}, one"), losses(launched / f"{kind}, bf16")
     assert bf16 == pytest.approx(one, rel=2e-2)

@@ -48,6 +48,7 @@ _NONE, _SELECTIVE, _FULL = ({"activation_checkpointing": name} for name in ("non
 _BLOCK = {"compile": "block"}
 CAME = {"optim": {"name": "came", "betas": None, "eps": None, "weight_decay": 0.0}}
 EIGHT_BIT = {"optim": {"name": "adamw8bit"}}
+LORA: dict[str, Any] = {"adapter": {"rank": 16}}
 FRUGAL = {"parallel": {"reshard_after_forward": True}}
 CAPS = {"24gb": 22.5, "48gb": 44.0}
 """GiB that such a card leaves beside the CUDA context."""
@@ -120,6 +121,10 @@ ROWS: tuple[Row, ...] = (
         {"captions": 32, "lengths": [80, 280]},
     ),
     _peer("diffusers/encoders-16", 16, True, resident=True),
+    _step("lora/12gb-1", 1, {**_FULL, **LORA}, cap_gib=10.5),
+    _step("lora/24gb-4", 4, {**_FULL, **LORA}, cap_gib=CAPS["24gb"]),
+    _step("lora/full-32", 32, {**_FULL, **LORA}),
+    _step("lora/fast-16", 16, {**_NONE, **_BLOCK, **LORA}, seconds=240),
     _tests("tests/rest", without=_KERNELS),
     _step("24gb/came-8", 8, {**CAME, **FRUGAL}, cap_gib=CAPS["24gb"]),
     _step("48gb/came-32", 32, {**CAME, **FRUGAL}, cap_gib=CAPS["48gb"]),

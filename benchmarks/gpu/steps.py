@@ -31,9 +31,8 @@ from pipeline.gpus import CARDS, card, of_device
 from pipeline.images.buckets import table
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
+from pipeline.models.adapters import adapter_of
 from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import numerics
 from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.parallelize import parallelize
@@ -41,6 +40,7 @@ from pipeline.parallel.shards import local
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine, Prediction, predict
 from pipeline.training import optimizers
+from pipeline.training.assemble import Trainable
 from pipeline.training.optimizers import in_backward
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
@@ -106,13 +106,14 @@ class Ours(NamedTuple):
 def ours(sizes: Sizes, train: TrainConfig, ending: ExitStack) -> Ours:
     """The trainer's step. `ending` closes the process group."""
     mesh = ending.enter_context(open_mesh(Launch(), train.parallel, sizes.device))
-    model = parallelize(SanaTransformer.on_meta(sizes.config, numerics(train)), mesh, train)
+    trainable = Trainable(sizes.config, Flow(train.flow), adapter_of(train, sizes.config))
+    model = parallelize(trainable.module(train), mesh, train)
     _random(model.module)
     model.module.train()
     optimizer = optimizers.build(model.module, train.optim, sizes.device)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, model)
-    return Ours(TrainStep(model, Flow(train.flow), optimizer, train, sizes.device), optimizer, train)
+    return Ours(TrainStep(model, trainable.recipe, optimizer, train, sizes.device), optimizer, train)
 
 
 def diffusers(sizes: Sizes, microbatch: int, checkpointing: bool) -> Callable[[Batch], None]:
@@ -205,6 +206,8 @@ def step(
         seconds = sizes.after_warming(lambda: run(parts, 1))
         run.await_verdict()
         figures = speed(sizes, seconds, samples, given.precision, given.text == "packed")
+        if given.adapter is not None:
+            figures["mfu"] = None  # of a whole training's operations
     return figures | predicted(sizes, given, samples, figures)
 
 

@@ -56,6 +56,12 @@ class SanaTransformer(SanaEnds):
                 plan |= {f"{attention}.{name}": "norm" for name in ("norm_q", "norm_k")}
         return plan | {"ff.conv_inverted": "column", "ff.conv_depth": "column", "ff.conv_point": "row"}
 
+    @property
+    def adapter_targets(self) -> dict[str, tuple[str, ...]]:
+        """What `train.adapter.targets` may name: ends of module names."""
+        projections = tuple(f"{a}.{name}" for a in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0"))
+        return {"attention": projections, "all": (*projections, "ff.conv_inverted", "ff.conv_point")}
+
     def stage(self, start: int, stop: int) -> SanaStage:
         """Blocks [start, stop) as a pipeline stage that shares this model's parameters."""
         return SanaStage(self, start, stop)

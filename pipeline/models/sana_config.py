@@ -187,10 +187,25 @@ class SanaConfig(ModelSpec):
 
         return InitialValues(self, seed)
 
+    def rows_from_file(self, name: str, tensor: Tensor) -> Tensor:
+        from pipeline.models.sana_files import interleave
+
+        return interleave(name, tensor)
+
     def training_flops(self, samples: int, tokens: int, text_rows: int) -> int:
         from pipeline.models.sana_flops import training_flops
 
         return training_flops(self, samples, tokens, text_rows)
+
+    def rows_to_file(self, name: str, tensor: Tensor) -> Tensor:
+        from pipeline.models.sana_files import deinterleave
+
+        return deinterleave(name, tensor)
+
+    def joined_parts(self) -> dict[str, list[str]]:
+        from pipeline.models import nvlabs
+
+        return nvlabs.parts(self.shapes())
 
     def save(
         self,

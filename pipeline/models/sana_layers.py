@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.kernels.gated_convolution import gated_convolution
-from pipeline.kernels.joined_linear import joined_linear
 from pipeline.kernels.linear_attention import joined_linear_attention, linear_attention
 from pipeline.kernels.packed_attention import PackedRows, packed_attention
+from pipeline.models.adapters.low_rank import joined_products
 from pipeline.models.sana_config import Numerics, SanaConfig
 
 _SELF_NORM_EPS = 1e-5
@@ -95,8 +95,8 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-    """Linear attention over image tokens. Plain projections are computed as one product; a strategy that replaces their
-    class (tensor parallelism, compressed activations) has three."""
+    """Linear attention over image tokens. Projections are computed as one product, adapted or not; a strategy that
+    replaces their class (tensor parallelism, compressed activations) has three."""
 
     eps: float
 
@@ -105,10 +105,9 @@ class SelfAttention(_Attention):
         return out.clamp(-65504, 65504) if x.dtype == torch.float16 else out
 
     def _attended(self, x: Tensor) -> Tensor:
-        layers = self.to_q, self.to_k, self.to_v
-        if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
+        joined = joined_products(x, (self.to_q, self.to_k, self.to_v))
+        if joined is None:
             return linear_attention(*self.project(x, x), self.head_dim, self.eps)
-        joined = joined_linear(x, *(layer.weight for layer in layers))
         if self.norm_q is None:
             return joined_linear_attention(joined, self.head_dim, self.eps)
         query, key, value = joined.chunk(3, dim=-1)
@@ -132,6 +131,8 @@ class CrossAttention(_Attention):
 
 class _Pointwise(nn.Conv2d):
     """A 1x1 convolution of tokens (.., channels): a matrix product with the convolution's weight."""
+
+    of_tokens = True
 
     def __init__(self, channels: int, results: int, bias: bool = True):
         super().__init__(channels, results, 1, bias=bias)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from pipeline.config import ArchConfig, TrainConfig
@@ -126,9 +127,21 @@ class ModelSpec(ABC):
             UserError: parameters missing, unexpected or of another shape; the folder cannot be written.
         """
 
+    def rows_from_file(self, name: str, tensor: Tensor) -> Tensor:
+        """What belongs to the rows of a parameter, from the order in diffusers' files to the module's."""
+        return tensor
+
     @property
     def tensor_parallel_parts(self) -> dict[str, int]:
         """Number of equal parts of what tensor parallelism shards, by name."""
+        return {}
+
+    def rows_to_file(self, name: str, tensor: Tensor) -> Tensor:
+        """The inverse of `rows_from_file`."""
+        return tensor
+
+    def joined_parts(self) -> dict[str, list[str]]:
+        """Tensors of ComfyUI's model of this kind -> the parameters whose rows they consist of; empty: it has none."""
         return {}
 
     def check_parallel(self, tp_size: int, pp_size: int) -> None:
@@ -210,6 +223,17 @@ class ModelSpec(ABC):
                     found=f"{name} {side}",
                     fix=option.format(name=name, value=nearest),
                 )
+
+
+def digest_of(values: Values) -> str:
+    """Over every value, so that one flipped bit is noticed (`fingerprint` covers a sample). Reads all of them: seconds
+    for Sana 1.6B."""
+    digest = xxhash.xxh3_128()
+    for name, shape in sorted(values.shapes.items()):
+        whole = values.read(name, [0] * len(shape), shape)
+        digest.update(f"{name} {tuple(shape)} {whole.dtype}\0".encode())
+        digest.update(whole.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def reset_buffers(module: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Data parallelism: FSDP2 on each block and on the rest of the model.
 
 A mesh of one dimension is FSDP2; of two, (replicas, shards), HSDP; with one shard per replica it averages as DDP does.
+Frozen parameters have the dtype of the computation; where nothing is sharded FSDP2 does not manage them.
 Why in DDP's place and for one process in bf16, too: mixed precision, checkpoints and clipping are the same everywhere,
 and autocast would cache bf16 copies of all parameters (3 GiB for Sana 1.6B) and run linear attention's fp32 in bf16.
 Price: without `reduce_each_microbatch` every process holds one full fp32 gradient between microbatches. In DDP's place
@@ -21,7 +22,12 @@ from pipeline.parallel.mesh import REPLICATE, SHARD
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_pure": torch.bfloat16}
 STORED = {"bf16_pure": torch.bfloat16}
-"""Dtype of the parameters themselves, where it is not fp32."""
+"""Dtype of the parameters that are trained, where it is not fp32."""
+
+
+def stored_dtype(parameter: nn.Parameter, precision: str) -> torch.dtype:
+    """Of a parameter that is trained, or of a frozen one: that of the computation."""
+    return STORED.get(precision, torch.float32) if parameter.requires_grad else COMPUTE[precision]
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -37,7 +43,7 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
     the optimizer's states, which are made beside their parameters.
 
     Args:
-        model: fp32 parameters (bf16 for `bf16_pure`), on the meta device (then they are undefined afterwards: see
+        model: parameters of `stored_dtype`, on the meta device (then they are undefined afterwards: see
             `load_sharded`) or with the same values on every process (each takes its shards from its copy).
         blocks: the modules whose parameters are gathered together; all of them inside `model`.
         mesh: of the run, with the dimensions of `pipeline.parallel.mesh`.
@@ -45,11 +51,14 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
     Raises:
         ValueError: parameters of another dtype.
     """
-    stored = STORED.get(train.precision, torch.float32)
-    if any(parameter.dtype != stored for parameter in model.parameters()):
-        raise ValueError(f"parameters must be {stored} for {train.precision}")
+    if wrong := [name for name, p in model.named_parameters() if p.dtype != stored_dtype(p, train.precision)]:
+        raise ValueError(
+            f"{wrong[0]} must be {stored_dtype(model.get_parameter(wrong[0]), train.precision)} for {train.precision}"
+        )
     data = data_mesh(mesh)
     offload = train.parallel.offload == "all"
+    # whole on every process and in the dtype of the computation: FSDP2 would copy them before each use
+    as_they_are = {p for p in model.parameters() if not p.requires_grad and mesh[SHARD].size() == 1 and not offload}
     if train.precision == "fp32" and data.size() == 1 and not offload:
         return _to_device(model, mesh.device_type)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
@@ -60,7 +69,14 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
     for module in (*blocks, model):
         # None: the root's parameters stay gathered, since the backward pass begins with them
         freed = None if reshard and module is model else reshard
-        fully_shard(module, mesh=data, reshard_after_forward=freed, mp_policy=policy, offload_policy=offload_policy)
+        fully_shard(
+            module,
+            mesh=data,
+            reshard_after_forward=freed,
+            mp_policy=policy,
+            offload_policy=offload_policy,
+            ignored_params=as_they_are,
+        )
     missing = [type(block).__name__ for block in (*blocks, model) if not isinstance(block, FSDPModule)]
     if missing:
         raise RuntimeError(f"fully_shard did not wrap {missing}")

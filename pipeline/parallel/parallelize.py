@@ -189,7 +189,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
     """Parallelize a model in place over a run's mesh.
 
     Args:
-        model: a `Model` with fp32 parameters (cast to bf16 here for `bf16_pure`): on the meta device
+        model: a `Model` with fp32 parameters (cast here to `data_parallel.stored_dtype`): on the meta device
             (`load_sharded` then gives them their values), or with the same values on every process.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
         taps: numbers of the blocks whose outputs a loss is given; not in a pipeline.
@@ -197,7 +197,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
     Raises:
         ValueError: the model has no `blocks`.
     """
-    model.to(data_parallel.STORED.get(train.precision, torch.float32))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(data_parallel.stored_dtype(parameter, train.precision))
     blocks = blocks_of(model)
     tensor_parallel.apply(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     apply_activation_checkpointing(blocks, train)

@@ -15,13 +15,17 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from torch import nn
+
 from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.gpus import GIB, Card
 from pipeline.images import buckets
+from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, spec_from_arch, spec_of
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
+from pipeline.parallel.parallelize import blocks_of
 from pipeline.planning.recorder import BUFFERS, EMA, GRADIENTS, KINDS, LASTING, OPTIMIZER, PARAMETERS
 from pipeline.planning.trace import Shape, Traced
 from pipeline.training.optimizers import in_backward
@@ -271,21 +275,26 @@ _STATE_BYTES = {"adamw": 8.0, "came": 4.0, "adamw8bit": 2 * (1 + 4 / 256)}
 def closed_form(shape: ModelSpec, train: TrainConfig, layout: Layout) -> dict[str, float]:
     """Bytes per GPU of what lasts, from counts of parameters alone.
 
-    parameters: 4 bytes (2 in bf16_pure) over dp_shard x tp x pp. optimizer: by its bytes per parameter (half in
-    bf16_pure but for adamw8bit). gradients: as the parameters, all of them at the end of the backward pass; none if
-    the update is in the backward pass. ema: 4 bytes. buffers: gathered parameters in the dtype of the computation, of
-    one block, or of all where `reshard_after_forward` is off.
+    parameters: 4 bytes (2 in bf16_pure) over dp_shard x tp x pp; frozen ones in the dtype of the computation.
+    optimizer: by its bytes per parameter that is trained (half in bf16_pure but for adamw8bit). gradients: as the
+    parameters that are trained, all of them at the end of the backward pass; none if the update is in the backward
+    pass. ema: 4 bytes. buffers: gathered parameters in the dtype of the computation, of one block, or of all where
+    `reshard_after_forward` is off; without frozen ones where nothing is sharded.
     """
-    counts = parameter_counts(shape)
+    trained, frozen = parameter_counts(shape, train)
     pure = train.precision == "bf16_pure"
-    whole = (counts.blocks * counts.block / layout.pp + counts.ends) / layout.tp
-    shard = whole / layout.dp_shard
+    shard, frozen_shard = (
+        (part.blocks * part.block / layout.pp + part.ends) / layout.tp / layout.dp_shard for part in (trained, frozen)
+    )
     each = 2.0 if pure else 4.0
     state = _STATE_BYTES[train.optim.name] / (2 if pure and train.optim.name != "adamw8bit" else 1)
     compute = 4.0 if train.precision == "fp32" else 2.0
-    gathered = counts.block / layout.tp if train.parallel.reshards(layout.dp_shard) else whole
+    block, whole = trained.block / layout.tp, shard * layout.dp_shard
+    if layout.dp_shard > 1 or train.parallel.offload == "all":
+        block, whole = block + frozen.block / layout.tp, whole + frozen_shard * layout.dp_shard
+    gathered = block if train.parallel.reshards(layout.dp_shard) else whole
     sizes = {
-        PARAMETERS: each * shard,
+        PARAMETERS: each * shard + compute * frozen_shard,
         GRADIENTS: 0.0 if train.optim.in_backward else each * shard,
         OPTIMIZER: state * shard,
         EMA: 4.0 * shard if train.ema is not None and train.ema.device == "same" else 0.0,
@@ -297,26 +306,44 @@ def closed_form(shape: ModelSpec, train: TrainConfig, layout: Layout) -> dict[st
 
 
 def checkpoint_bytes(shape: ModelSpec, train: TrainConfig) -> float:
-    """Bytes of a checkpoint: the whole model's parameters, moments and averages, wherever they lie."""
+    """Bytes of a checkpoint: moments, averages and all parameters that are trained, wherever they lie."""
+    trained, _ = parameter_counts(shape, train)
     ema = None if train.ema is None else train.ema.model_copy(update={"device": "same"})
     sizes = closed_form(shape, train.model_copy(update={"parallel": ParallelConfig(), "ema": ema}), Layout(1, 1, 1, 1))
-    return sum(sizes[kind] for kind in (PARAMETERS, OPTIMIZER, EMA))
+    each = 2.0 if train.precision == "bf16_pure" else 4.0
+    return each * (trained.blocks * trained.block + trained.ends) + sizes[OPTIMIZER] + sizes[EMA]
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of a block and of the model's ends, and the number of blocks."""
+    """Parameters of a block (the mean) and of the model's ends, and the number of blocks."""
 
-    block: int
+    block: float
     ends: int
     blocks: int
 
 
+def parameter_counts(shape: ModelSpec, train: TrainConfig) -> tuple[ParameterCounts, ParameterCounts]:
+    """Of the parameters that are trained, and of the frozen ones; of the model on the meta device."""
+    part = train.model_dump_json(include={"adapter", "only"})
+    return _parameter_counts(shape, part)
+
+
 @cache
-def parameter_counts(shape: ModelSpec) -> ParameterCounts:
-    """Derived from models of one and of two layers on the meta device."""
-    single, double = (sum(p.numel() for p in shape.with_layers(n).module().parameters()) for n in (1, 2))
-    return ParameterCounts(double - single, 2 * single - double, shape.num_layers)
+def _parameter_counts(shape: ModelSpec, part: str) -> tuple[ParameterCounts, ParameterCounts]:
+    module, adapter = shape.module(), adapter_of(TrainConfig.model_validate_json(part), shape, start=False)
+    if adapter is not None:
+        adapter.apply(module)
+
+    def count(of: nn.Module, trained: bool) -> int:
+        return sum(p.numel() for p in of.parameters() if p.requires_grad == trained)
+
+    blocks = blocks_of(module)
+    return tuple(  # type: ignore[return-value]
+        ParameterCounts(inside / len(blocks), count(module, trained) - inside, len(blocks))
+        for trained in (True, False)
+        for inside in [sum(count(block, trained) for block in blocks)]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ larger microbatches

@@ -29,10 +29,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.loader.loader import Batch
+from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel import data_parallel
 from pipeline.parallel.mesh import DIMS, Layout
-from pipeline.parallel.parallelize import ParallelModel
+from pipeline.parallel.parallelize import ParallelModel, blocks_of
 from pipeline.parallel.shards import local
 from pipeline.planning import recorder as kinds
 from pipeline.planning.recorder import Recorder, Work
@@ -102,6 +103,8 @@ class Traced:
         """
         refuse(train)
         small, large = block_numbers(architecture.num_layers, train, layout)
+        if not _trained_alike(architecture, train):
+            small = large = architecture.num_layers
         shapes = [architecture.with_layers(number) for number in (small, large)]
         first = trace(shapes[0], train, layout, shape, rank=rank, on_gpu=on_gpu)
         if small == large:
@@ -121,6 +124,17 @@ def refuse(train: TrainConfig) -> None:
             f"train.compile: {train.compile} is not covered by the prediction: the compiler decides what is saved",
             fix="plan with --set train.compile=none; compiled blocks need about as much or less",
         )
+
+
+def _trained_alike(architecture: ModelSpec, train: TrainConfig) -> bool:
+    """Whether the same parameters of every block are trained."""
+    adapter = adapter_of(train, architecture, start=False)
+    if adapter is None:
+        return True
+    module = architecture.module()
+    adapter.apply(module)
+    trained = [[name for name, p in block.named_parameters() if p.requires_grad] for block in blocks_of(module)]
+    return all(names == trained[0] for names in trained)
 
 
 def block_numbers(blocks: int, train: TrainConfig, layout: Layout) -> tuple[int, int]:
@@ -175,7 +189,7 @@ def trace(
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
         recorder = Recorder(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
         with recorder:
-            trainable = Trainable(architecture, recipe_of(train))
+            trainable = Trainable(architecture, recipe_of(train), adapter_of(train, architecture, start=False))
 
             def placed(model: ParallelModel) -> None:
                 parameters.extend(model.module.parameters())
@@ -230,10 +244,9 @@ class TracedStep(TrainStep):
 def _on_fake_tensors(module: nn.Module, train: TrainConfig) -> nn.Module:
     """The module with parameters and buffers that are fake already: `.to` and `.to_empty` have nothing to do (torch
     cannot swap them), nor have those of its stages."""
-    dtype = data_parallel.STORED.get(train.precision, torch.float32)
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            values = torch.empty(parameter.shape, dtype=dtype)
+            values = torch.empty(parameter.shape, dtype=data_parallel.stored_dtype(parameter, train.precision))
             part.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

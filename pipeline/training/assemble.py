@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import xxhash
@@ -67,7 +68,7 @@ class Trainable:
         parts: list[Values] = [base, _Drawn(own, self.recipe.initial, seed)]
         if self.adapter is not None:
             shapes = {name: shape for name, shape in added.items() if name not in own}
-            parts.append(_Drawn(shapes, self.adapter.initial, seed))
+            parts.append(_Drawn(shapes, partial(self.adapter.initial, base=base), seed))
         return _Joined(parts)
 
 

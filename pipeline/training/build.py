@@ -19,13 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeline.config import Config, TrainConfig, reads, written
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub
-from pipeline.models.spec import ModelSpec, Values, spec_at, spec_from_arch
-from pipeline.parallel.collectives import all_gather_objects, run_on_all
+from pipeline.models.adapters import adapter_of
+from pipeline.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch
+from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.load_sharded import load_sharded
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, optimizers
 from pipeline.training.assemble import Trainable, assemble, recipe_of
-from pipeline.training.checkpoint import CheckpointError, Resumed
+from pipeline.training.base_weights import check_base, start_values
+from pipeline.training.checkpoint import Resumed
 from pipeline.training.ema import EMA
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
@@ -90,8 +92,10 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
     if resumed is None or trainable.adapter is not None:
         values = run_on_all(lambda: start_values(context.config, trainable.spec))
         start = trainable.values(values, module, train.seed)
-        base = run_on_all(values.fingerprint) if trainable.adapter is not None else None
-        run_on_all(lambda: _check_base(resumed, base))
+        base = broadcast_from_rank_0(lambda: digest_of(values)) if trainable.adapter is not None else None
+        if resumed is not None:
+            folder, of_run = resumed.folder, resumed.document.base
+            run_on_all(lambda: check_base(folder, of_run, base))
 
     def place(model: ParallelModel) -> None:
         if start is not None:
@@ -111,17 +115,6 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
         f"{context.folder.resolve()}"
     )
     return run
-
-
-def _check_base(resumed: Resumed | None, base: str | None) -> None:
-    """The frozen parameters are in no checkpoint."""
-    if resumed is not None and resumed.document.base != base:
-        raise CheckpointError(
-            f"{resumed.folder}: was trained on another base",
-            expected=f"weights with the digest {resumed.document.base}",
-            found=str(base),
-            fix="restore model.weights, or begin a new run: --set train.output=DIR without --resume",
-        )
 
 
 def load_start(model: ParallelModel, start: Values, context: Context) -> None:
@@ -218,21 +211,11 @@ def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def start_values(config: Config, spec: ModelSpec) -> Values:
-    """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`.
-
-    Raises:
-        UserError: weights that cannot be found or read.
-    """
-    weights = config.model.weights
-    if weights is None:
-        return spec.initial(config.train.seed)
-    return spec.stored(hub.resolve(weights, widest=True), weights.variant)
-
-
 def trainable_of(config: Config, task: TrainingTask) -> Trainable:
     """What the run trains. Errors as in `architecture_of`."""
-    return Trainable(architecture_of(config, task), task.recipe or recipe_of(config.train), task.adapter)
+    spec = architecture_of(config, task)
+    adapter = task.adapter if task.adapter is not None else adapter_of(config.train, spec)
+    return Trainable(spec, task.recipe or recipe_of(config.train), adapter)
 
 
 def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:

@@ -587,6 +587,7 @@ class ModelTensors(Mapping[str, Tensor]):
         ema: read the EMA weights instead of the last weights.
 
     Attributes:
+        document: of the checkpoint.
         weights: `EMA_WEIGHTS` or `LAST_WEIGHTS`.
         has_ema: whether the checkpoint holds EMA weights.
 
@@ -597,9 +598,9 @@ class ModelTensors(Mapping[str, Tensor]):
     def __init__(self, folder: str | Path, *, ema: bool = False):
         self.folder = Path(folder)
         self._section = "ema." if ema else "model."
-        document = read_document(self.folder)
-        verify(self.folder, document)
-        self.architecture = document.architecture
+        self.document = read_document(self.folder)
+        verify(self.folder, self.document)
+        self.architecture = self.document.architecture
         self._reader = TensorOnlyReader(str(self.folder))
         with _there(self.folder):
             self._metadata = self._reader.read_metadata()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pipeline.config import FlowConfig
 from pipeline.layer_classes import LayerMixin, add_mixin
-from pipeline.models.adapters import Adapter
-from pipeline.models.spec import ModelSpec
+from pipeline.models.adapters import Adapter, Merged
+from pipeline.models.spec import ModelSpec, Values
 from pipeline.parallel.microbatch import Outputs
 from pipeline.training.recipes.flow import Flow
 
@@ -33,9 +33,13 @@ class LowRankLayer(LayerMixin):
 
 class LowRank(Adapter):
     kind = "low rank"
+    formats = ("diffusers",)
 
     def __init__(self, rank: int = 2):
         self.rank = rank
+
+    def __str__(self) -> str:
+        return f"a low-rank layer of rank {self.rank}"
 
     def apply(self, module: nn.Module) -> None:
         module.requires_grad_(False)
@@ -45,7 +49,7 @@ class LowRank(Adapter):
         layer.lora_B = nn.Parameter(torch.empty(results, self.rank, device="meta"))
         add_mixin(layer, LowRankLayer)
 
-    def initial(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    def initial(self, name: str, shape: tuple[int, ...], seed: int, base: Values) -> Tensor:
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return drawn if name.endswith("lora_A") else torch.zeros(shape)
 
@@ -56,8 +60,13 @@ class LowRank(Adapter):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         return cls(values["rank"])
 
-    def save(self, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-        save_file({name: weights[name].to(dtype) for name in weights}, folder / "low_rank.safetensors")
+    def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
+        if name != f"{LAYER}.weight":
+            return weight
+        return weight + strength * trained[f"{LAYER}.lora_B"] @ trained[f"{LAYER}.lora_A"]
+
+    def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
+        save_file({name: each.to(dtype) for name, each in weights.trained.items()}, folder / "low_rank.safetensors")
 
 
 class Aligned(Flow):

@@ -7,37 +7,56 @@ average and checkpoints hold.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
+from pipeline.models.spec import ModelSpec, Values
 
-KINDS: dict[str, str] = {}
+KINDS: dict[str, str] = {
+    "lora": "pipeline.models.adapters.lora:LoRA",
+    "dora": "pipeline.models.adapters.lora:DoRA",
+    "only": "pipeline.models.adapters.chosen:Chosen",
+}
 """`kind` -> module:class."""
 
 
 class Adapter(ABC):
-    """A part of a model that is trained.
+    """A part of a model that is trained. As a string: what it is, for people.
 
     Attributes:
         kind: its name in `KINDS`.
+        formats: what `save` writes, in the order of preference.
     """
 
     kind: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
+        """From the options of a run. start: with start values of a file, if the options name one.
+
+        Raises:
+            UserError: options that do not fit the model.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no options")
 
     @abstractmethod
     def apply(self, module: nn.Module) -> None:
         """Add parameters and freeze the others, in place, on the meta device."""
 
     @abstractmethod
-    def initial(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-        """Start value of an added parameter, from name and seed alone; on the CPU."""
+    def initial(self, name: str, shape: tuple[int, ...], seed: int, base: Values) -> Tensor:
+        """Start value of an added parameter, from name, seed and the model's start values; on the CPU."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -49,8 +68,51 @@ class Adapter(ABC):
         """From `to_dict`."""
 
     @abstractmethod
-    def save(self, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-        """Write the trained parameters as readers expect them."""
+    def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
+        """A parameter of the model with the training in it, for a model without the adapter.
+
+        Args:
+            name, weight: of the model's parameter, as it was before the training.
+            trained: the parameters that are trained, by name.
+            strength: a factor of the change.
+
+        Returns:
+            fp32 if the training changed it, else `weight` itself.
+        """
+
+    def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
+        """Write the trained parameters in one of `formats`, as its readers expect them."""
+        raise NotImplementedError(form)
+
+
+class Merged(Mapping[str, Tensor]):
+    """The weights of a base with an adapter's change, by parameter name: fp32, on the CPU, in the module's layout.
+    Each is read and computed on access.
+
+    Args:
+        trained: the adapter's parameters.
+        strength: a factor of the change; 0 is the base.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, adapter: Adapter, base: Values, trained: Mapping[str, Tensor], strength: float = 1.0
+    ):
+        self.spec, self.adapter, self.base, self.trained, self.strength = spec, adapter, base, trained, strength
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.base.shapes[name]
+        weight = self.base.read(name, [0] * len(shape), shape).float()
+        return self.adapter.merged(name, weight, self.trained, self.strength) if self.strength else weight.clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base.shapes)
+
+    def __len__(self) -> int:
+        return len(self.base.shapes)
+
+    def at(self, strength: float) -> Merged:
+        """The same with another strength."""
+        return Merged(self.spec, self.adapter, self.base, self.trained, strength)
 
 
 def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
@@ -68,5 +130,42 @@ def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
             found=str(values.get("kind")),
             fix="use the version of sana-pipe that wrote it",
         )
-    module, _, name = KINDS[values["kind"]].partition(":")
-    return getattr(importlib.import_module(module), name).from_dict(values)
+    return _class(values["kind"]).from_dict(values)
+
+
+def adapter_of(train: TrainConfig, spec: ModelSpec, *, start: bool = True) -> Adapter | None:
+    """The adapter of a configuration; None: every parameter is trained.
+
+    Args:
+        start: False: without the file of `train.adapter.start`, for a prediction.
+
+    Raises:
+        UserError: options that do not fit the model.
+    """
+    kind = train.adapter.kind if train.adapter is not None else "only" if train.only is not None else None
+    return None if kind is None else _class(kind).from_config(train, spec, start)
+
+
+def _class(kind: str) -> type[Adapter]:
+    module, _, name = KINDS[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def matching(patterns: Sequence[str], names: Iterable[str], option: str) -> list[str]:
+    """The names of modules or parameters that patterns choose, in the order of `names`. `*` stands for any text; a
+    pattern fits a whole name or its end (`attn2.to_k`, `transformer_blocks.1?.attn*`).
+
+    Raises:
+        ConfigError: a pattern that fits none, with near names.
+    """
+    names = list(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        fitting = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        if not fitting:
+            parts = pattern.count(".") + 1
+            ends = list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
+            near = difflib.get_close_matches(pattern, [*ends, *names], n=3, cutoff=0.5) or ends[:8]
+            raise ConfigError(f"{option}: {pattern!r} fits no name of the model", expected=f"such as {', '.join(near)}")
+        chosen |= fitting
+    return [name for name in names if name in chosen]

@@ -1,4 +1,4 @@
-"""Runs with a low-rank layer and with a second loss on two processes: torchrun -m tests.support.workers.seams FOLDER.
+"""Runs with adapters and with a second loss on two processes: torchrun -m tests.support.workers.seams FOLDER.
 
 FOLDER has the runs of one process (`made`); the results are run directories beside them.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config
+from pipeline.config import AdapterConfig, Config
 from pipeline.launch import Launch, detect
 from pipeline.parallel import mesh
 from pipeline.processes import run_and_exit
@@ -19,6 +19,8 @@ from pipeline.training.trainer import fit
 from tests.support.low_rank import Aligned, LowRank
 from tests.support.workers import tiny_run
 
+KINDS = ("low rank", "aligned", "dora")
+"""The adapter of the tests, the second loss, and DoRA by configuration."""
 PARALLEL: dict[str, dict[str, Any]] = {
     "FSDP2": {"dp_shard": 2},
     "DDP": {"dp_replicate": 2, "dp_shard": 1},
@@ -34,13 +36,18 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
     launch = launch or Launch()
     layout = mesh.check_sizes(given.train.parallel, launch.world)
     task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
-    part: dict[str, Any] = {"adapter": LowRank()} if kind == "low rank" else {"recipe": Aligned(given.train.flow)}
+    part: dict[str, Any] = {"dora": {}, "low rank": {"adapter": LowRank()}}.get(
+        kind, {"recipe": Aligned(given.train.flow)}
+    )
+    if kind == "dora":
+        given = given.with_train(adapter=AdapterConfig(kind="dora", rank=3, alpha=5.0, targets="all"))
+        task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
     return fit(given, replace(task, **part), launch, log=lambda line: None, **options)
 
 
 def main() -> None:
     folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 60)
-    for kind in ("low rank", "aligned"):
+    for kind in KINDS:
         for name, parallel in PARALLEL.items():
             run(kind, settings(folder, f"{kind}, {name}", parallel=parallel), launch)
         resumed = settings(folder, f"{kind}, resumed", parallel=PARALLEL["FSDP2"], activation_checkpointing="full")

@@ -1,0 +1,132 @@
+"""Files of LoRA and DoRA for those who read them: diffusers (by peft) and ComfyUI's LoraLoader.
+
+Keys of diffusers: `transformer.MODULE.lora_A.weight`, with PEFT's settings in the header. Keys of ComfyUI: the names of
+NVlabs' model, in which query, key and value are one tensor, so their changes become one pair of three times the rank.
+Why alpha / rank is multiplied into B, and alpha written as the rank: diffusers ignores alpha in files without settings,
+and other readers ignore the settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pipeline.models.adapters import Merged
+    from pipeline.models.spec import ModelSpec
+
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+COMFYUI_FILE = "comfyui_lora.safetensors"
+_COMFYUI = "diffusion_model."
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one layer with weight W: W + b a.
+
+    Attributes:
+        a: (rank, in).
+        b: (out, rank), multiplied by alpha / rank, rows in the order of files.
+        magnitude: (out,) row norms of DoRA; None in LoRA.
+        kernel: sides of a convolution's kernel; empty in a linear layer.
+    """
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+    kernel: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+def changes(spec: ModelSpec, weights: Mapping[str, Tensor], scaling: float) -> dict[str, Change]:
+    """By module, from a checkpoint's `MODULE.lora_A`, `.lora_B` and `.lora_magnitude`. scaling: alpha / rank."""
+    shapes, found = spec.shapes(), {}
+    for name in weights:
+        module, _, kind = name.rpartition(".")
+        if kind == "lora_A":
+            weight = f"{module}.weight"
+            magnitude = weights.get(f"{module}.lora_magnitude")
+            found[module] = Change(
+                weights[name],
+                scaling * spec.rows_to_file(weight, weights[f"{module}.lora_B"]),
+                None if magnitude is None else spec.rows_to_file(weight, magnitude),
+                shapes[weight][2:],
+            )
+    return found
+
+
+def save_diffusers(found: Mapping[str, Change], folder: Path, dtype: torch.dtype, dropout: float) -> None:
+    """Write the file that `load_lora_weights` of a pipeline reads."""
+    tensors = {}
+    for module, change in found.items():
+        sides = [None] * len(change.kernel)
+        for side, values in (("A", change.a), ("B", change.b)):
+            tensors[f"transformer.{module}.lora_{side}.weight"] = values[(..., *sides)]
+        if change.magnitude is not None:
+            magnitude = change.magnitude[(None, ..., *sides)] if sides else change.magnitude
+            tensors[f"transformer.{module}.lora_magnitude_vector"] = magnitude
+    rank = next(iter(found.values())).rank
+    settings = {
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": dropout,
+        "target_modules": list(found),
+        "use_dora": any(change.magnitude is not None for change in found.values()),
+        "bias": "none",
+    }
+    header = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in settings.items()})}
+    _save(tensors, folder / DIFFUSERS_FILE, dtype, header)
+
+
+def save_comfyui(spec: ModelSpec, found: Mapping[str, Change], folder: Path, dtype: torch.dtype) -> None:
+    """Write low-rank changes by the names of ComfyUI's model; exact, also where it joins layers."""
+    shapes, tensors = spec.shapes(), {}
+    for theirs, names in spec.joined_parts().items():
+        modules = [name.removesuffix(".weight") for name in names]
+        members = [found[module] for module in modules if module in found]
+        if not members:
+            continue
+        rank = sum(member.rank for member in members)
+        b, row, column = torch.zeros(sum(shapes[name][0] for name in names), rank), 0, 0
+        for module, name in zip(modules, names, strict=True):
+            if module in found:
+                b[row : row + shapes[name][0], column : column + found[module].rank] = found[module].b
+                column += found[module].rank
+            row += shapes[name][0]
+        key, sides = _COMFYUI + theirs.removesuffix(".weight"), [None] * len(members[0].kernel)
+        tensors[f"{key}.lora_A.weight"] = torch.cat([member.a for member in members])[(..., *sides)]
+        tensors[f"{key}.lora_B.weight"] = b[(..., *sides)]
+        tensors[f"{key}.alpha"] = torch.tensor(float(rank))
+    _save(tensors, folder / COMFYUI_FILE, dtype)
+
+
+def save_differences(weights: Merged, names: Sequence[str], folder: Path, dtype: torch.dtype) -> None:
+    """Write whole differences of parameters by the names of ComfyUI's model: for changes that are no product of two
+    matrices, such as DoRA's.
+
+    Args:
+        names: of the parameters that differ.
+    """
+    spec, base, changed, tensors = weights.spec, weights.at(0), set(names), {}
+    for theirs, members in spec.joined_parts().items():
+        if changed.isdisjoint(members):
+            continue
+        stem, _, kind = theirs.rpartition(".")
+        key = {"weight": f"{stem}.diff", "bias": f"{stem}.diff_b"}.get(kind, f"{theirs}.diff")
+        tensors[_COMFYUI + key] = torch.cat([spec.rows_to_file(name, weights[name] - base[name]) for name in members])
+    _save(tensors, folder / COMFYUI_FILE, dtype)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path, dtype: torch.dtype, header: Mapping[str, str] = {}) -> None:
+    stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    path.write_bytes(save(stored, metadata={"format": "pt", **header}))  # `save_file` lets only their owner read them

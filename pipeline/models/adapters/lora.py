@@ -1,0 +1,243 @@
+"""LoRA and DoRA: `train.adapter`.
+
+Parameters are those of the layer itself: `<module>.lora_A` (rank, inputs), `.lora_B` (outputs, rank), of DoRA
+`.lora_magnitude` (outputs,); 1x1 convolutions too. Rows of `ff.conv_inverted` are interleaved, as the module's are.
+Why our own layers and not PEFT's, which judge them in the tests: PEFT's modules hide query, key and value from their
+joined product, its DoRA reads weights while it is built (not on the meta device), and `peft` would have to be installed
+to train; alpha / rank here is in the layer, so that a checkpoint holds nothing but what is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from pipeline.config import AdapterConfig, TrainConfig
+from pipeline.errors import ConfigError
+from pipeline.models.adapters import Adapter, Merged, files, matching
+from pipeline.models.adapters.low_rank import add_low_rank, updated
+from pipeline.models.spec import ModelSpec, Values
+
+PARTS: Mapping[str, str] = {
+    "lora_A.weight": "lora_A",
+    "lora_B.weight": "lora_B",
+    "lora_magnitude_vector": "lora_magnitude",
+}
+"""Ending of a key in diffusers' file (PEFT's) -> name of the parameter."""
+
+
+class LoRA(Adapter):
+    """A low-rank product beside each chosen matrix.
+
+    Attributes:
+        targets: paths of the adapted modules, in the model's order.
+    """
+
+    kind = "lora"
+    formats = ("diffusers", "comfyui")
+    parts: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B")
+
+    def __init__(self, rank: int, alpha: float, targets: Sequence[str], dropout: float = 0.0):
+        self.rank, self.alpha, self.targets, self.dropout = rank, alpha, list(targets), dropout
+        self._start: dict[str, Tensor] | None = None
+
+    @classmethod
+    def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
+        given = train.adapter
+        assert given is not None
+        alpha = float(given.rank if given.alpha is None else given.alpha)
+        adapter = cls(given.rank, alpha, _targets(given, spec), given.dropout)
+        if start and given.start is not None:
+            adapter._start = adapter._read(Path(given.start), spec)
+        return adapter
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def apply(self, module: nn.Module) -> None:
+        module.requires_grad_(False)
+        has_magnitude = "lora_magnitude" in self.parts
+        for name in self.targets:
+            add_low_rank(module.get_submodule(name), self.rank, self.scale, self.dropout, has_magnitude)
+
+    def initial(self, name: str, shape: tuple[int, ...], seed: int, base: Values) -> Tensor:
+        """A uniform within 1/sqrt(inputs), as PEFT's (Kaiming with a = sqrt(5)); B zero; magnitudes: the norms of the
+        base's rows. With `train.adapter.start` those of the file."""
+        layer, _, part = name.rpartition(".")
+        if self._start is not None:
+            return self._start[name]
+        if part == "lora_B":
+            return torch.zeros(shape)
+        if part == "lora_A":
+            key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+            bound = 1 / math.sqrt(shape[1])
+            return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        weight = f"{layer}.weight"
+        whole = base.shapes[weight]
+        return base.read(weight, [0] * len(whole), whole).flatten(1).float().norm(dim=1)
+
+    def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
+        """W + s B A."""
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or f"{layer}.lora_A" not in trained:
+            return weight
+        a, b = (trained[f"{layer}.{part}"] for part in ("lora_A", "lora_B"))
+        return updated(weight, a, b, strength * self.scale).view(weight.shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("kind", "rank", "alpha", "targets", "dropout")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(values["rank"], values["alpha"], values["targets"], values["dropout"])
+
+    def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
+        changes = files.changes(weights.spec, weights.trained, self.scale)
+        if form == "diffusers":
+            files.save_diffusers(changes, folder, dtype, self.dropout)
+        elif "lora_magnitude" in self.parts:
+            files.save_differences(weights, [f"{module}.weight" for module in changes], folder, dtype)
+        else:
+            files.save_comfyui(weights.spec, changes, folder, dtype)
+
+    def __str__(self) -> str:
+        return f"a {type(self).__name__} of rank {self.rank}"
+
+    # ---------------------------------------------------------------------------------------------------- start file
+
+    def _read(self, path: Path, spec: ModelSpec) -> dict[str, Tensor]:
+        """The parameters in a LoRA file of diffusers, as they are with alpha / rank of this run."""
+        option = f"train.adapter.start: {path}"
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}
+                metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise ConfigError(f"{option}: cannot be read: {error}", expected="a LoRA file of diffusers") from None
+        wanted = {
+            f"transformer.{name}.{ending}": f"{name}.{part}"
+            for name in self.targets
+            for ending, part in PARTS.items()
+            if part in self.parts
+        }
+        _check_keys(option, tensors, wanted)
+        module = spec.module()
+        self.apply(module)
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        scale = self._scale_of(option, metadata) / self.scale
+        result: dict[str, Tensor] = {}
+        for key, name in wanted.items():
+            layer, _, part = name.rpartition(".")
+            value = tensors[key].float()
+            value = value.flatten(1) if value.ndim > 1 else value
+            _check_shape(option, key, shapes[name], tuple(value.shape))
+            value = value if part == "lora_A" else spec.rows_from_file(f"{layer}.weight", value)
+            result[name] = value * scale if part == "lora_B" else value
+        return result
+
+    def _scale_of(self, option: str, metadata: Mapping[str, Any]) -> float:
+        """alpha / rank of a file; without metadata 1, as diffusers takes it."""
+        settings = {name: metadata.get(f"transformer.{name}") for name in ("rank_pattern", "alpha_pattern")}
+        if several := [name for name, value in settings.items() if value]:
+            raise ConfigError(f"{option}: its modules have different ranks or alphas", found=", ".join(several))
+        rank = metadata.get("transformer.r", self.rank)
+        root = math.sqrt(rank) if metadata.get("transformer.use_rslora") else rank
+        return metadata.get("transformer.lora_alpha", root) / root
+
+
+class DoRA(LoRA):
+    """LoRA with a trained magnitude for each row of the matrix."""
+
+    kind = "dora"
+    parts = ("lora_A", "lora_B", "lora_magnitude")
+
+    def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
+        """m (W + s B A) / n, row by row; n: norm of the row."""
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or f"{layer}.lora_A" not in trained:
+            return weight
+        a, b, magnitude = (trained[f"{layer}.{part}"].float() for part in self.parts)
+        whole = updated(weight, a, b, strength * self.scale)
+        return (whole * (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]).view(weight.shape)
+
+
+def _targets(given: AdapterConfig, spec: ModelSpec) -> list[str]:
+    """Paths of the modules that `train.adapter.targets` chooses."""
+    module, option = spec.module(), "train.adapter.targets"
+    patterns = given.targets
+    if isinstance(patterns, str):
+        sets: Mapping[str, Sequence[str]] = getattr(module, "adapter_targets", {})
+        if patterns not in sets:
+            raise ConfigError(f"{option}: {spec.class_name} names no set {patterns!r}", fix=f"{option}: [PATTERN, ...]")
+        patterns = list(sets[patterns])
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))}
+    chosen = matching(patterns, layers, option)
+    for name in chosen:
+        if reason := _refusal(layers[name]):
+            raise ConfigError(f"{option}: {name} cannot be adapted: {reason}", fix="leave it out, or use train.only")
+    return chosen
+
+
+def _refusal(layer: nn.Module) -> str | None:
+    """Why a layer is not adapted; None: it is."""
+    if isinstance(layer, nn.Linear):
+        return None
+    assert isinstance(layer, nn.Conv2d)
+    if layer.groups > 1:
+        return f"it is a convolution of {layer.groups} groups, and a low-rank product would mix them"
+    return None if getattr(layer, "of_tokens", False) else "it is a convolution of pictures, not a product of tokens"
+
+
+_REMEDIES = {
+    "lokr_": "LoKr is not LoRA: merge it into the model, and give that as model.weights",
+    "hada_": "LoHa is not LoRA: merge it into the model, and give that as model.weights",
+    "dora_scale": "dora_scale is another DoRA: merge it into the model, and give that as model.weights",
+    "lora_magnitude_vector": "the file is a DoRA: --set train.adapter.kind=dora",
+}
+"""What to do about keys that are not of this adapter, by a part of a key."""
+
+
+def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> None:
+    """Refuse a file that is not exactly the adapter."""
+    keys = set(keys)
+    foreign, missing = sorted(keys - wanted.keys()), [key for key in wanted if key not in keys]
+    if not foreign and not missing:
+        return
+    found = [f"{what} {_listed(names)}" for what, names in (("unexpected", foreign), ("missing", missing)) if names]
+    remedies = [remedy for part, remedy in _REMEDIES.items() if any(part in key for key in foreign)]
+    if keys & wanted.keys():
+        remedies.append("train.adapter.targets must choose the modules of the file, all of them and no others")
+    raise ConfigError(
+        f"{option}: does not hold this adapter",
+        expected=f"{len(wanted)} keys, such as {_listed(wanted, 1)}",
+        found="; ".join(found),
+        fix=[*remedies, "give a LoRA file for this model, with keys as diffusers' save_lora_weights writes them"][0],
+    )
+
+
+def _check_shape(option: str, key: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+    if found == expected:
+        return
+    is_rank = "lora_A" in key and found[1:] == expected[1:]
+    raise ConfigError(
+        f"{option}: {key} has another shape than the adapter of this model",
+        expected=str(list(expected)),
+        found=str(list(found)),
+        fix=f"--set train.adapter.rank={found[0]}" if is_rank else "give a file for this model",
+    )
+
+
+def _listed(names: Iterable[str], limit: int = 4) -> str:
+    listed = list(names)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

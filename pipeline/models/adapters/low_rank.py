@@ -1,0 +1,134 @@
+"""Layers with an added low-rank product, and the joined product of several such layers.
+
+What: `LowRank` is a mixin before the class of a layer of tokens, (.., inputs) -> (.., outputs): a Linear layer or a 1x1
+convolution of tokens. LoRA (arXiv 2106.09685): W x + s B A x. DoRA (arXiv 2402.09353): m (W x + s B A x) / n, where n
+is the norm of each row of W + s B A, taken as a constant in the backward pass, as in PEFT.
+Why not PEFT's layers: see `pipeline.models.adapters.lora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.kernels.joined_linear import joined_linear
+from pipeline.layer_classes import LayerMixin, add_mixin, mixins_of
+
+
+class LowRank(LayerMixin):
+    """A layer with a low-rank product.
+
+    Attributes:
+        lora_A: (rank, inputs). lora_B: (outputs, rank). lora_magnitude: (outputs,); None: LoRA.
+        lora_scale: s. lora_dropout: share of the inputs of A that training drops.
+        lora_off: the layer is the base's.
+    """
+
+    place = "adapter"
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude: nn.Parameter | None
+    lora_scale: float
+    lora_dropout: float
+    lora_off: bool
+    weight: Tensor
+    bias: Tensor | None
+    training: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)  # type: ignore[misc]
+        if self.lora_off:
+            return out
+        out = _added(out, F.linear(self.lora_input(x), self.lora_A), self.lora_B, self.lora_scale)
+        factors = self.lora_factors()
+        if factors is None:
+            return out
+        return out * factors if self.bias is None else out * factors + self.bias * (1 - factors)
+
+    def lora_input(self, x: Tensor) -> Tensor:
+        """`x` after the dropout."""
+        return F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
+
+    def lora_factors(self) -> Tensor | None:
+        """DoRA's m / n, (outputs,) in the dtype of the weights; None: LoRA."""
+        magnitude = self.lora_magnitude
+        if magnitude is None:
+            return None
+        with torch.no_grad():
+            norms = row_norms(self.weight, self.lora_A, self.lora_B, self.lora_scale)
+            norms = norms.to(magnitude.dtype).float()  # rounded alike, so that the first step is the base's
+        return (magnitude.float() / norms).to(self.weight.dtype)
+
+
+def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Norms of the rows of W + s B A, (outputs,) fp32."""
+    return torch.linalg.vector_norm(updated(weight, a, b, scale), dim=1)
+
+
+def updated(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + s B A, (outputs, inputs) fp32. weight: (outputs, inputs), or of a 1x1 convolution."""
+    return torch.addmm(weight.flatten(1).float(), b.float(), a.float(), alpha=scale)
+
+
+def add_low_rank(layer: nn.Module, rank: int, scale: float, dropout: float, magnitude: bool) -> None:
+    """Add the parameters to a layer in place, on the device of its weight and not initialised."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    outputs, inputs = weight.flatten(1).shape
+    layer.register_parameter("lora_A", nn.Parameter(weight.new_empty(rank, inputs)))
+    layer.register_parameter("lora_B", nn.Parameter(weight.new_empty(outputs, rank)))
+    layer.register_parameter("lora_magnitude", nn.Parameter(weight.new_empty(outputs)) if magnitude else None)
+    layer.lora_scale, layer.lora_dropout, layer.lora_off = scale, dropout, False  # type: ignore[assignment]
+    add_mixin(layer, LowRank)
+
+
+def joined_products(x: Tensor, layers: Sequence[Any]) -> Tensor | None:
+    """Three Linear layers without bias as one product, side by side: one product of the weights, and where layers are
+    adapted one with all A and one with all B. The layers then share one mask of the dropout.
+
+    Args:
+        x: (.., inputs).
+
+    Returns:
+        (.., sum of outputs), contiguous; None: a layer has a bias, or its class computes something else (tensor
+        parallelism, compressed activations).
+    """
+    classes = [mixins_of(layer) for layer in layers]
+    if any(layer.bias is not None for layer in layers) or any(
+        cls is not nn.Linear or mixins not in ((), (LowRank,)) for mixins, cls in classes
+    ):
+        return None
+    first, second, third = (layer.weight for layer in layers)
+    joined = joined_linear(x, first, second, third)
+    adapted: list[Any] = [layer for layer in layers if isinstance(layer, LowRank) and not layer.lora_off]
+    if not adapted:
+        return joined
+    hidden = F.linear(adapted[0].lora_input(x), torch.cat([layer.lora_A for layer in adapted]))
+    wide = [layer.lora_B if layer in adapted else layer.weight.new_empty(len(layer.weight), 0) for layer in layers]
+    joined = _added(joined, hidden, torch.block_diag(*wide), adapted[0].lora_scale)
+    if adapted[0].lora_magnitude is None:
+        return joined
+    rows = [each.lora_factors() if each in adapted else each.weight.new_ones(len(each.weight)) for each in layers]
+    return joined * torch.cat(rows)
+
+
+def _added(out: Tensor, hidden: Tensor, b: Tensor, scale: float) -> Tensor:
+    """out + scale * B hidden, as one product."""
+    return torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=scale).view_as(out)
+
+
+@contextmanager
+def without_adapter(module: nn.Module) -> Iterator[None]:
+    """Inside, the adapted layers of a module are the base's."""
+    layers = [layer for layer in module.modules() if isinstance(layer, LowRank)]
+    for layer in layers:
+        layer.lora_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.lora_off = False

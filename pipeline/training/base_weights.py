@@ -1,0 +1,63 @@
+"""The weights that a run begins with, and all weights of a checkpoint, also where it holds only a part of the model.
+
+A run with an adapter (`train.adapter`, `train.only`) trains a part, and its checkpoints hold no more. The rest is its
+base, read here from `model.weights` and compared with the digest in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from pipeline.config import Config
+from pipeline.models import hub
+from pipeline.models.adapters import Merged, adapter_from
+from pipeline.models.spec import ModelSpec, Values, digest_of
+from pipeline.training.checkpoint import CheckpointError, ModelTensors
+
+
+def start_values(config: Config, spec: ModelSpec) -> Values:
+    """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`.
+
+    Raises:
+        UserError: weights that cannot be found or read.
+    """
+    weights = config.model.weights
+    if weights is None:
+        return spec.initial(config.train.seed)
+    return spec.stored(hub.resolve(weights, widest=True), weights.variant)
+
+
+def check_base(folder: Path, trained: str | None, base: str | None) -> None:
+    """Refuse another base than that of a checkpoint: the frozen parameters are in no checkpoint.
+
+    Args:
+        folder: of the checkpoint. trained, base: digest of the base in it, and of the configured one.
+    """
+    if trained != base:
+        raise CheckpointError(
+            f"{folder}: was trained on another base",
+            expected=f"weights with the digest {trained}",
+            found=str(base),
+            fix="restore model.weights; to train on these, begin a new run: --set train.output=DIR without --resume",
+        )
+
+
+def whole_weights(config: Config, stored: ModelTensors, strength: float = 1.0) -> Mapping[str, Tensor]:
+    """By parameter name: fp32, on the CPU, in the module's layout, each read on access.
+
+    Args:
+        config: with the base of the training in `model`.
+        strength: a factor of an adapter's change; 0 is the base.
+
+    Raises:
+        UserError: another base than that of the training, or one that cannot be read.
+    """
+    adapter = adapter_from(stored.document.adapter)
+    if adapter is None:
+        return stored.exported()
+    base = start_values(config, stored.architecture)
+    check_base(stored.folder, stored.document.base, digest_of(base))
+    return Merged(stored.architecture, adapter, base, stored.exported(), strength)

@@ -1,0 +1,215 @@
+"""Files of LoRA and DoRA draw what was trained in every reader: diffusers with peft, ComfyUI's rule, merged weights.
+
+The judge is a model of diffusers with layers of peft. Our checkpoints have the same matrices in our channel order.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.models import nvlabs
+from pipeline.models.adapters import Merged, files
+from pipeline.models.adapters.lora import DoRA, LoRA
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_files import deinterleave, interleave
+
+peft = pytest.importorskip("peft")
+ROOT = Path(__file__).resolve().parents[1]
+
+ALL = [f"attn{n}.{part}" for n in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")]
+ALL += ["ff.conv_inverted", "ff.conv_point"]
+SHAPE = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "num_layers": 2,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 8,
+    "cross_attention_dim": 16,
+    "caption_channels": 12,
+    "mlp_ratio": 2.5,
+    "sample_size": 4,
+    "patch_size": 1,
+}
+
+
+def plain() -> Any:
+    from diffusers import SanaTransformer2DModel
+
+    torch.manual_seed(0)
+    return SanaTransformer2DModel(**SHAPE, qk_norm="rms_norm_across_heads").eval()
+
+
+@torch.no_grad()
+def flow(model: Any) -> Tensor:
+    torch.manual_seed(1)
+    inputs = torch.randn(2, 4, 4, 6), torch.randn(2, 5, 12), torch.tensor([3.0, 700.0])
+    return model(*inputs, encoder_attention_mask=torch.ones(2, 5), return_dict=False)[0]
+
+
+class Adapted:
+    """A model with trained layers of peft, and its matrices as a checkpoint has them."""
+
+    def __init__(self, targets: list[str], rank: int, alpha: float, dora: bool):
+        settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, use_dora=dora)
+        self.rank, self.dora = rank, dora
+        self.model, self.scaling, self.spec = (
+            plain(),
+            alpha / rank,
+            SanaConfig(**SHAPE, qk_norm="rms_norm_across_heads"),
+        )
+        self.model.add_adapter(settings)
+        self.checkpoint: dict[str, Tensor] = {}
+        torch.manual_seed(2)
+        for name, parameter in self.model.named_parameters():
+            if "lora" not in name:
+                continue
+            with torch.no_grad():
+                parameter.mul_(1 + 0.3 * torch.rand_like(parameter)) if "magnitude" in name else parameter.normal_(
+                    0, 0.2
+                )
+            module, _, kind = name.replace(".default", "").removesuffix(".weight").rpartition(".")
+            values = (
+                parameter.detach().flatten(1) if parameter.ndim == 4 and "magnitude" not in name else parameter.detach()
+            )
+            if kind == "lora_magnitude_vector":
+                kind, values = "lora_magnitude", values.flatten()
+            if kind != "lora_A":
+                values = interleave(f"{module}.weight", values)
+            self.checkpoint[f"{module}.{kind}"] = values
+
+    def changes(self) -> dict[str, files.Change]:
+        return files.changes(self.spec, self.checkpoint, self.scaling)
+
+    def merged(self, folder: Path) -> Merged:
+        """The weights with the adapter in them, on a base in `folder`."""
+        plain().save_pretrained(folder)
+        kind = DoRA if self.dora else LoRA
+        adapter = kind(self.rank, self.scaling * self.rank, [*self.changes()])
+        return Merged(self.spec, adapter, self.spec.stored(folder), self.checkpoint)
+
+
+@pytest.fixture(params=["attention", "all"])
+def targets(request: pytest.FixtureRequest) -> list[str]:
+    return ALL[:8] if request.param == "attention" else ALL
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 4), (3, 8)])
+def test_diffusers_draws_what_was_trained(
+    targets: list[str], rank: int, alpha: int, dora: bool, tmp_path: Path
+) -> None:
+    from diffusers import SanaPipeline
+
+    adapted = Adapted(targets, rank, alpha, dora)
+    files.save_diffusers(adapted.changes(), tmp_path, torch.float32, 0.0)
+    loaded = plain()
+    pipe = SanaPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=loaded, scheduler=None)
+    pipe.load_lora_weights(tmp_path)
+    expected = flow(adapted.model)
+    assert (flow(plain()) - expected).abs().max() > 0.05, "the adapter changes nothing"
+    assert (flow(loaded) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_reader_without_the_header_draws_it_too(dora: bool, tmp_path: Path) -> None:
+    """Such as diffusers before it read settings: alpha is the rank."""
+    adapted = Adapted(ALL, 3, 8, dora)
+    files.save_diffusers(adapted.changes(), tmp_path, torch.float32, 0.0)
+    loaded = plain()
+    loaded.load_lora_adapter(load_file(tmp_path / files.DIFFUSERS_FILE))
+    assert (flow(loaded) - flow(adapted.model)).abs().max() <= 1e-5
+
+
+def comfyui(folder: Path) -> Any:
+    """The base with a file of ComfyUI, by the rules of its LoraLoader: W + alpha / rank * B A, and W + diff."""
+    spec = SanaConfig(**SHAPE, qk_norm="rms_norm_across_heads")
+    base = plain().state_dict()
+    theirs = {name: torch.cat([base[part] for part in parts]) for name, parts in nvlabs.parts(spec.shapes()).items()}
+    patches = load_file(folder / files.COMFYUI_FILE)
+    used = set()
+    for name in theirs:
+        key, kind = f"diffusion_model.{name.rpartition('.')[0]}", name.rpartition(".")[2]
+        if kind == "weight" and f"{key}.lora_A.weight" in patches:
+            a, b, alpha = (patches[f"{key}.{part}"] for part in ("lora_A.weight", "lora_B.weight", "alpha"))
+            theirs[name] = theirs[name] + (alpha / b.shape[1] * b.flatten(1) @ a.flatten(1)).reshape(theirs[name].shape)
+            used |= {f"{key}.{part}" for part in ("lora_A.weight", "lora_B.weight", "alpha")}
+        for end in ("diff", "diff_b"):
+            if kind == {"diff": "weight", "diff_b": "bias"}[end] and f"{key}.{end}" in patches:
+                theirs[name] = theirs[name] + patches[f"{key}.{end}"]
+                used.add(f"{key}.{end}")
+    assert used == patches.keys(), "keys that ComfyUI does not know"
+    stored = {name: nvlabs.Stored(tensor) for name, tensor in theirs.items()}
+    model = plain()
+    ours = nvlabs.renamed(stored, spec.shapes())
+    model.load_state_dict({name: part[(slice(None),)] for name, part in ours.items()})
+    return model
+
+
+@pytest.mark.parametrize("some", [ALL[:8], ALL, ["attn1.to_k", "attn2.to_v", "ff.conv_inverted"]])
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 4), (3, 8)])
+def test_comfyui_draws_what_was_trained(some: list[str], rank: int, alpha: int, tmp_path: Path) -> None:
+    adapted = Adapted(some, rank, alpha, dora=False)
+    files.save_comfyui(adapted.spec, adapted.changes(), tmp_path, torch.float32)
+    assert (flow(comfyui(tmp_path)) - flow(adapted.model)).abs().max() <= 1e-5
+
+
+def test_comfyui_draws_whole_differences(targets: list[str], tmp_path: Path) -> None:
+    adapted = Adapted(targets, 3, 8, dora=True)
+    names = [f"{module}.weight" for module in adapted.changes()]
+    files.save_differences(adapted.merged(tmp_path / "base"), names, tmp_path, torch.float32)
+    assert (flow(comfyui(tmp_path)) - flow(adapted.model)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_merged_weights_draw_what_was_trained(targets: list[str], dora: bool, tmp_path: Path) -> None:
+    from diffusers import SanaTransformer2DModel
+
+    adapted = Adapted(targets, 3, 8, dora)
+    weights = adapted.merged(tmp_path / "base")
+    adapted.spec.save(weights, tmp_path / "merged", torch.float32)
+    assert (flow(SanaTransformer2DModel.from_pretrained(tmp_path / "merged")) - flow(adapted.model)).abs().max() <= 1e-5
+    adapted.spec.save(weights.at(0), tmp_path / "without", torch.float32)
+    assert torch.equal(flow(SanaTransformer2DModel.from_pretrained(tmp_path / "without")), flow(plain()))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_half_the_strength_is_diffusers_scale(dora: bool, tmp_path: Path) -> None:
+    from diffusers import SanaTransformer2DModel
+
+    adapted = Adapted(ALL, 3, 8, dora)
+    adapted.spec.save(adapted.merged(tmp_path / "base").at(0.5), tmp_path / "merged", torch.float32)
+    adapted.model.set_adapters(["default"], [0.5])
+    assert (flow(SanaTransformer2DModel.from_pretrained(tmp_path / "merged")) - flow(adapted.model)).abs().max() <= 1e-5
+
+
+def test_the_layout_is_tested() -> None:
+    """Rows of an adapted convolution would be another model in the other order."""
+    adapted = Adapted(ALL, 4, 4, dora=False)
+    name = "transformer_blocks.0.ff.conv_inverted"
+    ours = adapted.checkpoint[f"{name}.lora_B"]
+    assert not torch.equal(ours, deinterleave(f"{name}.weight", ours))
+
+
+@pytest.mark.slow
+def test_the_measurement_keeps_its_limits() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.adapters", "--quick"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < figures["reader_difference_max"] <= 1e-5
+    assert figures["checkpoint_bytes_ratio"] <= 1.1
+    assert figures["step_ratio"] <= 0.80
+    assert figures["plan_gib_1600m_1024"] <= 10
+    assert figures["saved_bytes_ratio"] <= 0.80
