@@ -643,6 +643,11 @@ class ParallelConfig(_Section):
     one."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed."""
+    reduce_each_microbatch: bool | None = None
+    """Reduce gradients over the processes after each microbatch of a step: no process then keeps a whole gradient (4
+    bytes per parameter, on the GPU also under `offload`) between microbatches, and gradients are sent as often as there
+    are microbatches. bf16_pure then sums them in bf16. null: no, unless a search (`microbatch` or `parallel` auto)
+    finds that nothing fits without. A step of one microbatch is the same either way. Not with a pipeline."""
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
     parameters are copied to the GPU when it runs."""
@@ -659,6 +664,12 @@ class ParallelConfig(_Section):
                 raise ValueError(f"{name} must be -1 (what remains) or a positive number")
         if self.dp_replicate == self.dp_shard == -1:
             raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_reductions(self) -> ParallelConfig:
+        if self.reduce_each_microbatch and self.pp_size > 1:
+            raise ValueError("reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step")
         return self
 
     @model_validator(mode="after")

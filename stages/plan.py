@@ -25,8 +25,9 @@ from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
-from pipeline.planning.search import Candidate, NothingFitsError, Search, changed
+from pipeline.planning.search import Candidate, NothingFitsError, Search
 from pipeline.training.build import architecture_of_weights
+from pipeline.training.remedies import changed
 
 GIB = 2**30
 PER_NODE = 8
@@ -229,8 +230,9 @@ def _write(config: Config, best: Candidate, path: str) -> None:
 def _described(candidate: Candidate) -> str:
     train = candidate.train
     offload = ", parameters offloaded" if train.parallel.offload == "all" else ""
-    layout = candidate.prediction.layout
-    return f"{layout}, checkpointing {train.activation_checkpointing}, microbatch {train.microbatch}{offload}"
+    layout, each = candidate.prediction.layout, train.parallel.reduce_each_microbatch
+    microbatch = f"microbatch {train.microbatch}" + (", gradients reduced after each" if each else "")
+    return f"{layout}, checkpointing {train.activation_checkpointing}, {microbatch}{offload}"
 
 
 def machine_of(options: Options) -> Machine:

@@ -1,11 +1,8 @@
 """Weight files with NVlabs' names, as their trainer writes (`checkpoints/NAME.pth`) and ComfyUI reads, too.
 
-What: `parts` maps each of their tensors to our parameters, `read` opens a `.pth` or safetensors file, `renamed`
-returns its tensors under our names, and `buffers` makes what their model stores beside its parameters.
-Why: released checkpoints and those of users of NVlabs' code come in this form. The names are those that NVlabs'
-`tools/convert_sana_to_diffusers.py` maps to diffusers'; queries, keys and values are concatenated into one tensor, and
-GLUMBConv's channels are in diffusers' order.
-Safety: torch reads such a file with `weights_only`, which builds tensors and numpy arrays and runs no other code.
+`parts` maps each of their tensors to our parameters (the names that their `tools/convert_sana_to_diffusers.py` maps to
+diffusers'), `read` opens a `.pth` (with `weights_only`, so that no code runs) or safetensors file, `renamed` returns
+its tensors under our names, and `buffers` makes what their model stores beside its parameters.
 Price: a file lacks the number of heads of cross attention (known for the released widths) and, without its `pos_embed`,
 the base of a position embedding; a `config.json` beside the file overrides what the shapes say.
 """
