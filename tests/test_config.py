@@ -18,8 +18,9 @@ from pydantic import BaseModel
 
 import stages.config
 from pipeline import config as module
-from pipeline.config import Config, dump, find, load, load_given, option_fields, section_of, setting, shipped
+from pipeline.config import Config, dump, find, load, load_given, option_fields, setting, shipped
 from pipeline.errors import ConfigError, UserError
+from pipeline.options import section_of
 from pipeline.training.optimizers import peak_learning_rate
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
