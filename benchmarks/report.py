@@ -51,7 +51,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 def finish(figures: Mapping[str, float | str | None]) -> None:
     """The last line: one JSON object."""
     print(f"{machine()}; commit {commit()}")
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}), flush=True)
+    print(json.dumps({k: _rounded(v) if isinstance(v, float) else v for k, v in figures.items()}), flush=True)
+
+
+def _rounded(value: float) -> float:
+    return round(value, 4) if abs(value) >= 1e-3 else float(f"{value:.2g}")
 
 
 def resident(key: str) -> int:

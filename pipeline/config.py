@@ -10,6 +10,7 @@ Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransf
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import textwrap
@@ -25,7 +26,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError, expanded, not_permitted
+from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
 from pipeline.options import MISSING, deepest, field_at, fields_below, flat, put, value_at, values_of, within
 from pipeline.urls import strip_credentials
 
@@ -596,6 +597,19 @@ class AdapterConfig(_Section):
     """A LoRA file of diffusers whose matrices a new run begins with; null: A drawn, B zero."""
 
 
+class PreserveConfig(_Section):
+    """Keep what the base knows while an adapter learns: on a share of the samples the target is the base's own
+    prediction, computed with the adapter off."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of these samples' loss."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the samples."""
+    prompt: str | None = None
+    """The caption of these samples, such as `a dog` where the pictures' captions say `a sks dog`; `encode` makes its
+    record. null: their captions."""
+
+
 class ParallelConfig(_Section):
     """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
     launch."""
@@ -626,6 +640,11 @@ class ParallelConfig(_Section):
     one."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed."""
+    reduce_each_microbatch: bool | None = None
+    """Reduce gradients over the processes after each microbatch of a step: no process then keeps a whole gradient (4
+    bytes per parameter, on the GPU also under `offload`) between microbatches, and gradients are sent as often as there
+    are microbatches. bf16_pure then sums them in bf16. null: no, unless a search (`microbatch` or `parallel` auto)
+    finds that nothing fits without. A step of one microbatch is the same either way. Not with a pipeline."""
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
     parameters are copied to the GPU when it runs."""
@@ -642,6 +661,12 @@ class ParallelConfig(_Section):
                 raise ValueError(f"{name} must be -1 (what remains) or a positive number")
         if self.dp_replicate == self.dp_shard == -1:
             raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_reductions(self) -> ParallelConfig:
+        if self.reduce_each_microbatch and self.pp_size > 1:
+            raise ValueError("reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step")
         return self
 
     @model_validator(mode="after")
@@ -770,6 +795,8 @@ class TrainConfig(_Section):
     only: Annotated[list[str], Field(min_length=1)] | None = None
     """Train these modules and parameters and freeze the rest; patterns as in `adapter.targets`, such as `[attn2]`.
     null: train all."""
+    preserve: PreserveConfig | None = None
+    """On a share of the samples, learn the prediction of the base; with `adapter`. null: not, {}: with its defaults."""
     ema: EmaConfig | None = None
     """EMA weights, a moving average; null: none, {}: with its defaults."""
     validation: ValidationConfig | None = None
@@ -893,6 +920,8 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_part(self) -> TrainConfig:
+        if self.preserve is not None and self.adapter is None:
+            raise ValueError("preserve needs adapter: without one there is no base to be asked")
         if self.adapter is not None and self.only is not None:
             raise ValueError("give either adapter or only, not both: each says what is trained")
         return self
@@ -1096,7 +1125,7 @@ class Config(_Section):
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            raise _explain(error, tree, Path(where), []) from None
+            raise _explain(error, tree, Path(where), {}) from None
 
     def at(self, folder: str | Path) -> Config:
         """The configuration of the phase to which a folder belongs; of no phase: this one."""
@@ -1143,7 +1172,14 @@ _SOURCE = _options(
     "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
     "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
 )
-_ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
+_ENCODE = (
+    *_CACHE,
+    "vae",
+    "text",
+    "data",
+    "train.preserve.prompt",
+    *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"),
+)
 _JOIN = (
     *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
     *_options("data", "resolution buckets background min_side max_upscale max_crop_loss"),
@@ -1281,7 +1317,7 @@ def load(
         if command in ("train", "plan") and config.phases and all(phase.gives(option) for phase in config.phases):
             raise ConfigError(
                 f"--set {option}: has no effect, since every phase gives this option",
-                fix="change it in the phases, or --set phases=[] for a run without them",
+                fix=f"change it in the phases, or {setting('phases', [])} for a run without them",
             )
     return config
 
@@ -1307,7 +1343,7 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, tree, source, overridden) from None
+        raise _explain(error, tree, source, dict(zip(overridden, overrides, strict=True))) from None
     config._data_given = replace(
         data_given,
         overridden=frozenset(
@@ -1441,6 +1477,19 @@ def as_yaml(value: Any, **style: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, **style)
 
 
+def setting(option: str, *values: Any) -> str:
+    """`--set OPTION=VALUE` as it is typed in a shell, of values that are alternatives each."""
+    return alternatives("--set", (f"{option}={_typed(value)}" for value in values))
+
+
+def _typed(value: Any) -> str:
+    """A value on one line as `from_yaml` reads it: text without quotes where these are not needed."""
+    with suppress(*NO_YAML):
+        if isinstance(value, str) and value.isprintable() and from_yaml(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
+
+
 WITH_SPACES = ("caption_prefix", "caption_suffix")
 """Options whose text may begin or end with spaces."""
 
@@ -1494,7 +1543,8 @@ def _hint(location: tuple[int | str, ...]) -> str:
     return f"; valid here: {', '.join(valid)}" if valid else ""
 
 
-def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overridden: list[str]) -> ConfigError:
+def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overridden: dict[str, str]) -> ConfigError:
+    """overridden: option -> the text of its `--set`."""
     problems = []
     for item in error.errors():
         above = item["loc"][:-1] if item["type"] == "extra_forbidden" else item["loc"]  # an unknown key may hold a [
@@ -1514,12 +1564,16 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
         elif item["type"] == "missing" and isinstance(location[-1], str):
             problems.append(f"{where}: {name!r} is required and not given")
         else:
-            problems.append(f"{where}: {name!r}: {_problem(item, location)}")
+            problems.append(f"{where}: {name!r}: {_problem(item, location, overridden.get(name))}")
     return ConfigError("\n".join(dict.fromkeys(problems)))
 
 
-def _problem(item: Any, location: tuple[int | str, ...]) -> str:
-    """What an option takes, and what was found. Our validators (`value_error`) say it themselves."""
+def _problem(item: Any, location: tuple[int | str, ...], override: str | None) -> str:
+    """What an option takes, and what was found. Our validators (`value_error`) say it themselves.
+
+    Args:
+        override: the text of the `--set` that gave the value.
+    """
     found, message = item["input"], item["msg"].removeprefix("Value error, ")
     option, field, _ = field_at(Config, location)
     if item["type"] != "value_error" and field is not None:
@@ -1527,5 +1581,6 @@ def _problem(item: Any, location: tuple[int | str, ...]) -> str:
         message = f"must be {values_of(field)}" if is_option else f"{message}; {option} is {values_of(field)}"
     message = re.sub(r"Input should be a valid dictionary or instance of \w+", "must be {OPTION: VALUE, ...}", message)
     if isinstance(found, int | float) and re.search("text|string", message):
-        return f"{message} (found {found!r}, which is no text: put it in quotes)"
+        quoted = "put it in quotes" if override is None else setting(option, override.partition("=")[2].strip())
+        return f"{message} (found {found!r}, which is no text: {quoted})"
     return message + ("" if isinstance(found, dict) else f" (found {textwrap.shorten(repr(found), 200)})")

@@ -5,6 +5,9 @@ The judge is a model of diffusers with layers of peft. Our checkpoints have the 
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import deinterleave, interleave
 
 peft = pytest.importorskip("peft")
+ROOT = Path(__file__).resolve().parents[1]
 
 ALL = [f"attn{n}.{part}" for n in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")]
 ALL += ["ff.conv_inverted", "ff.conv_point"]
@@ -195,3 +199,17 @@ def test_the_layout_is_tested() -> None:
     name = "transformer_blocks.0.ff.conv_inverted"
     ours = adapted.checkpoint[f"{name}.lora_B"]
     assert not torch.equal(ours, deinterleave(f"{name}.weight", ours))
+
+
+@pytest.mark.slow
+def test_the_measurement_keeps_its_limits() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.adapters", "--quick"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < figures["reader_difference_max"] <= 1e-5
+    assert figures["checkpoint_bytes_ratio"] <= 1.1
+    assert figures["step_ratio"] <= 0.80
+    assert figures["plan_gib_1600m_1024"] <= 10
+    assert figures["saved_bytes_ratio"] <= 0.80

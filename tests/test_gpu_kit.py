@@ -28,6 +28,7 @@ from pipeline.models.sana_flops import training_flops
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
+from tests.support.workers.memory_modes import whole
 
 ROOT = Path(__file__).resolve().parent.parent
 NULL = {"mfu", "online_mfu", *kit.PREDICTED}
@@ -269,11 +270,11 @@ def test_compiled_blocks_on_a_gpu(recompute: str) -> None:
         with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cuda", 0)) as devices:
             parallel_model = parallelize(tiny_run.model(settings), devices, settings.train)
             batch = tiny_run.global_batch(0)
-            inputs = (batch.latents, batch.captions, batch.mask, batch.logit.abs() * 500)
+            latents, captions = (x.float() if precision == "fp32" else x for x in (batch.latents, batch.captions))
+            inputs = (latents, captions, batch.mask, batch.logit.abs() * 500)
             out = parallel_model.module(*(x.cuda() for x in inputs))
             out.float().square().mean().backward()
-            whole = {n: p.grad.full_tensor() for n, p in parallel_model.module.named_parameters()}  # type: ignore[union-attr]
-            return {name: value.cpu() for name, value in whole.items()}
+            return {name: whole(p.grad).cpu() for name, p in parallel_model.module.named_parameters()}  # type: ignore[arg-type]
 
     exact, plain, compiled = gradients("none", "fp32"), gradients("none", "bf16"), gradients("block", "bf16")
     limit = 1.25 * tiny_run.distance(plain, exact)

@@ -27,7 +27,7 @@ from pipeline.launch import Launch
 from pipeline.loader.quarantine import Quarantine, UnreadableRecord
 from pipeline.models.sana_files import save_nvlabs, save_weights
 from pipeline.parallel import collectives
-from pipeline.planning import expect
+from pipeline.planning import expectation
 from pipeline.planning.predict import Data
 from pipeline.reporting import encoder_process, page
 from pipeline.snapshots.filters import Filter
@@ -211,10 +211,10 @@ def test_a_run_that_keeps_more_checkpoints_than_fit_says_so_first(
     size = sum(4 * entry.size.numel() for entry in tensors)
     changes = {"steps": 10, "save_every": 1, "keep_checkpoints": 3, "keep_every": every}
     settings = settings.with_train(output=str(tmp_path / "new"), **changes)
-    monkeypatch.setattr(expect, "free_at", lambda root: int(room * size))
+    monkeypatch.setattr(expectation, "free_at", lambda root: int(room * size))
     printed = list[str]()
     data = Data({(64, 64): 4}, None, 16)
-    expect.expect(settings, lambda: shape, data, torch.device("cpu"), Launch(), printed.append)
+    expectation.expect(settings, lambda: shape, data, torch.device("cpu"), Launch(), printed.append)
     assert any("train.keep_checkpoints" in line for line in printed) == said
 
 

@@ -771,36 +771,36 @@ def test_pure_bf16_really_holds_bf16(tmp_path: Path) -> None:
     assert norm == pytest.approx(exact, rel=1e-5), "the norm of bf16 gradients must not be bf16"
 
 
+ADAPTERS = {"lora": {"adapter": {"rank": 4}}, "dora": {"adapter": {"kind": "dora", "rank": 4, "targets": "all"}}}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("came", "bf16"), ("came", "bf16_pure"), ("adamw", "bf16_pure"), ("adamw", "fp16"), ("adamw8bit", "bf16")],
+    [
+        ("came", "bf16"),
+        ("came", "bf16_pure"),
+        ("adamw", "bf16_pure"),
+        ("adamw", "fp16"),
+        ("adamw8bit", "bf16"),
+        ("lora", "fp32"),
+        ("lora", "bf16"),
+        ("dora", "bf16"),
+        ("dora", "fp16"),
+    ],
 )
 def test_on_a_gpu_the_losses_are_those_of_the_cpu(name: str, precision: str, tmp_path: Path) -> None:
     if name == "adamw8bit":
         pytest.importorskip("torchao")
+    more: dict[str, Any] = {"ema": {"decay": 0.9, "device": "cpu" if name == "came" else "same"}}
+    more |= ADAPTERS.get(name, {"optim": {"name": name}})
     rows = {}
     for device in ("cpu", "cuda"):
-        settings = tiny_run.config(
-            tmp_path / device,
-            steps=6,
-            save_every=3,
-            precision=precision,
-            device=device,
-            optim={"name": name},
-            ema={"decay": 0.9, "device": "cpu" if name == "came" else "same"},
-        )
+        settings = tiny_run.config(tmp_path / device, steps=6, save_every=3, precision=precision, device=device, **more)
         _fit(settings)
         rows[device] = [row["loss"] for row in metrics.read(tmp_path / device / "metrics.jsonl")]
     assert rows["cuda"] == pytest.approx(rows["cpu"], rel=3e-2)
-    halfway = tiny_run.config(
-        tmp_path / "again",
-        steps=6,
-        precision=precision,
-        device="cuda",
-        optim={"name": name},
-        ema={"decay": 0.9, "device": "cpu" if name == "came" else "same"},
-    )
+    halfway = tiny_run.config(tmp_path / "again", steps=6, precision=precision, device="cuda", **more)
     _fit(halfway, resume=tmp_path / "cuda/checkpoints/step-00000003")
     again = [row["loss"] for row in metrics.read(tmp_path / "again/metrics.jsonl")]
     assert again == pytest.approx(rows["cuda"][3:], rel=1e-3)

@@ -1,15 +1,10 @@
 """Pictures while a run goes on: latents of a prompt set, drawn with the weights of a step.
 
-What: `Drawings` draws a latent for each of `Task.pictures.texts` at the steps of `train.pictures`, with the moving
-averages if the run has them, and publishes them as `pictures/step-XXXXXXXX.safetensors` in the run directory: float32
-(C, h, w) tensors `0000`, `0001`, ..., multiplied by the scaling factor, and a description (metadata `drawing`).
-Why latents: the training process imports no encoder. `sana-pipe sample --watch` decodes them elsewhere.
-The sampler, the noise of a prompt and the padding of its rows are those of `sana-pipe sample`. Prompts are divided over
-the data-parallel processes; the last parts are filled with copies, since every process must gather parameters equally
-often. Nothing of the training changes, as in `pipeline.training.validation`.
-Price: `sample.steps` forward passes of two samples per prompt (one under guidance 1), and no memory beyond that of a
-step: a pass has at most `_MOST` times the image tokens of a training microbatch. A stop request ends a drawing early,
-without a file.
+`Drawings` draws at the steps of `train.pictures`, with the moving averages if the run has them, and publishes
+`pictures/step-XXXXXXXX.safetensors`: float32 (C, h, w) tensors `0000`, `0001`, ..., multiplied by the scaling factor,
+and a description (metadata `drawing`). Latents, since the training process imports no encoder; `sana-pipe sample
+--watch` decodes them. Prompts are divided over the data-parallel processes. Nothing of the training changes.
+Price: `sample.steps` forward passes of two samples per prompt, and no memory beyond that of a step.
 """
 
 from __future__ import annotations
