@@ -1108,13 +1108,13 @@ class Config(_Section):
             train.pop("phase", None)
         fields = phase.by_field()
         options = {RENAMED.get(key, key): value for key, value in phase.set.items()}
-        where = f"phases: {name}"
+        origin = f"phases: {name}"
         for option in options:
             if option in fields or option == "train.output":
                 other = f"the option {option.rpartition('.')[2]} of the phase" if option in fields else "its name"
-                raise ConfigError(f"{where}: set: {option} is given by {other}", fix="leave it out")
+                raise ConfigError(f"{origin}: set: {option} is given by {other}", fix="leave it out")
             if option in _all_paths() and not reads("train", option):
-                raise ConfigError(f"{where}: set: sana-pipe train does not read {option}", fix="leave it out")
+                raise ConfigError(f"{origin}: set: sana-pipe train does not read {option}", fix="leave it out")
         options = {**fields, **options}
         for name_given, other in (("steps", "epochs"), ("epochs", "steps")):
             if f"train.{name_given}" in options and f"train.{other}" not in options:
@@ -1125,7 +1125,7 @@ class Config(_Section):
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            raise _explain(error, tree, Path(where), {}) from None
+            raise _explain(error, tree, Path(origin), {}) from None
 
     def at(self, folder: str | Path) -> Config:
         """The configuration of the phase to which a folder belongs; of no phase: this one."""
@@ -1556,15 +1556,15 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
         name = ".".join(str(part) for part in location) or "(whole file)"
         unknown = item["type"] == "extra_forbidden"
         below = any(within(key, name) for key in overridden)  # `--set` gave an option of the section at fault
-        where = f"{source} with --set" if below else str(source)
+        origin = f"{source} with --set" if below else str(source)
         if any(within(name, key) for key in overridden) or (below and unknown):
-            where = "--set"
+            origin = "--set"
         if unknown:
-            problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
+            problems.append(f"{origin}: unknown key {name!r}{_hint(location)}")
         elif item["type"] == "missing" and isinstance(location[-1], str):
-            problems.append(f"{where}: {name!r} is required and not given")
+            problems.append(f"{origin}: {name!r} is required and not given")
         else:
-            problems.append(f"{where}: {name!r}: {_problem(item, location, overridden.get(name))}")
+            problems.append(f"{origin}: {name!r}: {_problem(item, location, overridden.get(name))}")
     return ConfigError("\n".join(dict.fromkeys(problems)))
 
 

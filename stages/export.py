@@ -95,8 +95,8 @@ def run(
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
     document = checkpoints.read_document(folder)
-    which = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
-    state = {"run": run_of(folder), "weights": which, **document.state.as_dict()}
+    name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
+    state = {"run": run_of(folder), "weights": name, **document.state.as_dict()}
     _check_target(out, state, overwrite)
     check_same(config, document.config, folder)
     architecture, adapter = document.architecture, adapter_from(document.adapter)
@@ -110,7 +110,7 @@ def run(
     stored = checkpoints.ModelTensors(folder, ema=ema)
     weights = whole_weights(config, stored)
 
-    about: dict[str, Any] = {"which": which, "state": document.state, "dtype": dtype}
+    about: dict[str, Any] = {"weights": name, "state": document.state, "dtype": dtype}
     with _published(out) as work:
         if parts is not None:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
@@ -201,11 +201,11 @@ def _check_target(out: Path, state: dict[str, Any], overwrite: bool) -> None:
             fix="give another --out",
         )
     ours, theirs = ({k: v for k, v in of.items() if k not in ("step", "weights")} for of in (state, exported))
-    which = exported.get("weights")
-    older = ours == theirs and which == state["weights"] and exported["step"] <= state["step"]
+    weights = exported.get("weights")
+    older = ours == theirs and weights == state["weights"] and exported["step"] <= state["step"]
     if not (older and overwrite):
         run = "this" if ours == theirs else "another"
-        what = f"of the {which} after step {exported.get('step')} of {run} run"
+        what = f"of the {weights} after step {exported.get('step')} of {run} run"
         raise UserError(
             f"{out} holds an export {what}",
             expected=f"a folder that is new or empty{', or --overwrite' if older else ''}",

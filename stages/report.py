@@ -61,10 +61,7 @@ def run(
 
 def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:
     """Decoded latents beside the pictures of their sources, with the captions."""
-    from pipeline.reporting import (  # torch, which the page without run_pictures does not need
-        draw_latents,
-        encoder_process,
-    )
+    from pipeline.reporting import draw_latents, encoder_process  # torch, which other pages do not need
 
     rows = draw_latents.spread(len(snapshot), min(count, len(snapshot)))
     records = draw_latents.SnapshotTensors(snapshot)

@@ -40,7 +40,7 @@ from tests.support.messages import naming
 CAPTIONS = ("A red square", "a green square", "a blue field", "a yellow wall", "a grey road", "a white door")
 
 CPU = torch.device("cpu")
-FACTS = {"which": "last weights", "dtype": "float32", "vae": "a local folder", "text_encoder": "a local folder"}
+FACTS = {"weights": "last weights", "dtype": "float32", "vae": "a local folder", "text_encoder": "a local folder"}
 
 
 @dataclass(frozen=True)

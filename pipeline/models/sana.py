@@ -2,7 +2,7 @@
 
 Why not `SanaTransformer2DModel` with our blocks in it (tried with diffusers 0.42): it would spare about a hundred lines
 of input and output layers, but its `forward` is one piece, and pipeline stages and packed captions need the parts.
-Importing it takes 2.3 s of CPU time and 130 MiB more in every process (5.1 s against 2.8 s; it loads no encoder and no
+Importing it, too, takes 5.4 s of CPU time against 2.8 s, and 140 MiB, in every process (it loads no encoder and no
 pipeline). PEFT adapts this module as it is, since all names are equal; ControlNet's additions are lines of `forward`.
 
 First values are in `sana_init`, weight files in `sana_files`; `sana_stage` is a part for pipeline parallelism.
