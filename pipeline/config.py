@@ -887,71 +887,60 @@ class TrainConfig(_Section):
         return data
 
     @model_validator(mode="after")
-    def _check_memory(self) -> TrainConfig:
+    def _check_together(self) -> TrainConfig:
+        if (conflict := next(self._conflicts(), None)) is not None:
+            raise ValueError(conflict)
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """Options that do not go together, each with what to set."""
         if self.activation_compression != "none" and self.activation_checkpointing == "selective":
-            raise ValueError(
+            yield (
                 f"activation_compression: {self.activation_compression} does not go with activation_checkpointing: "
                 "selective; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
         if self.optim.in_backward:
             if self.recipe == "nvlabs" and self.optim.name == "came":
-                raise ValueError(
+                yield (
                     "optim.in_backward updates one parameter at a time, and CAME under recipe: nvlabs takes query, key "
                     "and value together; set recipe: default or optim.in_backward: false"
                 )
             if self.optim.clip is not None:
-                raise ValueError(
+                yield (
                     "optim.in_backward updates parameters before the norm of the gradient is known; "
                     f"set optim.clip: null (it is {self.optim.clip:g}) or optim.in_backward: false"
                 )
             if self.precision not in ("fp32", "bf16"):
                 why = {"fp16": "the loss scale decides afterwards whether a step counts"}
-                raise ValueError(
+                yield (
                     f"optim.in_backward does not go with precision: {self.precision} "
                     f"({why.get(self.precision, 'its rounding is drawn in the order of all parameters')}); "
                     "set precision to fp32 or bf16, or optim.in_backward: false"
                 )
             if self.parallel.pp_size > 1:
-                raise ValueError(
+                yield (
                     "optim.in_backward needs one backward pass per step, and a pipeline has one per microbatch; "
                     f"set parallel.pp_size: 1 (it is {self.parallel.pp_size}) or optim.in_backward: false"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_part(self) -> TrainConfig:
         if self.preserve is not None and self.adapter is None:
-            raise ValueError("preserve needs adapter: without one there is no base to be asked")
+            yield "preserve needs adapter: without one there is no base to be asked"
         if self.adapter is not None and self.only is not None:
-            raise ValueError("give either adapter or only, not both: each says what is trained")
-        return self
-
-    @model_validator(mode="after")
-    def _check_compile(self) -> TrainConfig:
+            yield "give either adapter or only, not both: each says what is trained"
         if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
-            raise ValueError(
+            yield (
                 f"compile: block does not go with activation_compression: {self.activation_compression}; set "
                 "activation_compression to none, or compile: none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_pipeline(self) -> TrainConfig:
         if self.text == "packed" and self.parallel.pp_size > 1:
-            raise ValueError(
+            yield (
                 "text: packed: the stages of a pipeline exchange padded captions; "
                 f"set text: padded or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_keep_every(self) -> TrainConfig:
         if self.keep_every is not None and self.keep_every % self.save_every:
-            raise ValueError(
+            yield (
                 f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as "
                 f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
             )
-        return self
 
 
 class PhaseConfig(_Section):
