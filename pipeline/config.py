@@ -95,6 +95,16 @@ class _Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_word(cls, data: Any) -> Any:
+        return cls.from_word(data) if isinstance(data, str) else data
+
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        """What a word in place of the section stands for (`storage: int8`); most sections have no such form."""
+        return word
+
 
 class Weights(_Section):
     """Pretrained weights."""
@@ -126,12 +136,21 @@ class StartWeights(Weights):
         """False if the weights are known to fail in this value of `train.precision`."""
         return self.runs_in is None or precision.removesuffix("_pure") in self.runs_in
 
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        direct = Path(expanded(word), "config.json").is_file()
+        return {"id": word, "subfolder": None if direct else "transformer"}
+
 
 class DecoderWeights(Weights):
     """Another decoder of the VAE's latents, such as a faster one: diffusers' `AutoencoderDC` or `AutoencoderTiny`."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the decoder's computation."""
+
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        return {"id": word}
 
 
 class VaeConfig(Weights):
@@ -153,13 +172,6 @@ class VaeConfig(Weights):
     """The decoder of `sample` and `report`; null: the VAE's. It must have the VAE's channels, compression and scaling
     factor; `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. `vae.decoder: ID` sets `id`.
     Not part of the recipe."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _decoder_by_id(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("decoder"), str):
-            data = {**data, "decoder": {"id": data["decoder"]}}
-        return data
 
 
 class TextConfig(Weights):
@@ -283,6 +295,10 @@ class StorageConfig(_Section):
     text: Storage = "bf16"
     """Storage of text rows."""
 
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        return {"latent": word, "text": word}
+
 
 class RayConfig(_Section):
     """Resources of one unit as a Ray task (`--engine ray`)."""
@@ -337,13 +353,6 @@ class EncodeConfig(_Section):
     """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
     ray: RayConfig = RayConfig()
     """Resources of a Ray task."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _storage_of_both_kinds(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("storage"), str):
-            data = {**data, "storage": {"latent": data["storage"], "text": data["storage"]}}
-        return data
 
 
 class SourceConfig(_Section):
@@ -463,11 +472,6 @@ class ArchConfig(_Section):
         return self
 
 
-def _model_at(place: str) -> dict[str, Any]:
-    direct = Path(expanded(place), "config.json").is_file()
-    return {"id": place, "subfolder": None if direct else "transformer"}
-
-
 class ModelConfig(_Section):
     """The transformer: either `weights` (fine-tuning) or `arch` (from scratch); the other is null."""
 
@@ -476,13 +480,6 @@ class ModelConfig(_Section):
     model.weights=ID` keeps the file's `runs_in`."""
     arch: ArchConfig | None = None
     """Shape of a new model."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _weights_by_id(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("weights"), str):
-            return data
-        return {**data, "weights": _model_at(data["weights"])}
 
     @model_validator(mode="after")
     def _check_either(self) -> ModelConfig:
@@ -650,6 +647,10 @@ class ParallelConfig(_Section):
     parameters are copied to the GPU when it runs."""
     timeout_s: Positive = 600
     """Limit in seconds on every wait for another process; a process that waits for data gets `patience_s` more."""
+
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        return {"sizes": word} if word == "auto" else word
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
@@ -877,13 +878,6 @@ class TrainConfig(_Section):
             data = {**data, "steps": None}
         elif isinstance(data, dict) and "steps" in data and data["steps"] is None:
             raise ValueError("'train.steps' is null, and so is 'train.epochs': give one of them")
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _parallel_by_word(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("parallel") == "auto":
-            data = {**data, "parallel": {"sizes": "auto"}}
         return data
 
     @model_validator(mode="after")
@@ -1501,7 +1495,7 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
 def _assign(tree: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
     if keys == ["model", "weights"] and isinstance(value, str):
         runs_in = value_at(tree, "model.weights.runs_in", MISSING)
-        value = {**_model_at(value), **({} if runs_in is MISSING else {"runs_in": runs_in})}
+        value = {**StartWeights.from_word(value), **({} if runs_in is MISSING else {"runs_in": runs_in})}
     if keys == ["train", "parallel"] and value == "auto":
         keys = [*keys, "sizes"]
     try:
