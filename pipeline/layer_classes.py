@@ -9,6 +9,8 @@ what is below it by `super().forward`. One that computes the layer itself (`repl
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 from torch import nn
@@ -23,10 +25,12 @@ class LayerMixin:
     Attributes:
         place: in `ORDER`.
         replaces: its forward pass does not call the layer's.
+        adapter_off: of an adapted layer: it is the base's for now (`without_adapter`).
     """
 
     place: ClassVar[str]
     replaces: ClassVar[bool] = False
+    adapter_off: bool
 
 
 _CLASSES: dict[tuple[tuple[type[LayerMixin], ...], type[nn.Module]], type[nn.Module]] = {}
@@ -54,3 +58,16 @@ def add_mixin(module: nn.Module, mixin: type[LayerMixin]) -> None:
 def mixins_of(module: nn.Module) -> tuple[tuple[type[LayerMixin], ...], type[nn.Module]]:
     """The mixins of a module, outermost first, and its class without them."""
     return type(module).__dict__.get("_mixed", ((), type(module)))
+
+
+@contextmanager
+def without_adapter(module: nn.Module) -> Iterator[None]:
+    """Inside, the adapted layers of a module are the base's."""
+    layers = [layer for layer in module.modules() if isinstance(layer, LayerMixin) and hasattr(layer, "adapter_off")]
+    for layer in layers:
+        layer.adapter_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapter_off = False

@@ -245,7 +245,7 @@ def machine_of(options: Options) -> Machine:
     if nodes is None:
         nodes = 1 if gpu == CPU else next(n for n in range(-(-gpus // PER_NODE), gpus + 1) if gpus % n == 0)
     if gpu is None and options.gpu_memory is None:
-        raise UserError("which GPU?", expected="--gpu " + "|".join(CARDS) + ", or --gpu-memory 24GiB")
+        raise UserError("which GPU?", expected="--gpu NAME, or --gpu-memory 24GiB; NAME is one of " + ", ".join(CARDS))
     if gpus % nodes:
         raise UserError(
             f"--gpus {gpus} (of all nodes together) cannot be divided by --nodes {nodes}",

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from pipeline.cache.prompts import PromptSet, open_prompts
+from pipeline.cache.prompts import PromptSet, find_rows, open_prompts
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, ParallelConfig, PicturesConfig
@@ -38,6 +38,7 @@ from pipeline.planning.expectation import Expectation, expect
 from pipeline.planning.predict import Data, Machine
 from pipeline.retrying import TIMEOUT_S
 from pipeline.snapshots import heldout
+from pipeline.sources import caption_rules
 from pipeline.training import checkpoint, phases
 from pipeline.training.build import architecture_of, with_residual, with_text
 from pipeline.training.checkpoint import Document
@@ -337,13 +338,14 @@ class Inputs:
 
     Attributes:
         heldout: the samples that it is validated on. old_heldout: those of them that an earlier run was validated on,
-            too. prompts: of the pictures that it draws.
+            too. prompts: of the pictures that it draws. preserved: text rows of `train.preserve.prompt`.
     """
 
     snapshot: Snapshot
     heldout: Snapshot | None = None
     old_heldout: Snapshot | None = None
     prompts: PromptSet | None = None
+    preserved: np.ndarray | None = None
 
     def keep(self, cache: Cache) -> None:
         """Keep the snapshots from `gc`.
@@ -366,7 +368,7 @@ def _inputs(
     config, part = _heldout(config, cache, snapshot, resumed, log)
     config, old = _old_heldout(config, cache, part, resumed, log)
     config, prompts = _prompts(config, cache, snapshot, resumed, log)
-    return config, Inputs(snapshot, part, old, prompts)
+    return config, Inputs(snapshot, part, old, prompts, _preserved(config, cache, snapshot))
 
 
 def _heldout(
@@ -446,6 +448,21 @@ def _prompts(
     return config.with_train(pictures=pictures.model_copy(update={"prompts": prompts.id})), prompts
 
 
+def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> np.ndarray | None:
+    """Text rows of `train.preserve.prompt`."""
+    prompt = None if config.train.preserve is None else config.train.preserve.prompt
+    if prompt is None:
+        return None
+    recipe = snapshot.text_recipe
+    rows = find_rows(cache, recipe, caption_rules.normalise(prompt, recipe.normalisation))
+    if rows is None:
+        raise ConfigError(
+            f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",
+            fix="sana-pipe encode with this configuration makes it (with --data DIR or --prompts FILE)",
+        )
+    return rows
+
+
 def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path | None = None) -> TrainingTask:
     """The data of a run."""
     snapshot, part = inputs.snapshot, inputs.heldout
@@ -501,6 +518,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         validation=None if part is None else validation,
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,
+        preserved=None if inputs.preserved is None else bf16(inputs.preserved),
         check=check,
     )
 

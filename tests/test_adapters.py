@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels import joined_linear
-from pipeline.layer_classes import LayerMixin, add_mixin
+from pipeline.layer_classes import LayerMixin, add_mixin, without_adapter
 from pipeline.models.adapters import adapter_of, low_rank
 from pipeline.models.adapters.lora import LoRA
 from pipeline.models.sana import SanaTransformer
@@ -90,7 +90,7 @@ def test_outputs_and_gradients_equal_pefts(kind: str, targets: str, tmp_path: Pa
     of_peft = {our_name(n): in_our_layout(n, p.grad) for n, p in theirs.named_parameters() if p.grad is not None}
     assert gradients.keys() == of_peft.keys() and len(gradients) == len(adapter.targets) * len(adapter.parts)
     assert tiny_run.distance(gradients, of_peft) <= 1e-4  # DoRA: 2.4e-5, since PEFT sums norms in another order
-    with low_rank.without_adapter(ours), torch.no_grad():
+    with without_adapter(ours), torch.no_grad():
         assert torch.equal(ours(*inputs((6, 12))), make(TINY)(*inputs((6, 12))))
 
 

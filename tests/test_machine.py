@@ -29,7 +29,7 @@ from pipeline.models.sana_files import save_nvlabs, save_weights
 from pipeline.parallel import collectives
 from pipeline.planning import expectation
 from pipeline.planning.predict import Data
-from pipeline.reporting import decoder, page
+from pipeline.reporting import encoder_process, page
 from pipeline.snapshots.filters import Filter
 from pipeline.training import checkpoint, lock, metrics
 from pipeline.training.memory import memory_errors
@@ -119,7 +119,8 @@ def _weights(save: Callable[..., None], *rest: Any) -> Callable[[Path], Any]:
         pytest.param(_weights(save_nvlabs, "sana"), id="nvlabs"),
         pytest.param(lambda path: page.write("<!DOCTYPE html>" + "x" * (1 << 20), path / "page.html"), id="page"),
         pytest.param(
-            lambda path: decoder.decode(tiny_run.config(path), {"a": torch.zeros(1, 512, 512)}, path), id="latents"
+            lambda path: encoder_process.decode(tiny_run.config(path), {"a": torch.zeros(1, 512, 512)}, path),
+            id="latents",
         ),
     ],
 )
@@ -130,10 +131,12 @@ def test_results_that_do_not_fit_are_a_full_disk(write: Callable[[Path], Any], t
 
 
 def test_a_full_disk_of_the_process_that_decodes_is_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for code, kind in ((6, NoSpaceError), (2, decoder.DecodeError)):
-        monkeypatch.setattr(decoder.subprocess, "run", lambda *_, code=code, **__: SimpleNamespace(returncode=code))
+    for code, kind in ((6, NoSpaceError), (2, encoder_process.DecodeError)):
+        monkeypatch.setattr(
+            encoder_process.subprocess, "run", lambda *_, code=code, **__: SimpleNamespace(returncode=code)
+        )
         with pytest.raises(kind):
-            decoder.decode(tiny_run.config(tmp_path), {"a": torch.zeros(1)}, tmp_path)
+            encoder_process.decode(tiny_run.config(tmp_path), {"a": torch.zeros(1)}, tmp_path)
 
 
 def test_a_full_disk_of_one_process_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,21 @@ def open_prompts(cache: Cache, name: str | None, recipe: layout.TextRecipe) -> P
     )
 
 
+def find_rows(cache: Cache, recipe: layout.TextRecipe, normalised: str) -> np.ndarray | None:
+    """The verified record of a prompt of any set, as `PromptSet.rows` gives it; None: no set has it.
+
+    Args:
+        normalised: the prompt after the recipe's normalisation.
+    """
+    for known in current(cache):
+        if known.recipe.same_values(recipe):
+            key = layout.text_key(known.recipe.id, normalised)
+            for number, place in enumerate(known.places):
+                if place.key == key:
+                    return known.rows(number)
+    return None
+
+
 def newest(cache: Cache, name: str) -> PromptSet | None:
     """The newest set of a name; None if there is none or it was forgotten."""
     return next(_of(cache, name), None)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Weights
+from pipeline.config import Weights, setting
 from pipeline.errors import UserError, machine_error, not_permitted
 
 STEMS = ("diffusion_pytorch_model", "model")
@@ -426,7 +426,7 @@ def choose(
         middle = f".{variant}" if variant else ""
         fix = "give the right `subfolder`; convert other formats with save_pretrained"
         if single := [name for name in others if name.endswith((".safetensors", ".pth"))]:
-            file = f"--set model.weights.id={folder / single[-1]} --set model.weights.subfolder=null"
+            file = f"{setting('model.weights.id', str(folder / single[-1]))} --set model.weights.subfolder=null"
             fix += f"; a transformer in NVlabs' form: {file}"
         raise ModelError(
             f"{folder} has no weights in safetensors files" + (f" of variant {variant!r}" if variant else ""),

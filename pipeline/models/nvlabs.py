@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.config import setting
 from pipeline.errors import UserError, not_permitted
 from pipeline.models import hub
 from pipeline.models.sana_config import SanaConfig, read_config
@@ -199,7 +200,7 @@ def _open(path: Path, variant: str | None) -> tuple[dict[str, Any], str]:
         raise UserError(
             f"{path} holds several models" if variant is None else f"{path} holds no model {variant!r}",
             found=", ".join(models),
-            fix=" or ".join(f"--set model.weights.variant={name or 'null'}" for name in models),
+            fix=setting("model.weights.variant", *(name or None for name in models)),
         )
     others = " and ".join(name for name in models if name != chosen)
     note = f"; its {others} is not used (model.weights.variant={others.split(' ')[0]} takes it)" if others else ""

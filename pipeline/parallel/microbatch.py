@@ -7,12 +7,20 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+REFERENCE = "reference"
+"""Name of the target that is the base's prediction."""
+
 
 class Microbatch(NamedTuple):
-    """The model's inputs, and the targets (b, ...) that its output is compared with, by name; all on the device."""
+    """The model's inputs, and the targets (b, ...) that its output is compared with, by name; all on the device.
+
+    reference: inputs for which the model without its adapter gives one more target, `REFERENCE`, without gradients;
+    None: there is none.
+    """
 
     inputs: Mapping[str, Tensor]
     targets: Mapping[str, Tensor]
+    reference: Mapping[str, Tensor] | None = None
 
     @property
     def samples(self) -> int:

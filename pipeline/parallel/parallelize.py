@@ -20,11 +20,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.config import TrainConfig
+from pipeline.layer_classes import without_adapter
 from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
-from pipeline.parallel.microbatch import Loss, Microbatch, Outputs
+from pipeline.parallel.microbatch import REFERENCE, Loss, Microbatch, Outputs
 from pipeline.parallel.shards import local, sharding_groups
 
 EXTRA = "recipe"
@@ -98,10 +99,14 @@ class ParallelModel:
             return [self._losses(microbatch, loss) for microbatch in microbatches]
 
     def _losses(self, microbatch: Microbatch, loss: Loss) -> Tensor:
-        prediction = self.module(**microbatch.inputs)
+        inputs, targets, reference = microbatch
+        if reference is not None:
+            with without_adapter(self.module):
+                targets = {**targets, REFERENCE: self.predict(**reference)}
+        prediction = self.module(**inputs)
         taps = dict(self._taps)
         self._taps.clear()
-        return loss(Outputs(prediction, taps, self._modules), microbatch.targets)
+        return loss(Outputs(prediction, taps, self._modules), targets)
 
     def predict(self, **inputs: Tensor) -> Tensor:
         """The model's output (b, ...) for the inputs of a microbatch, equal on all processes that have them; no

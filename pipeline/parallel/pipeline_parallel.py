@@ -185,7 +185,7 @@ class Pipeline:
         Raises:
             ValueError: microbatches of different shapes, or with several targets.
         """
-        inputs, named = zip(*microbatches, strict=True)
+        inputs, named, _ = zip(*microbatches, strict=True)
         if len({tuple(tensor.shape for tensor in tensors.values()) for tensors in inputs}) > 1:
             raise ValueError("the microbatches of a step through a pipeline must have one shape")
         name = _only_name(named[0])
@@ -219,7 +219,7 @@ class Pipeline:
         Every process runs its stages in the order of (microbatch, stage), so that no two wait for each other.
         """
         results = []
-        for inputs, targets in microbatches:
+        for inputs, targets, _ in microbatches:
             output = self._forward(inputs)
             target = targets[_only_name(targets)]
             unknown = torch.empty(loss.rows, len(target), dtype=torch.float32, device=target.device)

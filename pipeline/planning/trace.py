@@ -189,7 +189,8 @@ def trace(
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
         recorder = Recorder(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
         with recorder:
-            trainable = Trainable(architecture, recipe_of(train), adapter_of(train, architecture, start=False))
+            plain = train.model_copy(update={"preserve": None})  # the base's pass saves nothing
+            trainable = Trainable(architecture, recipe_of(plain), adapter_of(train, architecture, start=False))
 
             def placed(model: ParallelModel) -> None:
                 parameters.extend(model.module.parameters())

@@ -27,6 +27,7 @@ from pipeline.training import optimizers
 from pipeline.training.ema import EMA
 from pipeline.training.recipes import Recipe
 from pipeline.training.recipes.flow import Flow
+from pipeline.training.recipes.preserve import Preserving
 from pipeline.training.step import TrainStep
 
 
@@ -119,9 +120,9 @@ class Assembled:
     step: TrainStep
 
 
-def recipe_of(train: TrainConfig) -> Recipe:
-    """The recipe of a configuration."""
-    return Flow(train.flow)
+def recipe_of(train: TrainConfig, prompt: Tensor | None = None) -> Recipe:
+    """The recipe of a configuration. prompt: text rows of `train.preserve.prompt`."""
+    return Flow(train.flow) if train.preserve is None else Preserving(train.flow, train.preserve, prompt)
 
 
 def assemble(

@@ -212,7 +212,7 @@ def trainable_of(config: Config, task: TrainingTask) -> Trainable:
     """What the run trains. Errors as in `architecture_of`."""
     spec = architecture_of(config, task)
     adapter = task.adapter if task.adapter is not None else adapter_of(config.train, spec)
-    return Trainable(spec, task.recipe or recipe_of(config.train), adapter)
+    return Trainable(spec, task.recipe or recipe_of(config.train, task.preserved), adapter)
 
 
 def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:

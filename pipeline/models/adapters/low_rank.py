@@ -8,8 +8,7 @@ Why not PEFT's layers: see `pipeline.models.adapters.lora`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ class LowRank(LayerMixin):
     Attributes:
         lora_A: (rank, inputs). lora_B: (outputs, rank). lora_magnitude: (outputs,); None: LoRA.
         lora_scale: s. lora_dropout: share of the inputs of A that training drops.
-        lora_off: the layer is the base's.
     """
 
     place = "adapter"
@@ -35,14 +33,13 @@ class LowRank(LayerMixin):
     lora_magnitude: nn.Parameter | None
     lora_scale: float
     lora_dropout: float
-    lora_off: bool
     weight: Tensor
     bias: Tensor | None
     training: bool
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = super().forward(x)  # type: ignore[misc]
-        if self.lora_off:
+        if self.adapter_off:
             return out
         out = _added(out, F.linear(self.lora_input(x), self.lora_A), self.lora_B, self.lora_scale)
         factors = self.lora_factors()
@@ -82,7 +79,7 @@ def add_low_rank(layer: nn.Module, rank: int, scale: float, dropout: float, magn
     layer.register_parameter("lora_A", nn.Parameter(weight.new_empty(rank, inputs)))
     layer.register_parameter("lora_B", nn.Parameter(weight.new_empty(outputs, rank)))
     layer.register_parameter("lora_magnitude", nn.Parameter(weight.new_empty(outputs)) if magnitude else None)
-    layer.lora_scale, layer.lora_dropout, layer.lora_off = scale, dropout, False  # type: ignore[assignment]
+    layer.lora_scale, layer.lora_dropout, layer.adapter_off = scale, dropout, False  # type: ignore[assignment]
     add_mixin(layer, LowRank)
 
 
@@ -104,7 +101,7 @@ def joined_products(x: Tensor, layers: Sequence[Any]) -> Tensor | None:
         return None
     first, second, third = (layer.weight for layer in layers)
     joined = joined_linear(x, first, second, third)
-    adapted: list[Any] = [layer for layer in layers if isinstance(layer, LowRank) and not layer.lora_off]
+    adapted: list[Any] = [layer for layer in layers if isinstance(layer, LowRank) and not layer.adapter_off]
     if not adapted:
         return joined
     hidden = F.linear(adapted[0].lora_input(x), torch.cat([layer.lora_A for layer in adapted]))
@@ -119,16 +116,3 @@ def joined_products(x: Tensor, layers: Sequence[Any]) -> Tensor | None:
 def _added(out: Tensor, hidden: Tensor, b: Tensor, scale: float) -> Tensor:
     """out + scale * B hidden, as one product."""
     return torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=scale).view_as(out)
-
-
-@contextmanager
-def without_adapter(module: nn.Module) -> Iterator[None]:
-    """Inside, the adapted layers of a module are the base's."""
-    layers = [layer for layer in module.modules() if isinstance(layer, LowRank)]
-    for layer in layers:
-        layer.lora_off = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.lora_off = False

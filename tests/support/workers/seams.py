@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import AdapterConfig, Config
+import torch
+
+from pipeline.config import AdapterConfig, Config, PreserveConfig
 from pipeline.launch import Launch, detect
 from pipeline.parallel import mesh
 from pipeline.processes import run_and_exit
@@ -20,7 +22,9 @@ from tests.support.low_rank import Aligned, LowRank
 from tests.support.workers import tiny_run
 
 KINDS = ("low rank", "aligned", "dora")
-"""The adapter of the tests, the second loss, and DoRA by configuration."""
+"""The adapter of the tests, the second loss, and DoRA with preservation by configuration."""
+PROMPT = torch.randn(7, tiny_run.TEXT_WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
+"""Text rows of the prompt of preserved samples; with so few of these a process has none in some steps."""
 PARALLEL: dict[str, dict[str, Any]] = {
     "FSDP2": {"dp_shard": 2},
     "DDP": {"dp_replicate": 2, "dp_shard": 1},
@@ -36,11 +40,14 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
     launch = launch or Launch()
     layout = mesh.check_sizes(given.train.parallel, launch.world)
     task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
-    part: dict[str, Any] = {"dora": {}, "low rank": {"adapter": LowRank()}}.get(
-        kind, {"recipe": Aligned(given.train.flow)}
-    )
+    part: dict[str, Any] = {
+        "dora": {"preserved": PROMPT},
+        "low rank": {"adapter": LowRank()},
+        "aligned": {"recipe": Aligned(given.train.flow)},
+    }[kind]
     if kind == "dora":
-        given = given.with_train(adapter=AdapterConfig(kind="dora", rank=3, alpha=5.0, targets="all"))
+        adapter = AdapterConfig(kind="dora", rank=3, alpha=5.0, targets="all")
+        given = given.with_train(adapter=adapter, preserve=PreserveConfig(share=0.3, prompt="a dog"))
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
     return fit(given, replace(task, **part), launch, log=lambda line: None, **options)
 

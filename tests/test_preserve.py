@@ -1,0 +1,164 @@
+"""Preservation: on a share of the samples the target is the base's prediction, by the same weights without adapter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config import Config, TrainConfig
+from pipeline.errors import ConfigError
+from pipeline.launch import Launch
+from pipeline.layer_classes import without_adapter
+from pipeline.parallel.microbatch import REFERENCE, Outputs
+from pipeline.parallel.parallelize import ParallelModel
+from pipeline.training import checkpoint, metrics
+from pipeline.training.assemble import recipe_of
+from pipeline.training.build import adapter_of
+from pipeline.training.recipes import StepLoss
+from pipeline.training.recipes.preserve import Preserving, preserved, with_captions
+from pipeline.training.trainer import fit
+from tests.support.workers import tiny_run
+
+ROWS = torch.randn(20, tiny_run.TEXT_WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+
+def settings(folder: Path | str = "unused", **train: Any) -> Config:
+    usual = {"adapter": {"rank": 2}, "preserve": {"share": 0.5, "prompt": "a dog"}, "optim": {"lr": 1e-2}}
+    return tiny_run.config(folder, **{**usual, **train})
+
+
+def adapted(given: Config) -> nn.Module:
+    model = tiny_run.model(given)
+    adapter = adapter_of(given.train, model.config)
+    assert adapter is not None
+    adapter.apply(model)
+    for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    return model
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("prompt", [None, ROWS])
+def test_targets_are_the_bases_predictions(packed: bool, prompt: torch.Tensor | None) -> None:
+    given = settings()
+    model, recipe = adapted(given), recipe_of(given.train, prompt)
+    batch = tiny_run.global_batch(0)
+    chosen = preserved(batch, 0.5)
+    assert 0 < chosen.sum() < len(chosen)
+    parts = []
+    for each in (batch, tiny_run.packed(batch)) if packed else (batch,):
+        microbatch = recipe.prepare(each, same, torch.float32)
+        result = ParallelModel(model).losses([microbatch], StepLoss(recipe))[0]
+        total, flow, preserve = result
+        assert torch.equal(flow != 0, ~chosen) and torch.equal(preserve != 0, chosen)
+        torch.testing.assert_close(total, flow + preserve)
+        parts.append(result)
+    torch.testing.assert_close(parts[0], parts[-1])
+    with torch.no_grad(), without_adapter(model):
+        shown = batch if prompt is None else with_captions(batch, chosen, prompt)
+        inputs = super(Preserving, recipe).prepare(shown, same, torch.float32).inputs  # type: ignore[misc]
+        base = model(**inputs)
+    with torch.no_grad():
+        own = model(**inputs)
+    expected = (own - base).square().flatten(1).mean(1)
+    torch.testing.assert_close(parts[0][2][chosen], expected[chosen])
+    if prompt is not None:
+        assert torch.equal(inputs["captions"][chosen][0], ROWS.float())
+
+
+def test_the_draw_belongs_to_the_sample_and_has_the_share() -> None:
+    batch = tiny_run.global_batch(1)
+    whole = preserved(batch, 0.5)
+    assert torch.equal(whole, torch.cat([preserved(tiny_run.part(batch, n, n + 1), 0.5) for n in range(8)]))
+    many = [preserved(tiny_run.global_batch(step), 0.25) for step in range(200)]
+    assert float(torch.cat(many).float().mean()) == pytest.approx(0.25, abs=0.04)
+    other = replace(batch, logit=batch.logit + 0.1)
+    assert not torch.equal(preserved(other, 0.5), whole), "another visit"
+
+
+def test_validation_measures_the_flow_of_all_samples() -> None:
+    given = settings()
+    recipe, batch = recipe_of(given.train, ROWS), tiny_run.global_batch(0)
+    microbatch = recipe.prepare(batch, same, torch.float32, 0.5)
+    assert microbatch.reference is None
+    plain = recipe_of(given.train.model_copy(update={"preserve": None}))
+    outputs = Outputs(torch.zeros_like(batch.noise), {}, {})
+    losses = recipe.losses(outputs, microbatch.targets)
+    expected = plain.losses(outputs, plain.prepare(batch, same, torch.float32, 0.5).targets)
+    assert torch.equal(losses["flow"], expected["flow"]) and not losses["preserve"].any()
+
+
+def test_gradients_do_not_reach_the_bases_prediction_and_the_adapter_is_on_again() -> None:
+    given = settings()
+    model, recipe = adapted(given), recipe_of(given.train, ROWS)
+    microbatch = recipe.prepare(tiny_run.global_batch(0), same, torch.float32)
+    seen = []
+
+    def loss(outputs: Outputs, targets: Any) -> torch.Tensor:
+        seen.append((outputs.prediction.requires_grad, targets[REFERENCE].requires_grad))
+        return StepLoss(recipe)(outputs, targets)
+
+    loss.rows = 3  # type: ignore[attr-defined]
+    ParallelModel(model).forward_backward([microbatch], loss, 8)  # type: ignore[arg-type]
+    assert seen == [(True, False)]
+    assert not any(getattr(part, "adapter_off", False) for part in model.modules())
+
+
+def test_a_preserved_run_resumes_and_differs_from_a_free_one(tmp_path: Path) -> None:
+    def run(name: str, steps: int, **train: Any) -> list[dict[str, Any]]:
+        given = settings(tmp_path / name, steps=steps, save_every=2, **train)
+        task = replace(tiny_run.task(given), preserved=ROWS)
+        fit(given, task, Launch(), resume="auto", log=lambda line: None)
+        return metrics.read(tmp_path / name / "metrics.jsonl")
+
+    one = run("one", 6)
+    run("stopped", 2)
+    assert [row["loss"] for row in run("stopped", 6)] == [row["loss"] for row in one]
+    assert one[0]["parts"]["preserve"] < 1e-10 < one[-1]["parts"]["preserve"], "B is zero at first"
+    run("free", 6, preserve=None)
+    states = [checkpoint.load_model_state(tmp_path / name / "checkpoints/step-00000006")[1] for name in ("one", "free")]
+    assert tiny_run.distance(*states) > 1e-3
+
+
+def test_the_prompts_record_is_made_by_encode_and_read_by_train(
+    small_cache_copy: Path, make_config: Any, photos: Path, tmp_path: Path
+) -> None:
+    import stages.encode
+    import stages.train
+
+    options = ["train.device=cpu", "train.precision=fp32", "train.steps=2", "train.log_every=1", "train.compile=none"]
+    options += ["train.adapter={rank: 2}", "train.preserve={prompt: A dog}"]
+    config = make_config(tmp_path, *options)
+    with pytest.raises(ConfigError, match=r"'A dog'(.|\n)*sana-pipe encode"):
+        stages.train.run(config, log=lambda line: None)
+    assert stages.encode.run(config, str(photos))["captions"] == 1
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a dog\na cat\n")
+    assert stages.encode.run(config, None, prompts=str(prompts))["prompts"]["prompts"] == 2, "'a dog' is this record"
+    stages.train.run(config, log=lambda line: None)
+    rows = metrics.read(tmp_path / "run/metrics.jsonl")
+    assert [sorted(row["parts"]) for row in rows] == [["flow", "preserve"]] * 2
+
+
+@pytest.mark.slow
+def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
+    losses = []
+    for how in ("none", "block"):
+        given = settings(tmp_path / how, steps=4, compile=how, compile_backend="aot_eager", compile_max_graphs=4)
+        fit(given, replace(tiny_run.task(given), preserved=ROWS), Launch(), log=lambda line: None)
+        losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_preserve_without_adapter_is_refused() -> None:
+    with pytest.raises(ValueError, match="preserve needs adapter"):
+        TrainConfig.model_validate({"preserve": {}})
