@@ -17,6 +17,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -119,7 +121,8 @@ def _complete_files(context: click.Context, parameter: click.Parameter, incomple
 
 
 def _complete_options(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from pipeline.config import option_fields, section_of
+    from pipeline.config import option_fields
+    from pipeline.options import section_of
 
     for_set = parameter.name == "overrides"
     return [
@@ -129,29 +132,67 @@ def _complete_options(context: click.Context, parameter: click.Parameter, incomp
     ]
 
 
-def _configured(command: Command) -> Command:
-    """Add the options of the configuration."""
-    for option in (
-        click.option(
-            "--set",
-            "overrides",
-            metavar="A.B=C",
-            multiple=True,
-            shell_complete=_complete_options,
-            help="Override one option of the configuration; may be repeated.",
-        ),
-        click.option(
-            "--config",
-            "config_path",
-            metavar="FILE",
-            shell_complete=_complete_files,
-            help="Default: ./sana-pipe.yaml if it exists, else the shipped sana_1600m_1024.",
-        ),
-    ):
-        command = option(command)
-    return command
+@dataclass(frozen=True)
+class _Given:
+    """`--config` and `--set` of a command line."""
+
+    path: str | None
+    overrides: tuple[str, ...]
+
+    def load(self, *mode: str, more: Sequence[str] = ()) -> Config:
+        """The configuration.
+
+        Args:
+            mode: the options that decide what the command does, as in `pipeline.config.READS`.
+            more: further `a.b=c`.
+        """
+        from pipeline.config import load
+        from pipeline.launch import prefer_expandable_segments
+
+        prefer_expandable_segments()  # before a stage imports torch
+        words = click.get_current_context().command_path.split()[1:]
+        return load(self.path, [*self.overrides, *more], " ".join([*words, *mode]))
 
 
+def _grouped(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Options that several commands share, as one decorator; they are listed in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of the configuration; the command gets them as its first argument, a `_Given`."""
+
+    @wraps(command)
+    def with_given(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
+        return command(_Given(config_path, overrides), **options)
+
+    return _CONFIGURATION(with_given)
+
+
+_NOTHING = _Given(None, ())
+_CONFIGURATION = _grouped(
+    click.option(
+        "--config",
+        "config_path",
+        metavar="FILE",
+        shell_complete=_complete_files,
+        help="Default: ./sana-pipe.yaml if it exists, else the shipped sana_1600m_1024.",
+    ),
+    click.option(
+        "--set",
+        "overrides",
+        metavar="A.B=C",
+        multiple=True,
+        shell_complete=_complete_options,
+        help="Override one option of the configuration; may be repeated.",
+    ),
+)
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 
 
@@ -166,16 +207,6 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
     ]
     if odd:
         raise click.UsageError(f"{option} does not go with {', '.join(odd)}")
-
-
-def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Config:
-    """`mode`: the options that decide what the command does, as in `pipeline.config.READS`."""
-    from pipeline.config import load
-    from pipeline.launch import prefer_expandable_segments
-
-    prefer_expandable_segments()  # before a stage imports torch
-    words = click.get_current_context().command_path.split()[1:]
-    return load(config_path, list(overrides), " ".join([*words, *mode]))
 
 
 @cli.command(
@@ -230,8 +261,7 @@ def _load(config_path: str | None, overrides: Sequence[str], *mode: str) -> Conf
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
 def encode(
-    config_path: str | None,
-    overrides: tuple[str, ...],
+    given: _Given,
     reassign: str | None,
     shrink: bool,
     text_mode: str | None,
@@ -263,7 +293,7 @@ def encode(
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run covers the pictures' own buckets only; leave --reassign out")
     flags = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
-    config = _load(config_path, (*overrides, *flags), *(["--engine ray"] if options["engine"] == "ray" else []))
+    config = given.load(*(["--engine ray"] if options["engine"] == "ray" else []), more=flags)
     from stages import encode as stage
 
     if dry_run:
@@ -295,8 +325,7 @@ def encode(
 @click.option("--again", metavar="NAME|ID", help="Write the lists of this snapshot again, from what it was made from.")
 @_json
 def bucket(
-    config_path: str | None,
-    overrides: tuple[str, ...],
+    given: _Given,
     name: str | None,
     caches: tuple[str, ...],
     dry_run: bool,
@@ -323,7 +352,7 @@ def bucket(
         raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
-    config = _load(config_path, overrides, *(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
+    config = given.load(*(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
     if caches:
         section = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
         config = config.model_copy(update={"bucket": section})
@@ -351,13 +380,13 @@ def bucket(
 @_configured
 @_json
 @click.pass_context
-def snapshots(context: click.Context, config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
+def snapshots(context: click.Context, given: _Given, as_json: bool) -> Any:
     """List the snapshots of the cache, compare two (`snapshots diff A B`), or name one (`snapshots name A NAME`)."""
     if context.invoked_subcommand is not None:
-        if config_path or overrides or as_json:
+        if given != _NOTHING or as_json:
             raise click.UsageError("options go behind the last word: sana-pipe snapshots diff A B --config F")
         return None
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import snapshots as stage
 
     return stage.run(config, as_json=as_json)
@@ -368,9 +397,9 @@ def snapshots(context: click.Context, config_path: str | None, overrides: tuple[
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sample that differs.")
-def diff(config_path: str | None, overrides: tuple[str, ...], a: str, b: str, as_json: bool) -> Any:
+def diff(given: _Given, a: str, b: str, as_json: bool) -> Any:
     """List the samples that were added, removed or changed from A to B (names or ids)."""
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import snapshots as stage
 
     return stage.diff(config, a, b, as_json=as_json)
@@ -381,9 +410,9 @@ def diff(config_path: str | None, overrides: tuple[str, ...], a: str, b: str, as
 @click.argument("snapshot", metavar="SNAPSHOT")
 @click.argument("label", metavar="NAME")
 @click.option("--move", is_flag=True, help="Move NAME from another snapshot to this one.")
-def name(config_path: str | None, overrides: tuple[str, ...], snapshot: str, label: str, move: bool) -> Any:
+def name(given: _Given, snapshot: str, label: str, move: bool) -> Any:
     """Name a snapshot (given by name, id or the start of its id), so that `gc` keeps it."""
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import snapshots as stage
 
     return stage.name(config, snapshot, label, move)
@@ -394,12 +423,12 @@ def name(config_path: str | None, overrides: tuple[str, ...], snapshot: str, lab
 @click.option("--source", metavar="NAME", help="A source that `bucket` shall not use any more. Its records stay.")
 @click.option("--snapshot", metavar="NAME", help="A name of a snapshot (also trained-ID); not `latest`.")
 @click.option("--prompts", "prompt_set", metavar="NAME", help="A prompt set of `encode --prompts`. Its records stay.")
-def forget(config_path: str | None, overrides: tuple[str, ...], **what: str | None) -> Any:
+def forget(given: _Given, **what: str | None) -> Any:
     """Forget a source, the name of a snapshot or a prompt set. Removes no records; `gc` does, where nothing else needs
     them."""
     if sum(name is not None for name in what.values()) != 1:
         raise click.UsageError("give either --source, --snapshot or --prompts")
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import forget as stage
 
     return stage.run(config, **what)
@@ -437,8 +466,7 @@ def forget(config_path: str | None, overrides: tuple[str, ...], **what: str | No
     help="Replace an unreadable record by another sample of its bucket, and write a line to FILE.",
 )
 def train(
-    config_path: str | None,
-    overrides: tuple[str, ...],
+    given: _Given,
     snapshot: str | None,
     resume: str | None,
     begin: str | None,
@@ -449,7 +477,7 @@ def train(
     With `phases` in the configuration their runs follow one another, each from the last checkpoint of the run before;
     --resume auto finds its place among them.
     """
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import train as stage
 
     report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, begin=begin)
@@ -483,8 +511,7 @@ def train(
 @click.option("--probe/--no-probe", default=True, help="Whether --encode times the encoders (about two minutes).")
 @_json
 def plan(
-    config_path: str | None,
-    overrides: tuple[str, ...],
+    given: _Given,
     encoding: bool,
     data: str | None,
     probe: bool,
@@ -501,7 +528,7 @@ def plan(
         others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write")
         if any(options[name] for name in (*others, "nodes")):
             raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
-        config = _load(config_path, overrides, "--encode")
+        config = given.load("--encode")
         from stages import plan as stage
 
         chosen = {name: options[name] for name in ("gpus", "price", "as_json")}
@@ -512,7 +539,7 @@ def plan(
         raise click.UsageError("--price is for one configuration, such as the FILE of --search --write FILE")
     if not probe:
         raise click.UsageError("--no-probe is for --encode")
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import plan as stage
 
     return stage.run(config, stage.Options(**options))
@@ -521,22 +548,24 @@ def plan(
 @cli.command(examples=["sana-pipe check", "sana-pipe check --config sana15_1600m_1024 --json"])
 @_configured
 @_json
-def check(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
+def check(given: _Given, as_json: bool) -> Any:
     """Check that the models of the configuration are available and fit together, before anything is encoded.
 
     Fetches JSON files only, and prints how much `encode` and `train` will fetch. Exit code 2 if a model is missing,
     gated, of the wrong kind, or does not fit the others.
     """
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import check as stage
 
     return stage.run(config, as_json=as_json)
 
 
-_checkpoint = click.option(
-    "--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="auto: the newest of train.output."
+_weights = _grouped(
+    click.option(
+        "--checkpoint", default="auto", show_default=True, metavar="auto|PATH", help="auto: the newest of train.output."
+    ),
+    click.option("--ema", is_flag=True, help="The EMA weights (train.ema) instead of the last weights."),
 )
-_ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) instead of the last weights.")
 
 
 @cli.command(
@@ -548,8 +577,7 @@ _ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) ins
     ]
 )
 @_configured
-@_checkpoint
-@_ema
+@_weights
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
@@ -569,9 +597,9 @@ _ema = click.option("--ema", is_flag=True, help="The EMA weights (train.ema) ins
 )
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder; new or empty.")
 @click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
-def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str, out: str, **options: Any) -> Any:
+def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
     """Write a folder for diffusers' SanaPipeline.from_pretrained, or files with NVlabs' names."""
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import export as stage
 
     return stage.run(config, checkpoint, local_path(out), **options)
@@ -586,9 +614,8 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
     ]
 )
 @_configured
-@_checkpoint
+@_weights
 @click.option("--snapshot", metavar="NAME|ID", help="The snapshot of the captions. Default: the newest of the cache.")
-@_ema
 @click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: sample.count.")
 @click.option("--out", default="./samples", show_default=True, metavar="DIR", help="Folder for the PNGs.")
 @click.option(
@@ -616,8 +643,7 @@ def export(config_path: str | None, overrides: tuple[str, ...], checkpoint: str,
 @click.pass_context
 def sample(
     context: click.Context,
-    config_path: str | None,
-    overrides: tuple[str, ...],
+    given: _Given,
     checkpoint: str,
     snapshot: str | None,
     ema: bool,
@@ -635,20 +661,20 @@ def sample(
         _only_with(context, "--watch", "once")
         from stages import sample as stage
 
-        return stage.watch(_load(config_path, overrides, "--watch"), local_path(watch), once=once)
+        return stage.watch(given.load("--watch"), local_path(watch), once=once)
     if once:
         raise click.UsageError("--once is for --watch")
     if prompts:
         if snapshot is not None or count is not None:
             raise click.UsageError("--prompt does not go with --snapshot and --count, which are about captions")
-        config = _load(config_path, overrides, "--prompt")
+        config = given.load("--prompt")
         from stages import sample as stage
 
         size = {"height": height, "width": width}
         return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, scale=scale, **size)
     if height is not None or width is not None:
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import sample as stage
 
     return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale)
@@ -658,9 +684,9 @@ def sample(
 @_configured
 @click.option("--latents", required=True, metavar="FILE", help="safetensors file of latents, one tensor a picture.")
 @click.option("--out", required=True, metavar="DIR", help="Folder for the PNGs.")
-def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, out: str) -> Any:
+def decode(given: _Given, latents: str, out: str) -> Any:
     """Decode latents in a separate process (`sample` calls it)."""
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import sample as stage
 
     return stage.decode(config, local_path(latents), local_path(out))
@@ -669,16 +695,18 @@ def decode(config_path: str | None, overrides: tuple[str, ...], latents: str, ou
 @cli.command(examples=["sana-pipe status", "sana-pipe status --set cache=s3://bucket/cache --json"])
 @_configured
 @_json
-def status(config_path: str | None, overrides: tuple[str, ...], as_json: bool) -> Any:
+def status(given: _Given, as_json: bool) -> Any:
     """Print what the cache holds and what is missing, during or after encoding."""
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import status as stage
 
     return stage.run(config, as_json=as_json)
 
 
-_run = click.option("--run", metavar="DIR", help="A run directory. Default: train.output, if there is one.")
-_report_snapshot = click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
+_newest = click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
+_shown = _grouped(
+    click.option("--run", metavar="DIR", help="A run directory. Default: train.output, if there is one."), _newest
+)
 
 
 def _path(text: str | None) -> Path | None:
@@ -694,8 +722,7 @@ def _path(text: str | None) -> Path | None:
     ]
 )
 @_configured
-@_run
-@_report_snapshot
+@_shown
 @click.option("--compare", metavar="RUN", help="A second run directory: curves over each other, differing options.")
 @click.option(
     "--pictures/--no-pictures", default=True, show_default=True, help="Read the sources for thumbnails of rejects."
@@ -709,8 +736,7 @@ def _path(text: str | None) -> Path | None:
 )
 @click.option("--out", default="./report.html", show_default=True, metavar="FILE", help="The page.")
 def report(
-    config_path: str | None,
-    overrides: tuple[str, ...],
+    given: _Given,
     run: str | None,
     compare: str | None,
     out: str,
@@ -720,7 +746,7 @@ def report(
 
     A section without data is left out; the page names the command that makes its data.
     """
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import report as stage
 
     return stage.run(config, local_path(out), run=_path(run), compare=_path(compare), **options)
@@ -734,14 +760,11 @@ def report(
     ]
 )
 @_configured
-@_run
-@_report_snapshot
+@_shown
 @_json
-def inspect(
-    config_path: str | None, overrides: tuple[str, ...], run: str | None, snapshot: str | None, as_json: bool
-) -> Any:
+def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool) -> Any:
     """Print the numbers of a snapshot and of a run: those of `report`, for scripts."""
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import inspect as stage
 
     return stage.run(config, run=_path(run), snapshot=snapshot, as_json=as_json)
@@ -756,12 +779,11 @@ def inspect(
 )
 @_configured
 @click.argument("sample_name", metavar="ID")
-@_report_snapshot
+@_newest
 @click.option("--out", metavar="FILE", help="Also write an HTML page with the picture, its crop and the latent.")
 @_json
 def view(
-    config_path: str | None,
-    overrides: tuple[str, ...],
+    given: _Given,
     sample_name: str,
     snapshot: str | None,
     out: str | None,
@@ -772,7 +794,7 @@ def view(
     ID is a sample id, an item (or 'source: item'), the digest of the picture's file, the key of the latent, or the
     beginning of one that no other sample shares.
     """
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import view as stage
 
     return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json)
@@ -783,13 +805,11 @@ def view(
 @click.option("--repair", is_flag=True, help="Restore documents, and encode the damaged records again.")
 @click.option("--data", multiple=True, metavar="NAME=DIR", help="The present place of a moved source (for --repair).")
 @_json
-def verify(
-    config_path: str | None, overrides: tuple[str, ...], repair: bool, data: tuple[str, ...], as_json: bool
-) -> Any:
+def verify(given: _Given, repair: bool, data: tuple[str, ...], as_json: bool) -> Any:
     """Read the whole cache and name the damaged records and documents."""
     if data and not repair:
         raise click.UsageError("--data is for --repair")
-    config = _load(config_path, overrides, *(["--repair"] * repair))
+    config = given.load(*(["--repair"] * repair))
     from stages import verify as stage
 
     return stage.run(config, repair=repair, data=data, as_json=as_json)
@@ -800,9 +820,9 @@ def verify(
 @click.option("--yes", is_flag=True, help="Remove the files; without it they are only listed.")
 @click.option("--older-than-hours", type=click.FloatRange(min=0), default=48, show_default=True)
 @_json
-def gc(config_path: str | None, overrides: tuple[str, ...], yes: bool, older_than_hours: float, as_json: bool) -> Any:
+def gc(given: _Given, yes: bool, older_than_hours: float, as_json: bool) -> Any:
     """List or remove files that no commit, snapshot or scan refers to."""
-    config = _load(config_path, overrides)
+    config = given.load()
     from stages import gc as stage
 
     return stage.run(config, yes=yes, older_than_hours=older_than_hours, as_json=as_json)
@@ -820,7 +840,7 @@ def gc(config_path: str | None, overrides: tuple[str, ...], yes: bool, older_tha
 @click.argument("name", required=False, metavar="[OPTION|SECTION]", shell_complete=_complete_options)
 @_json
 @click.option("--markdown", is_flag=True, help="The reference of all options (docs/configuration.md).")
-def config(config_path: str | None, overrides: tuple[str, ...], name: str | None, as_json: bool, markdown: bool) -> Any:
+def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> Any:
     """Print every option: its meaning, default, value, and what set it (shipped file, --config, --set).
 
     The output is a configuration file. An option or section alone: sana-pipe config train.optim
@@ -829,8 +849,8 @@ def config(config_path: str | None, overrides: tuple[str, ...], name: str | None
     from stages import config as stage
 
     if not markdown:
-        return stage.run(*load_given(config_path, overrides), name, as_json=as_json)
-    if name or as_json or config_path or overrides:
+        return stage.run(*load_given(given.path, given.overrides), name, as_json=as_json)
+    if name or as_json or given != _NOTHING:
         raise click.UsageError("--markdown is alone: it describes the options, not a configuration")
     return click.echo(stage.markdown())
 

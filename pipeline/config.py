@@ -14,6 +14,7 @@ every training option.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import textwrap
@@ -23,13 +24,14 @@ from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.errors import ConfigError, expanded, not_permitted
+from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
+from pipeline.options import MISSING, deepest, field_at, fields_below, put, value_at, values_of, within
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -642,6 +644,11 @@ class ParallelConfig(_Section):
     one."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed."""
+    reduce_each_microbatch: bool | None = None
+    """Reduce gradients over the processes after each microbatch of a step: no process then keeps a whole gradient (4
+    bytes per parameter, on the GPU also under `offload`) between microbatches, and gradients are sent as often as there
+    are microbatches. bf16_pure then sums them in bf16. null: no, unless a search (`microbatch` or `parallel` auto)
+    finds that nothing fits without. A step of one microbatch is the same either way. Not with a pipeline."""
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
     parameters are copied to the GPU when it runs."""
@@ -658,6 +665,12 @@ class ParallelConfig(_Section):
                 raise ValueError(f"{name} must be -1 (what remains) or a positive number")
         if self.dp_replicate == self.dp_shard == -1:
             raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_reductions(self) -> ParallelConfig:
+        if self.reduce_each_microbatch and self.pp_size > 1:
+            raise ValueError("reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step")
         return self
 
     @model_validator(mode="after")
@@ -978,7 +991,7 @@ class PhaseConfig(_Section):
         """Whether an option has another value in this phase than in the rest of the configuration."""
         given = {*self.by_field(), *(RENAMED.get(key, key) for key in self.set)}
         length = ("train.steps", "train.epochs")
-        return any(_within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
+        return any(within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
 
 
 _OF_PHASE = {
@@ -1022,17 +1035,13 @@ def _rename(tree: Any) -> Any:
         ValueError: an option is given by both of its names.
     """
     for old, new in RENAMED.items():
-        section, key = old.split(".")
-        if not isinstance(tree, dict) or not isinstance(tree.get(section), dict) or key not in tree[section]:
+        if (value := value_at(tree, old, MISSING)) is MISSING:
             continue
-        rest = dict(tree[section])
-        value = rest.pop(key)
-        tree = {**tree, section: rest}
-        target = rest if _within(new, section) else tree
-        name = new.rpartition(".")[2]
-        if name in target:
+        if value_at(tree, new, MISSING) is not MISSING:
             raise ValueError(f"{new} and {old}, its name in older files: give {new} alone")
-        target[name] = value
+        section, key = old.split(".")
+        tree = {**tree, section: {name: below for name, below in tree[section].items() if name != key}}
+        put(tree, new, value)
     return tree
 
 
@@ -1120,7 +1129,7 @@ class Config(_Section):
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            raise _explain(error, tree, Path(where), []) from None
+            raise _explain(error, tree, Path(where), {}) from None
 
     def at(self, folder: str | Path) -> Config:
         """The configuration of the phase to which a folder belongs; of no phase: this one."""
@@ -1229,7 +1238,7 @@ the options that the command reads."""
 
 def reads(command: str, option: str) -> bool:
     """Whether a command reads an option (`train.optim.lr`)."""
-    return any(_within(option, name) for name in READS.get(command, _CACHE))
+    return any(within(option, name) for name in READS.get(command, _CACHE))
 
 
 def _check_read(command: str, option: str, value: Any) -> None:
@@ -1287,20 +1296,12 @@ class Given:
     def given_by(self, option: str) -> str:
         """What gives an option its value: `--set`, the file (`shipped NAME` if it came with the package), or
         `default`."""
-        if any(_within(option, name) or _within(name, option) for name in self.overridden):
+        if any(within(option, name) or within(name, option) for name in self.overridden):
             return "--set"
-        below: Any = self.tree
-        for key in option.split("."):
-            if not isinstance(below, dict):  # a short form, such as `storage: int8`
-                break
-            if key not in below:
-                return "default"
-            below = below[key]
+        value, rest = deepest(self.tree, option)
+        if rest and isinstance(value, dict):  # a value that is no section is a short form, such as `storage: int8`
+            return "default"
         return f"shipped {self.file.name}" if self.file.parent == SHIPPED else str(self.file)
-
-
-def _within(option: str, section: str) -> bool:
-    return option == section or option.startswith(section + ".")
 
 
 def load(
@@ -1319,11 +1320,11 @@ def load(
     """
     config, given = load_given(path, overrides)
     for option in given.overridden if command else ():
-        _check_read(str(command), option, _value_at(given.tree, tuple(option.split("."))))
+        _check_read(str(command), option, value_at(given.tree, option))
         if command in ("train", "plan") and config.phases and all(phase.gives(option) for phase in config.phases):
             raise ConfigError(
                 f"--set {option}: has no effect, since every phase gives this option",
-                fix="change it in the phases, or --set phases=[] for a run without them",
+                fix=f"change it in the phases, or {setting('phases', [])} for a run without them",
             )
     return config
 
@@ -1349,11 +1350,11 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, tree, source, overridden) from None
+        raise _explain(error, tree, source, dict(zip(overridden, overrides, strict=True))) from None
     config._data_given = replace(
         data_given,
         overridden=frozenset(
-            name for name in DataConfig.model_fields if any(_within(o, f"data.{name}") for o in overridden)
+            name for name in DataConfig.model_fields if any(within(o, f"data.{name}") for o in overridden)
         ),
     )
     return config, Given(source, tree, tuple(overridden))
@@ -1483,6 +1484,19 @@ def as_yaml(value: Any, **style: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, **style)
 
 
+def setting(option: str, *values: Any) -> str:
+    """`--set OPTION=VALUE` as it is typed in a shell, of values that are alternatives each."""
+    return alternatives("--set", (f"{option}={_typed(value)}" for value in values))
+
+
+def _typed(value: Any) -> str:
+    """A value on one line as `from_yaml` reads it: text without quotes where these are not needed."""
+    with suppress(*NO_YAML):
+        if isinstance(value, str) and value.isprintable() and from_yaml(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
+
+
 WITH_SPACES = ("caption_prefix", "caption_suffix")
 """Options whose text may begin or end with spaces."""
 
@@ -1503,123 +1517,29 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
 
 
 def _assign(tree: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
-    node = tree
-    for key in keys[:-1]:
-        below = node.get(key)
-        if below is None:
-            below = node[key] = {}
-        if not isinstance(below, dict):
-            raise ConfigError(f"--set {text!r}: {key!r} is a value, not a section", found=repr(below))
-        node = below
     if keys == ["model", "weights"] and isinstance(value, str):
-        before = node.get("weights")
-        runs_in = {"runs_in": before["runs_in"]} if isinstance(before, dict) and "runs_in" in before else {}
-        value = {**_model_at(value), **runs_in}
+        runs_in = value_at(tree, "model.weights.runs_in", MISSING)
+        value = {**_model_at(value), **({} if runs_in is MISSING else {"runs_in": runs_in})}
     if keys == ["train", "parallel"] and value == "auto":
-        node = node.setdefault("parallel", {})
         keys = [*keys, "sizes"]
-    node[keys[-1]] = value
+    try:
+        put(tree, ".".join(keys), value)
+    except ValueError as error:
+        raise ConfigError(f"--set {text!r}: {error}") from None
 
 
-def section_of(field: FieldInfo) -> type[_Section] | None:
-    """The section in a field's type (`EmaConfig | None`, `dict[str, SourceConfig]`); None: the field is a value."""
-    parts = (field.annotation, *get_args(field.annotation))
-    return next((part for part in parts if hasattr(part, "model_fields")), None)
-
-
-def holds_several(field: FieldInfo) -> bool:
-    """Whether a field is a mapping or a list of sections."""
-    return get_origin(field.annotation) in (dict, list)
-
-
-def _fields_at(location: tuple[int | str, ...]) -> list[str]:
-    """Names that are valid beside the last element of `location`."""
-    model: type[_Section] = Config
-    is_element = False  # of a mapping or a list of sections
-    for part in location[:-1]:
-        if is_element:
-            is_element = False
-            continue
-        field = model.model_fields.get(str(part))
-        below = None if field is None else section_of(field)
-        if field is None or below is None:
-            return []
-        model, is_element = below, holds_several(field)
-    return list(model.model_fields)
-
-
-def _option_at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
-    """The deepest option on the way to `location`, and its field."""
-    model: type[_Section] | None = Config
-    option: tuple[int | str, ...] = ()
-    field, is_element = None, False  # of a mapping or a list of sections
-    for depth, part in enumerate(location, 1):
-        if is_element:
-            is_element = False
-            continue
-        below = None if model is None else model.model_fields.get(str(part))
-        if below is None:
-            break
-        option, field = location[:depth], below
-        model, is_element = section_of(below), holds_several(below)
-    return ".".join(map(str, option)), field
-
-
-def option_fields(model: type[_Section] | None = None, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every option and section with its field, in the order of the file; a section comes before its options. Below a
-    mapping or a list NAME stands for any element (`bucket.sources.NAME.weight`)."""
-    for name, field in (model or Config).model_fields.items():
-        yield prefix + name, field
-        below = section_of(field)
-        if below is not None:
-            yield from option_fields(below, f"{prefix}{name}.{'NAME.' if holds_several(field) else ''}")
+def option_fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Every option and section of the file with its field."""
+    return fields_below(Config)
 
 
 def _all_paths() -> list[str]:
     return [name for name, _ in option_fields()]
 
 
-_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "any value"}
-_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-
-
-def values_of(field: FieldInfo) -> str:
-    """The values that an option takes, such as `integer at least 0 | null`."""
-    return _values(field.annotation, tuple(field.metadata))
-
-
-def _values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
-    origin, parts = get_origin(annotation), get_args(annotation)
-    named = [text for text in constraints if isinstance(text, str)]
-    if named:
-        return named[0]
-    if origin is Annotated:
-        return _values(parts[0], parts[1:])
-    if origin is Literal:
-        return " | ".join(map(str, parts))
-    if origin is dict:
-        return f"{{NAME: {_values(parts[1])}, ...}}"
-    if origin is list:
-        return f"[{_values(parts[0])}, ...]"
-    if origin is tuple:
-        return f"[{', '.join('...' if part is ... else _values(part) for part in parts)}]"
-    if parts:  # a union; its constraints are those of the value
-        return " | ".join(_values(part, constraints) for part in parts)
-    if hasattr(annotation, "model_fields"):
-        return "{OPTION: VALUE, ...}"
-    limits = [
-        f"{word} {getattr(limit, key):g}"
-        for constraint in constraints
-        for limit in (constraint, *getattr(constraint, "metadata", ()))
-        for key, word in _BOUNDS.items()
-        if getattr(limit, key, None) is not None and annotation is not type(None)
-    ]
-    return " ".join([_KINDS[annotation], " and ".join(limits)]).strip()
-
-
 def _hint(location: tuple[int | str, ...]) -> str:
     """The nearest valid name: similar in this section, the same name elsewhere, else all names of this section."""
-    last, valid = str(location[-1]), _fields_at(location)
+    last, valid = str(location[-1]), field_at(Config, location)[2]
     section = [str(part) for part in location[:-1]]
     similar = [".".join([*section, match]) for match in difflib.get_close_matches(last, valid, n=1, cutoff=0.5)]
     typo = similar if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
@@ -1630,46 +1550,44 @@ def _hint(location: tuple[int | str, ...]) -> str:
     return f"; valid here: {', '.join(valid)}" if valid else ""
 
 
-def _value_at(tree: Any, location: tuple[int | str, ...]) -> Any:
-    """The value at `location`, up to the first part that pydantic added for the member of a union."""
-    for part in location:
-        if isinstance(part, str) and "[" in part:
-            return tree
-        tree = tree[part]
-    return tree
-
-
-def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overridden: list[str]) -> ConfigError:
+def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overridden: dict[str, str]) -> ConfigError:
+    """overridden: option -> the text of its `--set`."""
     problems = []
     for item in error.errors():
         above = item["loc"][:-1] if item["type"] == "extra_forbidden" else item["loc"]  # an unknown key may hold a [
         tags = [p for p in above if isinstance(p, str) and "[" in p]  # pydantic's names for a union's members
-        if tags and tags[0].startswith("list[") != isinstance(_value_at(tree, item["loc"]), list):
+        given = item["loc"][: item["loc"].index(tags[0])] if tags else item["loc"]
+        if tags and tags[0].startswith("list[") != isinstance(value_at(tree, given), list):
             continue  # the error of the union's other member
         location = (*(p for p in above if p not in tags), *item["loc"][len(above) :])
         name = ".".join(str(part) for part in location) or "(whole file)"
         unknown = item["type"] == "extra_forbidden"
-        below = any(_within(key, name) for key in overridden)  # `--set` gave an option of the section at fault
+        below = any(within(key, name) for key in overridden)  # `--set` gave an option of the section at fault
         where = f"{source} with --set" if below else str(source)
-        if any(_within(name, key) for key in overridden) or (below and unknown):
+        if any(within(name, key) for key in overridden) or (below and unknown):
             where = "--set"
         if unknown:
             problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
         elif item["type"] == "missing" and isinstance(location[-1], str):
             problems.append(f"{where}: {name!r} is required and not given")
         else:
-            problems.append(f"{where}: {name!r}: {_problem(item, location)}")
+            problems.append(f"{where}: {name!r}: {_problem(item, location, overridden.get(name))}")
     return ConfigError("\n".join(dict.fromkeys(problems)))
 
 
-def _problem(item: Any, location: tuple[int | str, ...]) -> str:
-    """What an option takes, and what was found. Our validators (`value_error`) say it themselves."""
+def _problem(item: Any, location: tuple[int | str, ...], override: str | None) -> str:
+    """What an option takes, and what was found. Our validators (`value_error`) say it themselves.
+
+    Args:
+        override: the text of the `--set` that gave the value.
+    """
     found, message = item["input"], item["msg"].removeprefix("Value error, ")
-    option, field = _option_at(location)
+    option, field, _ = field_at(Config, location)
     if item["type"] != "value_error" and field is not None:
         is_option = option == ".".join(map(str, location))
         message = f"must be {values_of(field)}" if is_option else f"{message}; {option} is {values_of(field)}"
     message = re.sub(r"Input should be a valid dictionary or instance of \w+", "must be {OPTION: VALUE, ...}", message)
     if isinstance(found, int | float) and re.search("text|string", message):
-        return f"{message} (found {found!r}, which is no text: put it in quotes)"
+        quoted = "put it in quotes" if override is None else setting(option, override.partition("=")[2].strip())
+        return f"{message} (found {found!r}, which is no text: {quoted})"
     return message + ("" if isinstance(found, dict) else f" (found {textwrap.shorten(repr(found), 200)})")

@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,11 @@ def escaped(text: str, keep: str = "") -> str:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+def alternatives(flag: str, values: Iterable[str]) -> str:
+    """`FLAG A or FLAG B`: a choice in a fix, each quoted for a shell, where `A|B` would be a pipe."""
+    return " or ".join(f"{flag} {shlex.quote(value)}" for value in values)
 
 
 class UserError(Exception):

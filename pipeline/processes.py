@@ -77,6 +77,25 @@ def catching(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
             signal.signal(number, earlier)
 
 
+@contextmanager
+def beating(beat: Callable[[], None], seconds: float, name: str) -> Iterator[None]:
+    """Call `beat` every so many seconds, from a thread of this name, while the block runs. The last call has returned
+    when the block is left."""
+    ended = threading.Event()
+
+    def beats() -> None:
+        while not ended.wait(seconds):
+            beat()
+
+    thread = threading.Thread(target=beats, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Output:
     """A stream for text that drops everything once it cannot be written.
 

@@ -28,8 +28,8 @@ from pipeline.cache.findings import fix_of_head
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, check_snapshot_name
-from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, write_chunk
-from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, with_current_names
+from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
+from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting, with_current_names
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.snapshots import packing, selection
@@ -384,6 +384,9 @@ def _publish(
     before = snapshot_id = None
     if dry_run:
         _check_shards(made, inputs)
+        if name is not None and not move and cache.snapshot_of(name) is not None:
+            chunks = tuple(unwritten_chunk(*tables) for tables in made.assembled.chunks())
+            cache.check_taken(replace(head, chunks=chunks), name)
     else:
         before = cache.snapshot_of("latest")
         chunks = tuple(write_chunk(cache.files, *tables) for tables in made.assembled.chunks())
@@ -477,7 +480,7 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         visits = ", ".join(f"{count} pictures {times} times" for times, count in repeats.items())
         click.echo(
             f"the folders of source {source!r} say how often an epoch visits their pictures: {visits} (each once: "
-            f"--set bucket.sources.{source}.repeats=false)"
+            f"{setting(f'bucket.sources.{source}.repeats', False)})"
         )
     for entry in report["left_out"]:
         keep = f"; to keep: {entry['keep']}" if entry["keep"] else ""

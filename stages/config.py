@@ -15,8 +15,9 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config import Config, Given, as_yaml, holds_several, option_fields, section_of, values_of, written
+from pipeline.config import Config, Given, as_yaml, option_fields, written
 from pipeline.errors import ConfigError
+from pipeline.options import holds_several, section_of, value_at, values_of, within
 
 WIDTH = 110
 
@@ -33,7 +34,7 @@ def run(config: Config, given: Given, name: str | None = None, as_json: bool = F
         ConfigError: there is no option or section called `name`.
     """
     values = written(config)
-    rows = [row for row in _rows(values, given) if name is None or _selected(row["name"], name)]
+    rows = [row for row in _rows(values, given) if name is None or within(row["name"], name)]
     if not rows:
         known = ", ".join(section for section, field in option_fields() if section_of(field))
         raise ConfigError(
@@ -90,17 +91,11 @@ def markdown() -> str:
     return "\n".join(lines)
 
 
-def _selected(option: str, name: str) -> bool:
-    return option == name or option.startswith(name + ".")
-
-
 def _rows(values: dict[str, Any], given: Given) -> Iterator[dict[str, Any]]:
     """Every option that has a value: name, value, default, origin, kind, meaning."""
     for name, field in option_fields():
         *sections, key = name.split(".")
-        parent: Any = values
-        for section in sections:
-            parent = parent.get(section) if isinstance(parent, dict) else None
+        parent = value_at(values, sections)
         if "NAME" in sections or not isinstance(parent, dict):  # below a mapping, or a section that is null
             continue
         value = parent[key]

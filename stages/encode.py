@@ -9,6 +9,7 @@ publishes the set.
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import pyarrow as pa
@@ -43,6 +44,8 @@ from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.sources import reasons
+from pipeline.sources.filenames import is_url
+from pipeline.sources.filesystem import let_read
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
@@ -129,9 +132,10 @@ def dry_run(
         as_json: print the estimate as one JSON object; everything else goes to stderr.
 
     Returns:
-        0, `RejectRateError.exit_code` if nothing is usable, or `NoSpaceError.exit_code` if the space does not suffice.
+        0, or `NoSpaceError.exit_code` if the space does not suffice.
 
     Raises:
+        RejectRateError: too many rejects, or nothing is usable; after the report.
         UserError: see the messages; no cache can be made there, a source or a model cannot be read.
     """
     with _text_on_stderr(as_json):
@@ -146,8 +150,9 @@ def dry_run(
             click.echo(line)
     if as_json:
         click.echo(json.dumps(report))
-    if report["items"] and not report["usable"]:
-        return RejectRateError.exit_code
+    most, rejects = config.encode.max_reject_rate, survey.work.rejects
+    if _too_many(report["items"], rejects.total, _faults(survey.scan), most):
+        _refuse_rejects(survey.source, report["items"], rejects, most, "look at the reasons above", None)
     return NoSpaceError.exit_code if report["enough_space"] is False else 0
 
 
@@ -469,10 +474,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     """Check and publish a scan, and plan what it lacks."""
     config, cache, source = run.config, run.cache, run.source
     gone = scanning.gone(cache, source.name, table, config.encode.max_shrink)
-    left_out = (
-        batch.filter(pc.is_valid(batch.column("reject"))) for batch in batches(table.select(["width", "reject"]))
-    )
-    faults = sum(part.column("width").null_count for part in left_out)  # a row with a width was left out by a setting
+    faults = _faults(table)
     rejects = len(table) - table.column("reject").null_count
     _check_rejects(run, table.num_rows, _Rejects(work, rejects), faults)
     digest = cache.put_table(table)
@@ -508,6 +510,14 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
         fit=surveying.fit_notes(table, run.table, config.data),
     )
+
+
+def _faults(table: pa.Table) -> int:
+    """Rejects of a scan that no setting asked for: a row with a width was left out by a setting."""
+    left_out = (
+        batch.filter(pc.is_valid(batch.column("reject"))) for batch in batches(table.select(["width", "reject"]))
+    )
+    return sum(part.column("width").null_count for part in left_out)
 
 
 def _plan_images(run: EncodeRun, work: pa.Table) -> list[WorkPlan]:
@@ -691,23 +701,31 @@ def _check_rejects(run: EncodeRun, items: int, rejects: _Rejects, faults: int) -
     Args:
         faults: rejects that no setting asked for.
     """
-    cache, name, most = run.cache, run.source.name, run.config.encode.max_reject_rate
-    if not items or (faults / items <= most and len(rejects) < items):
+    most = run.config.encode.max_reject_rate
+    if not _too_many(items, len(rejects), faults, most):
         return
-    where = cache.files.where(_write_rejects(cache, name, rejects))
+    where = run.cache.files.where(_write_rejects(run.cache, run.source.name, rejects))
     kinds = Kinds.of(rejects)
-    if len(rejects) < items:
+    found = "\n" + "\n".join([*kinds.lines(), *estimate.ignored_lines(run.source.ignored)])
+    _refuse_rejects(run.source, items, kinds, most, f"look at {where}", found)
+
+
+def _too_many(items: int, rejects: int, faults: int, most: float) -> bool:
+    return bool(items) and (faults / items > most or rejects == items)
+
+
+def _refuse_rejects(source: Source, items: int, kinds: Kinds, most: float, look: str, found: str | None) -> NoReturn:
+    """Raises the error for too many rejects. look: where they are listed, as a part of the fix."""
+    if kinds.total < items:
         expected = f"at most {most:.1%} (encode.max_reject_rate)"
-        fix = f"look at {where}, or raise encode.max_reject_rate"
+        fix = f"{look}, or raise encode.max_reject_rate"
     else:
         expected = "some that can be used; the source is left as it was"
-        fix = f"look at {where}"
-        if any("caption" in kind for kind in kinds.counts):
+        fix = look
+        if any(os.strerror(errno.EACCES) in kind for kind in kinds.counts) and not is_url(source.location):
+            fix = let_read(source.location)
+        elif any("caption" in kind for kind in kinds.counts):
             fix = "put the caption of X.jpg into X.txt, name its column (--set data.caption_field=COLUMN), or give all "
             fix += "pictures one caption: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"
-    raise RejectRateError(
-        f"{len(rejects)} of {items} items of source {name!r} were rejected",
-        expected=expected,
-        found="\n" + "\n".join([*kinds.lines(), *estimate.ignored_lines(run.source.ignored)]),
-        fix=fix,
-    )
+    what = f"{kinds.total} of {items} items of source {source.name!r} were rejected"
+    raise RejectRateError(what, expected=expected, found=found, fix=fix)

@@ -28,13 +28,13 @@ from typing import Any
 import torch
 
 from pipeline.cache.local_files import sync_path
-from pipeline.config import READS, Config, TextConfig, Weights, written
+from pipeline.config import READS, Config, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
 from pipeline.models.adapters import Adapter, Merged, adapter_from
 from pipeline.models.spec import ModelSpec
-from pipeline.reporting.adapter_readme import adapter_readme
-from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
+from pipeline.options import value_at
+from pipeline.reporting.export_readme import copy_pictures, readme
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.base_weights import whole_weights
 from pipeline.urls import strip_credentials
@@ -42,12 +42,6 @@ from pipeline.urls import strip_credentials
 MARK = "sana_pipe.json"
 """Marks a folder as an export: of which run (a later export of the same run may replace it), with the sha256 of every
 other file."""
-
-BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
-"""sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
-
-PIPELINE_MULTIPLE = 32
-"""`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -122,25 +116,27 @@ def run(
     stored = checkpoints.ModelTensors(folder, ema=ema)
     weights = whole_weights(config, stored)
 
+    about: dict[str, Any] = {"which": which, "state": document.state, "dtype": dtype}
     with _published(out) as work:
         if parts is not None:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
             _write(config, architecture, parts, work)
-            text = readme(config, architecture, parts.compression, document, which, dtype)
+            about |= {"dtype": str(DTYPES[dtype]).removeprefix("torch."), "compression": parts.compression}
+            about |= {"vae": _origin(config.vae), "text_encoder": _origin(config.text)}
+            text = readme("diffusers", config, architecture, **about)
         elif form == "nvlabs":
             stem = f"sana_step_{document.state.step}{'_ema' if ema else ''}"
             architecture.save(weights, work, DTYPES[dtype], form, stem, config.text.max_length)
-            text = nvlabs_readme(config, architecture, document, which, dtype)
+            text = readme("nvlabs", config, architecture, **about)
         elif of_adapter:
             assert adapter is not None and isinstance(weights, Merged)
             adapter.save(form, weights, work, DTYPES[dtype])
-            facts = {"weights": which, **document.state.as_dict()}
-            call = call_arguments(config, architecture, config.data.resolution // architecture.sample_size)
-            text = adapter_readme(config, adapter, form, folder.parents[1], work, _base(config), facts, call)
+            pictures = copy_pictures(folder.parents[1], document.state.step, work)
+            about |= {"form": form, "adapter": adapter, **_base(config), **pictures}
+            text = readme("adapter", config, architecture, **about)
         else:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
-            origin = f"the {which} of step {document.state.step}"
-            text = f"Written by `sana-pipe export` from {origin}, a {architecture.class_name}.\n"
+            text = readme("transformer", config, architecture, **about)
         (work / "README.md").write_text(text, encoding="utf-8")
         _mark(config, state, work)
     print(f"exported {stored} to {out}; the call is in its README.md", flush=True)
@@ -165,12 +161,14 @@ def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:
     return form
 
 
-def _base(config: Config) -> str:
-    """The base of an adapter in words: the hub id of its pipeline, or that it is a local folder."""
+def _base(config: Config) -> dict[str, str]:
+    """The base of an adapter for its README: in words, and the place that the call loads."""
     weights = config.model.weights
     if weights is None:
-        return f"a model from scratch with seed {config.train.seed}"
-    return _name(weights) if Path(weights.id).exists() else f"`{_origin(weights)}`"
+        return {"base": f"a model from scratch with seed {config.train.seed}", "place": "THE/BASE"}
+    if hub.is_local(weights):
+        return {"base": _name(weights), "place": "THE/BASE"}
+    return {"base": f"`{_origin(weights)}`", "place": weights.id}
 
 
 @contextmanager
@@ -244,10 +242,12 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
         "text.max_length",
     ]
     places = ["vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"]
+    before = {name: value_at(trained, name) for name in (*names, *places)}
+    now = {name: value_at(current, name) for name in before}
     differences = [
-        f"{name}: the checkpoint has {_at(trained, name)!r}, the configuration {_at(current, name)!r}"
+        f"{name}: the checkpoint has {before[name]!r}, the configuration {now[name]!r}"
         for name in names
-        if _at(trained, name) != _at(current, name)
+        if before[name] != now[name]
     ]
     if differences:
         raise ConfigError(
@@ -255,18 +255,9 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
             fix="--config with the config.yaml of its run directory",
         )
     for name in places:
-        if _at(trained, name) != _at(current, name):
-            print(
-                f"note: {name} was {_at(trained, name)!r} in training and is {_at(current, name)!r} now: the export "
-                "takes the current one",
-                flush=True,
-            )
-
-
-def _at(tree: Any, name: str) -> Any:
-    for key in name.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
+        if before[name] != now[name]:
+            what = f"{name} was {before[name]!r} in training and is {now[name]!r} now"
+            print(f"note: {what}: the export takes the current one", flush=True)
 
 
 def _parts(config: Config) -> Parts:
@@ -332,7 +323,7 @@ def _shown(config: Config) -> dict[str, Any]:
     ids = {"vae.id": _name(config.vae), "text.id": _name(config.text)}
     if config.model.weights is not None:
         ids["model.weights.id"] = _name(config.model.weights)
-    return {name: ids.get(name, _at(tree, name)) for name in READS["export"] if name != "train.output"}
+    return {name: ids.get(name, value_at(tree, name)) for name in READS["export"] if name != "train.output"}
 
 
 def _name(weights: Weights) -> str:
@@ -394,178 +385,6 @@ def _put_in_place(work: Path, out: Path) -> None:
     os.rename(work, out)
     sync_path(out.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-# ---------------------------------------------------------------------------------------------------- readme
-
-
-def call_arguments(config: Config, architecture: ModelSpec, compression: int) -> dict[str, str]:
-    """What `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
-    resolution = architecture.sample_size * compression
-    side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
-    arguments = {
-        "height": str(side),
-        "width": str(side),
-        "num_inference_steps": str(config.sample.steps),
-        "guidance_scale": str(config.sample.guidance),
-    }
-    if BINS.get(architecture.sample_size) != resolution or config.data.buckets != "sana":
-        arguments["use_resolution_binning"] = "False"
-    if config.text.max_length != TextConfig.model_fields["max_length"].default:
-        arguments["max_sequence_length"] = str(config.text.max_length)
-    used = instruction(config.text)
-    if used != INSTRUCTIONS["diffusers"]:
-        arguments["complex_human_instruction"] = "json.loads(INSTRUCTION)" if used else "None"
-    return arguments
-
-
-def readme(
-    config: Config,
-    architecture: ModelSpec,
-    compression: int,
-    document: checkpoints.Document,
-    which: str = checkpoints.LAST_WEIGHTS,
-    dtype: str = "fp32",
-) -> str:
-    """The README of an export: the code that loads and calls it, and why each argument is there.
-
-    Args:
-        which: `EMA_WEIGHTS` or `LAST_WEIGHTS` of `training.checkpoint`.
-    """
-    arguments = call_arguments(config, architecture, compression)
-    used, weights = instruction(config.text), config.model.weights
-    custom = "complex_human_instruction" in arguments and bool(used)
-    lines = ["import torch", "from diffusers import SanaPipeline"]
-    if custom:
-        quoted = json.dumps(json.dumps(used.split("\n")))
-        comment = "# the lines that stood before every caption in training"
-        lines = ["import json", *lines, "", comment, f"INSTRUCTION = {quoted}"]
-    lines += [
-        "",
-        f'pipe = SanaPipeline.from_pretrained("PATH/OF/THIS/FOLDER", torch_dtype={_load_dtype(config)})',
-        *_LOAD_COMMENTS[weights is None or weights.bears("bf16")],
-        "image = pipe(",
-        '    "a caption",',
-        *(f"    {name}={value}," for name, value in arguments.items()),
-        ").images[0]",
-    ]
-    state = document.state
-    return "\n".join(
-        [
-            "# A Sana model in diffusers' format",
-            "",
-            f"Written by `sana-pipe export` from the {which} of step {state.step} (snapshot `{state.snapshot}`, seed "
-            f"{state.seed}). It needs diffusers 0.33 or newer: older ones load it and draw something else, or fail.",
-            "",
-            "```python",
-            *lines,
-            "```",
-            "",
-            *_reasons(config, architecture, compression, arguments),
-            *_guidance(config),
-            f"* The scheduler carries `flow_shift={config.train.flow.shift}`, the one of training.",
-            "",
-            "| part | from |",
-            "|---|---|",
-            f"| transformer | the checkpoint; {str(DTYPES[dtype]).removeprefix('torch.')} |",
-            f"| vae | `{_origin(config.vae)}` |",
-            f"| text_encoder, tokenizer | `{_origin(config.text)}` |",
-            "",
-        ]
-    )
-
-
-def _reasons(config: Config, architecture: ModelSpec, compression: int, arguments: dict[str, str]) -> list[str]:
-    """Why the call has each argument, a line each."""
-    why = [
-        f"* `height`, `width`: trained at {config.data.resolution} px"
-        + (
-            ", with Sana's aspect ratios."
-            if config.data.buckets == "sana"
-            else ", in the shapes (height x width) "
-            + ", ".join(f"{h}x{w}" for h, w in config.data.buckets)
-            + f". `SanaPipeline` takes multiples of {PIPELINE_MULTIPLE} only."
-        )
-    ]
-    if "use_resolution_binning" in arguments:
-        why.append(
-            "* `use_resolution_binning=False`: the pipeline's aspect-ratio bins exist for 512, 1024, 2048 and 4096 px "
-            f"and a VAE of compression 32; this model has sample_size {architecture.sample_size} and compression "
-            f"{compression}, and with binning the call fails or draws another shape."
-        )
-    if "max_sequence_length" in arguments:
-        why.append(f"* `max_sequence_length`: training kept {config.text.max_length} text rows.")
-    if "complex_human_instruction" in arguments:
-        why.append(
-            "* `complex_human_instruction`: "
-            + (
-                "training used another one than the pipeline's default."
-                if instruction(config.text)
-                else "training used none."
-            )
-        )
-    if config.text.recipe == "nvlabs":
-        why.append(
-            "* Training read captions as they were written (recipe `nvlabs`); `SanaPipeline` lowers and strips every "
-            "prompt, and no argument turns that off. Capital letters will not reach the model."
-        )
-    return why
-
-
-def _guidance(config: Config) -> list[str]:
-    """What the call cannot do with this guidance, a line each."""
-    if config.sample.guidance >= 1:
-        return []
-    return [
-        f"* `guidance_scale`: `SanaPipeline` guides only above 1, so this call draws with the caption alone. "
-        f"`sana-pipe sample` draws with guidance {config.sample.guidance:g}, mixed with the empty caption."
-    ]
-
-
-_LOAD_COMMENTS = {
-    True: ["# or torch_dtype=torch.float32. Not float16: the text encoder and the VAE overflow in it."],
-    False: [
-        "# The transformer not in bfloat16: it goes back to weights that were trained in float16 and come apart in it.",
-        "# The text encoder and the VAE not in float16: they overflow in it.",
-    ],
-}
-
-
-def _load_dtype(config: Config) -> str:
-    weights = config.model.weights
-    if weights is None or weights.bears("bf16"):
-        return "torch.bfloat16"
-    return '{"transformer": torch.float32, "default": torch.bfloat16}'
-
-
-def nvlabs_readme(
-    config: Config, architecture: ModelSpec, document: checkpoints.Document, which: str, dtype: str
-) -> str:
-    """The README of an export in NVlabs' form. which: as in `readme`."""
-    state, weights = document.state, config.model.weights
-    able = " or ".join(weights.runs_in) if weights is not None and weights.runs_in else "fp32 or bf16"
-    has_qk_norm = getattr(architecture, "qk_norm", None) is not None
-    call = '`SanaTransformer2DModel.from_single_file(FILE, config="PATH/OF/THIS/FOLDER")`'
-    single = [] if has_qk_norm else [f"* diffusers 0.33 or newer: {call} with either file."]
-    return "\n".join(
-        [
-            "# A Sana transformer in NVlabs' format",
-            "",
-            f"Written by `sana-pipe export --format nvlabs` from the {which} of step {state.step} (snapshot "
-            f"`{state.snapshot}`, seed {state.seed}), in {dtype}. The `.pth` and the `.safetensors` hold the same.",
-            "",
-            "* NVlabs/Sana: `--model_path` or `model.load_from` with the `.pth`. Their configuration must say "
-            f"{architecture.described}, "
-            f"`flow_shift` {config.train.flow.shift:g}, and a precision of {able}.",
-            "* ComfyUI: either file, where its Sana nodes look for checkpoints.",
-            *single,
-            "* Going on with it in sana-pipe: `--set model.weights.id=FILE --set model.weights.subfolder=null`, with "
-            "`config.json` beside the file.",
-            f"* The text encoder's instruction and captions were those of recipe `{config.text.recipe}`, resolution "
-            f"{config.data.resolution} px.",
-            "",
-        ]
-    )
 
 
 def _origin(weights: Weights) -> str:

@@ -25,8 +25,9 @@ from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
-from pipeline.planning.search import Candidate, NothingFitsError, Search, changed
+from pipeline.planning.search import Candidate, NothingFitsError, Search
 from pipeline.training.build import architecture_of_weights
+from pipeline.training.remedies import changed
 
 GIB = 2**30
 PER_NODE = 8
@@ -229,8 +230,9 @@ def _write(config: Config, best: Candidate, path: str) -> None:
 def _described(candidate: Candidate) -> str:
     train = candidate.train
     offload = ", parameters offloaded" if train.parallel.offload == "all" else ""
-    layout = candidate.prediction.layout
-    return f"{layout}, checkpointing {train.activation_checkpointing}, microbatch {train.microbatch}{offload}"
+    layout, each = candidate.prediction.layout, train.parallel.reduce_each_microbatch
+    microbatch = f"microbatch {train.microbatch}" + (", gradients reduced after each" if each else "")
+    return f"{layout}, checkpointing {train.activation_checkpointing}, {microbatch}{offload}"
 
 
 def machine_of(options: Options) -> Machine:
@@ -243,7 +245,7 @@ def machine_of(options: Options) -> Machine:
     if nodes is None:
         nodes = 1 if gpu == CPU else next(n for n in range(-(-gpus // PER_NODE), gpus + 1) if gpus % n == 0)
     if gpu is None and options.gpu_memory is None:
-        raise UserError("which GPU?", expected="--gpu " + "|".join(CARDS) + ", or --gpu-memory 24GiB")
+        raise UserError("which GPU?", expected="--gpu NAME, or --gpu-memory 24GiB; NAME is one of " + ", ".join(CARDS))
     if gpus % nodes:
         raise UserError(
             f"--gpus {gpus} (of all nodes together) cannot be divided by --nodes {nodes}",

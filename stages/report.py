@@ -17,8 +17,9 @@ from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.reporting import page
+from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
-from pipeline.reporting.photos import Embedded, Photos, embedded
+from pipeline.reporting.source_pictures import Embedded, Photos, embedded
 
 
 def run(
@@ -50,21 +51,27 @@ def run(
     figures, cache, opened = collect(config, run=run, snapshot=snapshot, compare=compare)
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
     cards = _gallery(config, opened, thumbnails, gallery) if gallery and opened is not None else []
-    sections = page.write_page(figures, out, thumbnails=thumbnails, gallery=cards)
+    if thumbnails is not None and figures["snapshot"] is not None:
+        for example in (each for entry in figures["snapshot"]["rejects"] for each in entry["examples"]):
+            example["picture"] = thumbnails(example["source"], example["item"])
+    sections = page.write_report(figures, out, cards)
     click.echo(f"{out}: {len(sections)} sections, {amount(out.stat().st_size)}")
     return 0
 
 
-def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[page.Figure]:
+def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:
     """Decoded latents beside the pictures of their sources, with the captions."""
-    from pipeline.reporting import decoder, drawing  # torch, which the page without pictures does not need
+    from pipeline.reporting import (  # torch, which the page without run_pictures does not need
+        draw_latents,
+        encoder_process,
+    )
 
-    rows = drawing.spread(len(snapshot), min(count, len(snapshot)))
-    records = drawing.SnapshotTensors(snapshot)
+    rows = draw_latents.spread(len(snapshot), min(count, len(snapshot)))
+    records = draw_latents.SnapshotTensors(snapshot)
     latents = {str(row): records.latent(snapshot.sample(row)) for row in rows}
     cards = []
     with tempfile.TemporaryDirectory(prefix="sana-pipe-") as work:
-        folder = decoder.decode(config, latents, Path(work))
+        folder = encoder_process.decode(config, latents, Path(work))
         for row in rows:
             source, item = snapshot.source_item(row)
             shape = snapshot.buckets[snapshot.sample(row).bucket]
@@ -74,7 +81,7 @@ def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None,
                 images = [embedded(photo, "source")] if thumbnails is not None else []
                 images.append(embedded(decoded, "decoded latent"))
             note = f"{source}: {item}, {size[0]}x{size[1]}, sample {snapshot.sample_id(row)}"
-            cards.append(page.Figure(images, " | ".join(snapshot.captions(row, records.texts)), note))
+            cards.append(Card(images, " | ".join(snapshot.captions(row, records.texts)), note))
     return cards
 
 

@@ -9,7 +9,7 @@ Price: one more start of Python, and the latents go through a file.
 Guidance uses the null record's valid rows, as `SanaPipeline` does, so that an exported model draws the same way.
 
 New prompts (`--prompt`) are encoded by `sana-pipe encode --prompts`, in a separate process, into a temporary cache.
-`--watch` decodes what a training draws (see `pipeline.reporting.pictures`).
+`--watch` decodes what a training draws (see `pipeline.reporting.run_pictures`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import resolve
-from pipeline.reporting import decoder, drawing, pictures
-from pipeline.reporting.drawing import DrawnLatent
-from pipeline.reporting.photos import Photos
+from pipeline.reporting import draw_latents, encoder_process, run_pictures
+from pipeline.reporting.draw_latents import DrawnLatent
+from pipeline.reporting.source_pictures import Photos
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.base_weights import whole_weights
 
@@ -97,13 +97,14 @@ def run(
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
     _make(out)
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
-    rows, device = drawing.spread(len(opened), wanted), resolve_device(config.train.device)
-    by_column = {
-        title: drawing.draw_for(config, architecture, dict(whole_weights(config, stored, by)), opened, rows, device)
-        for title, by in columns.items()
-    }
+    rows, device = draw_latents.spread(len(opened), wanted), resolve_device(config.train.device)
+    by_column = {}
+    for title, by in columns.items():
+        weights = dict(whole_weights(config, stored, by))
+        by_column[title] = draw_latents.draw_for(config, architecture, weights, opened, rows, device)
+        del weights
     drawn = by_column[DRAWN]
-    hits = drawing.nearest(drawn)
+    hits = draw_latents.nearest(drawn)
     _log(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
 
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
@@ -173,7 +174,7 @@ def run_prompts(
     document.architecture.check_sides(*size, compression, "--{name} {value}")
     _make(out)
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-        encoded = decoder.encode_prompts(config, prompts, Path(work))
+        encoded = encoder_process.encode_prompts(config, prompts, Path(work))
         if text is not None and not text.same_values(replace(encoded.recipe, storage=text.storage)):
             raise ConfigError(
                 f"{folder} was trained with another text recipe (trained | configured)",
@@ -190,19 +191,19 @@ def run_prompts(
         tensors: dict[str, Tensor] = {}
         for title, by in columns.items():
             weights = dict(whole_weights(config, stored, by))
-            latents = drawing.draw_prompts(config, stored.architecture, weights, encoded, shape, device)
+            latents = draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device)
             tensors |= {_file(number, title): each for number, each in enumerate(latents)}
             del weights
-        decoder.decode(config, tensors, Path(work))
+        encoder_process.decode(config, tensors, Path(work))
         sheet = _publish_prompts(encoded.texts, size, [*columns], stored, Path(work), out)
     _log(f"contact sheet: {sheet}")
     return sheet
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
-    """Decode the latents that a training draws; see `pictures.Watcher.watch`."""
+    """Decode the latents that a training draws; see `run_pictures.Watcher.watch`."""
     set_tf32(False)
-    pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _log).watch(once=once)
+    run_pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _log).watch(once=once)
     return 0
 
 
@@ -252,7 +253,7 @@ def decode_in_subprocess(config: Config, by_column: Mapping[str, list[DrawnLaten
     """Decode the drawn latents of each column of the sheet, and those of the photographs."""
     tensors = {_file(i, title): each.latent for title, drawn in by_column.items() for i, each in enumerate(drawn)}
     tensors |= {_file(i, "reconstruction"): each.cached for i, each in enumerate(by_column[DRAWN])}
-    decoder.decode(config, tensors, work)
+    encoder_process.decode(config, tensors, work)
 
 
 def _moved(work: Path, out: Path, name: str) -> Image.Image:
@@ -274,7 +275,7 @@ def _publish(
     out: Path,
 ) -> Path:
     """Move the pictures into place; the sheet comes last."""
-    from pipeline.reporting.sheet import SheetRow, contact_sheet
+    from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
     photos = Photos(config, cache)
@@ -307,7 +308,7 @@ def _publish_prompts(
     out: Path,
 ) -> Path:
     """Move the pictures of prompts into place; the sheet comes last."""
-    from pipeline.reporting.sheet import SheetRow, contact_sheet
+    from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
 
     cards, lines = [], []
     for number, text in enumerate(texts):

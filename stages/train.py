@@ -34,7 +34,7 @@ from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
-from pipeline.planning.expect import expect
+from pipeline.planning.expectation import Expectation, expect
 from pipeline.planning.predict import Data, Machine
 from pipeline.retrying import TIMEOUT_S
 from pipeline.snapshots import heldout
@@ -42,7 +42,6 @@ from pipeline.sources import caption_rules
 from pipeline.training import checkpoint, phases
 from pipeline.training.build import architecture_of, with_residual, with_text
 from pipeline.training.checkpoint import Document
-from pipeline.training.expectation import Expected
 from pipeline.training.stop_request import StopRequest, catch_signals_of
 from pipeline.training.task import Context, DrawnPrompts, Log, Report, TrainingTask
 from pipeline.training.trainer import fit
@@ -246,7 +245,7 @@ def _train(
     if config.train.undecided:
         config, launch = _decided(config, inputs, launch, device, data, continued, log)
 
-    def predicted(context: Context) -> Expected | None:
+    def predicted(context: Context) -> Expectation | None:
         decided = with_residual(context.config, earlier)
         return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
 
@@ -294,7 +293,7 @@ def _start(
     is_phase: bool,
 ) -> tuple[checkpoint.Resumed | None, str]:
     """The checkpoint that the run starts from, if any, and the id of its snapshot."""
-    resumed = checkpoint.start_checkpoint(Path(config.train.output), resume, begin)
+    resumed, _ = checkpoint.choose(Path(config.train.output), resume, begin)  # its notes come under the run's lock
     run_snapshot = None if resumed is None or resumed.begins else resumed.document.state.snapshot
     wanted = run_snapshot if is_phase and run_snapshot is not None else snapshot or run_snapshot
     return resumed, cache.open_snapshot(wanted).id

@@ -13,7 +13,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
-from pipeline.reporting.photos import Photos
+from pipeline.reporting.source_pictures import Photos
 
 
 def run(config: Config, text: str, snapshot: str | None = None, out: Path | None = None, as_json: bool = False) -> int:

@@ -91,9 +91,9 @@ def test_snapshots_come_out_the_same(root: Path) -> None:
     one[5] = dataclasses.replace(one[5], reject="broken")
     add(config(root), "one", one, without=["00007.png"])
     add(config(root), "two", pictures(60, "two-"))
-    assert stages.bucket.run(config(root)) == "b09bb4e345cb5066208619d355a0f1b0"
+    assert stages.bucket.run(config(root)) == "a43b35a56f955636c24dee776f48efc9"
     dropped = config(root, "bucket.small=drop", "bucket.batch=16")
-    assert stages.bucket.run(dropped, name="dropped") == "e5f6a1832745b7daad54d6569ecb590f"
+    assert stages.bucket.run(dropped, name="dropped") == "0c5d1f20e9a3d5241f439f6ee2424cb1"
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -1077,6 +1077,27 @@ def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.C
     capsys.readouterr()
     stages.bucket.run(of, dry_run=True)
     assert "dry run: no snapshot was made" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("taken", ["round1", "round1.heldout"])
+def test_a_dry_run_ends_as_the_real_one_where_the_name_is_taken(root: Path, taken: str) -> None:
+    of = config(root, "bucket.heldout=0.2")
+    add(of, "one", pictures(40))
+    for _ in range(2):  # the same snapshot again
+        stages.bucket.run(of, name="round1", dry_run=True)
+        stages.bucket.run(of, name="round1")
+    add(of, "one", pictures(50))
+    cache = Cache(str(root))
+    if taken != "round1":
+        cache.point("round1", stages.bucket.run(of, name="other"), move=True)
+    before = files(root)
+    with pytest.raises(UserError, match=naming(repr(taken), "--move")):
+        stages.bucket.run(of, name="round1", dry_run=True)
+    stages.bucket.run(of, name="round1", dry_run=True, move=True)
+    assert files(root) == before
+    with pytest.raises(UserError, match=naming(repr(taken), "--move")):
+        stages.bucket.run(of, name="round1")
+    stages.bucket.run(of, name="round1", move=True)
 
 
 def test_a_run_that_changes_nothing_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -580,7 +580,7 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
     raisers = {
         5: ("stages.encode", "RejectRateError"),
         7: ("pipeline.training.metadata_reader", "CheckpointError"),
-        8: ("pipeline.reporting.decoder", "DecodeError"),
+        8: ("pipeline.reporting.encoder_process", "DecodeError"),
         9: ("pipeline.training.step", "NonFiniteError"),
         10: ("pipeline.training.lock", "RunTaken"),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -16,8 +18,9 @@ from pydantic import BaseModel
 
 import stages.config
 from pipeline import config as module
-from pipeline.config import Config, dump, find, load, load_given, option_fields, section_of, shipped
+from pipeline.config import Config, dump, find, load, load_given, option_fields, setting, shipped
 from pipeline.errors import ConfigError, UserError
+from pipeline.options import section_of
 from pipeline.training.optimizers import peak_learning_rate
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
@@ -238,9 +241,6 @@ def test_words_are_those_of_yaml_1_2_in_files_and_in_set(tmp_path: Path, text: s
         ("train.activation_checkpointing=5", "none | full | selective | every-K | auto"),
         ("bucket.sources.art=5", "{NAME: {OPTION: VALUE, ...}, ...}"),
         ("data.buckets=[[8]]", "sana | [[integer above 0, integer above 0], ...]"),
-        ("text.revision=0100", "put it in quotes"),
-        ("data.caption=1.5", "put it in quotes"),
-        ("data.caption_field=true", "put it in quotes"),
         ("bucket.sources={2024: {weight: 2}}", "put it in quotes"),
     ],
 )
@@ -248,6 +248,25 @@ def test_a_wrong_value_shows_what_the_option_takes(override: str, takes: str) ->
     with pytest.raises(ConfigError, match=naming(takes)) as caught:
         load("tiny", [override])
     assert override.partition("=")[0] in str(caught.value) and "Config" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["text.revision=0100", "data.caption= 1.5", "data.caption_field=true"])
+def test_the_error_on_text_without_quotes_shows_what_to_paste(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("tiny", [override])
+    [pasted] = re.findall(r"--set ('[^']*')", str(caught.value))
+    option, _, value = override.partition("=")
+    section, name = option.split(".")
+    assert getattr(getattr(load("tiny", shlex.split(pasted)), section), name) == value.strip()
+
+
+@pytest.mark.parametrize(
+    "value", ["plain", "two words", "it's", "a|b; $HOME `x` *", "0100", "a\nb", "\u202ex", "é", " x", None]
+)
+def test_a_setting_in_a_message_means_its_value_when_pasted(value: str | None) -> None:
+    words = shlex.split(setting("text.revision", value, "other"))
+    assert words[0::3] == ["--set", "--set"] and words[2] == "or" and words[4] == "text.revision=other"
+    assert load("tiny", [words[1]]).text.revision == value
 
 
 @pytest.mark.parametrize("option", ["data.caption_prefix", "data.caption_suffix"])

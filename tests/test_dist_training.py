@@ -44,19 +44,25 @@ def test_the_model_is_really_sharded(results: dict[str, Any]) -> None:
     assert sharded["share"] == pytest.approx(0.5, abs=0.02)
 
 
-def test_gradients_are_reduced_with_the_last_microbatch_only(results: dict[str, Any]) -> None:
+def test_gradients_are_reduced_with_the_last_microbatch_or_with_each(results: dict[str, Any]) -> None:
     assert results["wrapped"]["microbatches"] == 4
-    assert results["wrapped"]["reductions"] == results["wrapped"]["blocks"] + 1
+    units = results["wrapped"]["blocks"] + 1
+    assert results["wrapped"]["reductions"] == {"False": units, "True": 4 * units}
 
 
-@pytest.mark.parametrize("split", ["microbatch 4", "microbatch 3 (3 + 1)", "microbatch 1, recomputed", "no reshard"])
+EACH = "microbatch 1, each reduced"
+
+
+@pytest.mark.parametrize(
+    "split", ["microbatch 4", "microbatch 3 (3 + 1)", "microbatch 1, recomputed", "no reshard", EACH]
+)
 def test_fp32_first_step(results: dict[str, Any], split: str) -> None:
     assert results["fp32"]["gradient"][split] <= 2e-6
     assert results["fp32"]["loss"][split] <= 2e-6
     assert results["fp32"]["norm"][split] <= 2e-6
 
 
-@pytest.mark.parametrize("split", ["microbatch 4", "microbatch 3 (3 + 1)"])
+@pytest.mark.parametrize("split", ["microbatch 4", "microbatch 3 (3 + 1)", EACH])
 def test_fp32_twenty_steps(results: dict[str, Any], split: str) -> None:
     assert results["fp32"]["losses"][split] <= 1e-5
 

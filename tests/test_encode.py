@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gc
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -436,13 +438,31 @@ def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tm
         (source / f"bad-{n}.png").write_bytes(b"x")
         (source / f"bad-{n}.txt").write_text("bad")
     config = make_config(tmp_path, "encode.max_reject_rate=0.2")
-    with pytest.raises(RejectRateError, match="5 of 17"):
-        stages.encode.run(config, data=str(source))
+    for stage in (stages.encode.dry_run, stages.encode.run):
+        with pytest.raises(RejectRateError, match="5 of 17"):
+            stage(config, data=str(source))
+    assert stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
     for n in range(5, 20):
         (source / f"bad-{n}.png").write_bytes(b"x")
         (source / f"bad-{n}.txt").write_text("bad")
     with pytest.raises(RejectRateError, match="20 of 32"):  # the default
         stages.encode.run(make_config(tmp_path), data=str(source))
+
+
+def test_files_that_this_user_may_not_read_have_the_fix_of_rights(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def denied(path: Any, *options: Any, **more: Any) -> int:
+        if str(path).endswith(".txt") and str(source) in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *options, **more)
+
+    monkeypatch.setattr(os, "open", denied)
+    for stage in (stages.encode.dry_run, stages.encode.run):
+        with pytest.raises(RejectRateError, match=re.escape(f"chmod -R u+rX {source}")):
+            stage(make_config(tmp_path), data=str(source))
 
 
 def test_a_source_of_which_much_is_missing_is_left_as_it_was(
@@ -499,14 +519,15 @@ def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
         path.rename(path.with_suffix(".tags"))
     no_models(monkeypatch)
     config = make_config(tmp_path, "encode.max_reject_rate=1.0")
-    assert stages.encode.dry_run(config, data=str(source)) == RejectRateError.exit_code
-    capsys.readouterr()
+    with pytest.raises(RejectRateError, match="12 of 12") as foreseen:
+        stages.encode.dry_run(config, data=str(source))
+    assert "no caption" in capsys.readouterr().out and foreseen.value.found is None
     with pytest.raises(RejectRateError, match="12 of 12") as refused:
         stages.encode.run(config, data=str(source))
     assert str(refused.value.found).count("no caption") == 1
     assert re.search(r"12 +\.tags file", str(refused.value.found)), "what is beside the pictures is named"
     assert capsys.readouterr().out == "", "the reasons are said once"
-    assert "--set data.caption" in str(refused.value.fix)
+    assert "--set data.caption" in str(refused.value.fix) and "--set data.caption" in str(foreseen.value.fix)
     assert Cache(config.cache).sources() == []
     assert len(reasons(config, source)) == 12
 

@@ -28,9 +28,10 @@ from pipeline.models import sampler as sampling
 from pipeline.models.sampler import noise_of
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_files import load_transformer
-from pipeline.reporting import decoder, drawing
-from pipeline.reporting import photos as reading
-from pipeline.reporting.sheet import SheetRow, contact_sheet
+from pipeline.reporting import draw_latents, encoder_process
+from pipeline.reporting import source_pictures as reading
+from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
+from pipeline.reporting.export_readme import call_arguments, readme
 from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
@@ -39,6 +40,7 @@ from tests.support.messages import naming
 CAPTIONS = ("A red square", "a green square", "a blue field", "a yellow wall", "a grey road", "a white door")
 
 CPU = torch.device("cpu")
+FACTS = {"which": "last weights", "dtype": "float32", "vae": "a local folder", "text_encoder": "a local folder"}
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
     document = checkpoints.read_document(trained.checkpoint)
     _, weights = checkpoints.load_model_state(trained.checkpoint)
     opened = Cache(trained.config.cache).open_snapshot()
-    (one,) = drawing.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1], CPU)
+    (one,) = draw_latents.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1], CPU)
     assert one.bucket == (64, 64)
     noise = noise_of(one.sample_id, tuple(one.latent.shape), trained.config.sample.seed)
 
@@ -175,7 +177,7 @@ def test_the_ema_weights_are_exported_and_drawn_with_when_asked_for(
         drawn.append(weights)
         raise UserError("enough")
 
-    monkeypatch.setattr(drawing, "draw_for", draw_for)
+    monkeypatch.setattr(draw_latents, "draw_for", draw_for)
     with pytest.raises(SystemExit):
         cli.main(["sample", *given, str(tmp_path / "samples")])
     assert all(torch.equal(drawn[0][name], value) for name, value in averages.items())
@@ -198,13 +200,14 @@ def test_the_parts_are_those_of_the_configuration(trained: Trained, exported: Pa
 
 def test_readme_says_where_the_pipeline_cannot_draw_as_sample_does(trained: Trained, tmp_path: Path) -> None:
     """`SanaPipeline` guides above 1 only."""
-    document, compression = checkpoints.read_document(trained.checkpoint), 8
+    document = checkpoints.read_document(trained.checkpoint)
+    facts = {**FACTS, "state": document.state}
     told = {}
     for guidance in (0.5, 1.0, 4.5):
         config = changed(trained.config, tmp_path, f"sample.guidance={guidance}")
-        told[guidance] = "guides only above 1" in export.readme(config, document.architecture, compression, document)
+        told[guidance] = "guides only above 1" in readme("diffusers", config, document.architecture, 8, **facts)
     assert told == {0.5: True, 1.0: False, 4.5: False}
-    assert "diffusers 0.33" in export.readme(trained.config, document.architecture, compression, document)
+    assert "diffusers 0.33" in readme("diffusers", trained.config, document.architecture, 8, **facts)
 
 
 def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, tmp_path: Path) -> None:
@@ -216,23 +219,21 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
 
     document = checkpoints.read_document(trained.checkpoint)
     big = load("sana_1600m_1024")
-    plain = export.call_arguments(big, document.architecture.with_sample_size(32), 32)
+    plain = call_arguments(big, 32, 32)
     assert set(plain) == {"height", "width", "num_inference_steps", "guidance_scale"}
     assert plain["height"] == "1024"
     # 1024 px of an f8 VAE has the sample_size of Sana's 4096 px bins: they would be the wrong shapes
-    assert (
-        export.call_arguments(big, document.architecture.with_sample_size(128), 8)["use_resolution_binning"] == "False"
-    )
+    assert call_arguments(big, 128, 8)["use_resolution_binning"] == "False"
     square = changed(big, tmp_path, "data.buckets=[[1024, 1024]]")
-    shape = document.architecture.with_sample_size(32)
-    assert export.call_arguments(square, shape, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
+    assert call_arguments(square, 32, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
     raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
-    assert export.call_arguments(raw, document.architecture.with_sample_size(32), 32)["max_sequence_length"] == "200"
-    printed = export.readme(raw, document.architecture.with_sample_size(32), 32, document)
+    assert call_arguments(raw, 32, 32)["max_sequence_length"] == "200"
+    shape = document.architecture.with_sample_size(32)
+    printed = readme("diffusers", raw, shape, 32, state=document.state, **FACTS)
     assert "lowers and strips" in printed
     assert 'an \\\\\\"Enhanced prompt\\\\\\"' in printed
     none = changed(big, tmp_path, "text.instruction=''")
-    assert export.call_arguments(none, document.architecture, 32)["complex_human_instruction"] == "None"
+    assert call_arguments(none, document.architecture.sample_size, 32)["complex_human_instruction"] == "None"
 
 
 def test_a_variant_and_its_shards_lose_the_name(trained: Trained, tmp_path: Path) -> None:
@@ -289,8 +290,8 @@ def test_a_checkpoint_of_a_phase_is_read_with_the_options_of_its_phase(
         shifts.append(config.train.flow.shift)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(drawing, "draw_for", seen)
-    monkeypatch.setattr(decoder, "encode_prompts", seen)
+    monkeypatch.setattr(draw_latents, "draw_for", seen)
+    monkeypatch.setattr(encoder_process, "encode_prompts", seen)
     with pytest.raises(KeyboardInterrupt):
         sample.run(config, "auto", None, tmp_path / "samples")
     with pytest.raises(KeyboardInterrupt):
@@ -419,8 +420,8 @@ def test_export_never_writes_over_something_else(trained: Trained, tmp_path: Pat
 def test_pictures_that_cannot_be_written_are_not_drawn(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "draw_for", lambda *args: pytest.fail("drew"))
-    monkeypatch.setattr(decoder, "encode_prompts", lambda *args: pytest.fail("encoded"))
+    monkeypatch.setattr(draw_latents, "draw_for", lambda *args: pytest.fail("drew"))
+    monkeypatch.setattr(encoder_process, "encode_prompts", lambda *args: pytest.fail("encoded"))
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=naming(out, "--out")):
@@ -486,7 +487,9 @@ def test_a_picture_depends_on_its_sample_and_the_seed_alone(trained: Trained, tm
 
     def drawn(rows: list[int], config: Config = trained.config) -> dict[int, torch.Tensor]:
         _, weights = checkpoints.load_model_state(trained.checkpoint)
-        return {d.row: d.latent for d in drawing.draw_for(config, document.architecture, weights, opened, rows, CPU)}
+        return {
+            d.row: d.latent for d in draw_latents.draw_for(config, document.architecture, weights, opened, rows, CPU)
+        }
 
     every, alone = drawn(list(range(len(opened)))), drawn([4])
     torch.testing.assert_close(every[4], alone[4], rtol=1e-4, atol=1e-4)
@@ -504,7 +507,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             sample.decode(config, Path(words[2]), Path(words[4]))
 
-    monkeypatch.setattr(decoder, "_run", run)
+    monkeypatch.setattr(encoder_process, "_run", run)
 
 
 PROMPTS = ["A red CUBE", "a lighthouse\nat sea", "a red cube"]
@@ -515,8 +518,8 @@ def test_new_prompts_are_drawn_as_in_training(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn: list[torch.Tensor] = []
-    real = drawing.draw_prompts
-    monkeypatch.setattr(drawing, "draw_prompts", lambda *a: drawn.extend(real(*a)) or drawn)
+    real = draw_latents.draw_prompts
+    monkeypatch.setattr(draw_latents, "draw_prompts", lambda *a: drawn.extend(real(*a)) or drawn)
     before = sorted(path for path in Path(trained.config.cache).rglob("*"))
     sheet = sample.run_prompts(trained.config, "auto", PROMPTS, tmp_path / "samples", height=32, width=48)
     assert sorted(path for path in Path(trained.config.cache).rglob("*")) == before, "the cache is left as it was"
@@ -541,13 +544,10 @@ def test_new_prompts_are_drawn_as_in_training(
     model.reset_buffers()
     alone = sampling.sample(
         model.eval(),
-        *sampling.pad_rows(captions[1:]),
+        captions[1:],
         encoders.from_bits(null[:valid]).float(),
-        torch.ones(valid, dtype=torch.bool),
-        noise=sampling.prompt_noise(PROMPTS[1:2], tuple(drawn[1].shape), trained.config.sample.seed),
-        steps=2,
-        guidance=trained.config.sample.guidance,
-        flow_shift=trained.config.train.flow.shift,
+        sampling.prompt_noise(PROMPTS[1:2], tuple(drawn[1].shape), trained.config.sample.seed),
+        replace(sampling.Sampling.of(trained.config), steps=2),
     )
     torch.testing.assert_close(drawn[1], alone[0], rtol=1e-4, atol=1e-4)
 
@@ -580,7 +580,7 @@ def test_captions_of_other_encoders_are_refused(
 ) -> None:
     stored = checkpoints.ModelTensors(trained.checkpoint)
     architecture = stored.architecture
-    monkeypatch.setattr(drawing, "draw_for", lambda *args: pytest.fail("drew"))
+    monkeypatch.setattr(draw_latents, "draw_for", lambda *args: pytest.fail("drew"))
     monkeypatch.setattr(checkpoints, "ModelTensors", lambda *_, **__: stored)
     others = {"in_channels": {"in_channels": 7, "out_channels": 7}, "caption_channels": {"caption_channels": 7}}
     for field, change in others.items():
@@ -603,7 +603,7 @@ def test_prompts_are_drawn_where_the_cache_is_not(
 def test_rows_are_spread_without_repeats() -> None:
     for samples in (1, 2, 7, 100):
         for count in range(1, samples + 1):
-            rows = drawing.spread(samples, count)
+            rows = draw_latents.spread(samples, count)
             assert len(set(rows)) == count
             assert 0 <= min(rows) <= max(rows) < samples
 
@@ -611,13 +611,13 @@ def test_rows_are_spread_without_repeats() -> None:
 def test_nearest_tells_whose_picture_was_drawn() -> None:
     generator = torch.Generator().manual_seed(0)
 
-    def one(cached: torch.Tensor, latent: torch.Tensor) -> drawing.DrawnLatent:
-        return drawing.DrawnLatent(0, 0, "", "", "", (64, 64), cached, latent)
+    def one(cached: torch.Tensor, latent: torch.Tensor) -> draw_latents.DrawnLatent:
+        return draw_latents.DrawnLatent(0, 0, "", "", "", (64, 64), cached, latent)
 
     cached = [torch.randn(4, *shape, generator=generator) for shape in ((8, 8), (6, 10), (10, 6))]
     right = [one(c, c + 0.1 * torch.randn(c.shape, generator=generator)) for c in cached]
-    assert drawing.nearest(right) == [True] * 3
-    assert drawing.nearest([one(cached[0], cached[0]), one(cached[1], cached[2]), one(cached[2], cached[1])]) == [
+    assert draw_latents.nearest(right) == [True] * 3
+    assert draw_latents.nearest([one(cached[0], cached[0]), one(cached[1], cached[2]), one(cached[2], cached[1])]) == [
         True,
         False,
         False,
@@ -668,7 +668,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
 @pytest.mark.slow
 def test_a_failing_decoder_is_reported(trained: Trained, tmp_path: Path) -> None:
     config = changed(trained.config, tmp_path, f"vae.id={tmp_path / 'gone'}")
-    with pytest.raises(decoder.DecodeError, match="exit code 2"):
+    with pytest.raises(encoder_process.DecodeError, match="exit code 2"):
         sample.run(config, "auto", None, tmp_path / "samples", 1)
     assert list((tmp_path / "samples").iterdir()) == []
 

@@ -168,6 +168,10 @@ def test_every_option_and_setting_of_a_fix_exists(trees: dict[str, ast.Module]) 
     assert refused(check_names, texts) == []
 
 
+def test_no_fix_is_a_pipe_when_it_is_pasted(trees: dict[str, ast.Module]) -> None:
+    assert [(path, text) for path, text in fixes_in(trees) if "|" in re.sub("'[^']*'", "", text)] == []
+
+
 MENDED = {"pipeline/cache/files.py", "pipeline/encoding/scan.py", "pipeline/work/disk_space.py"}
 """Their messages say what the program does about the error."""
 

@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     for room, names in {
         "pipeline": "",
         "pipeline.errors": "urls",
-        "pipeline.config": "errors urls",
+        "pipeline.options": "",
+        "pipeline.config": "errors options urls",
         "pipeline.launch": "config errors",
         "pipeline.gpus": "errors",
         "pipeline.processes": "errors",
@@ -43,9 +44,9 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.planning": "config errors gpus amounts launch cache images models loader parallel training",
         "pipeline.reporting": "config errors amounts processes cache sources images models snapshots loader encoding"
         " training",
-        "pipeline.cli": "config errors launch processes stages",
-        "stages": "config errors gpus amounts urls launch processes retrying cache sources images models snapshots"
-        " loader work parallel encoding training planning reporting demo",
+        "pipeline.cli": "config errors options launch processes stages",
+        "stages": "config errors options gpus amounts urls launch processes retrying cache sources images models"
+        " snapshots loader work parallel encoding training planning reporting demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it

@@ -27,9 +27,9 @@ from pipeline.launch import Launch
 from pipeline.loader.quarantine import Quarantine, UnreadableRecord
 from pipeline.models.sana_files import save_nvlabs, save_weights
 from pipeline.parallel import collectives
-from pipeline.planning import expect
+from pipeline.planning import expectation
 from pipeline.planning.predict import Data
-from pipeline.reporting import decoder, page
+from pipeline.reporting import encoder_process, page
 from pipeline.snapshots.filters import Filter
 from pipeline.training import checkpoint, lock, metrics
 from pipeline.training.memory import memory_errors
@@ -119,7 +119,8 @@ def _weights(save: Callable[..., None], *rest: Any) -> Callable[[Path], Any]:
         pytest.param(_weights(save_nvlabs, "sana"), id="nvlabs"),
         pytest.param(lambda path: page.write("<!DOCTYPE html>" + "x" * (1 << 20), path / "page.html"), id="page"),
         pytest.param(
-            lambda path: decoder.decode(tiny_run.config(path), {"a": torch.zeros(1, 512, 512)}, path), id="latents"
+            lambda path: encoder_process.decode(tiny_run.config(path), {"a": torch.zeros(1, 512, 512)}, path),
+            id="latents",
         ),
     ],
 )
@@ -130,10 +131,12 @@ def test_results_that_do_not_fit_are_a_full_disk(write: Callable[[Path], Any], t
 
 
 def test_a_full_disk_of_the_process_that_decodes_is_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for code, kind in ((6, NoSpaceError), (2, decoder.DecodeError)):
-        monkeypatch.setattr(decoder.subprocess, "run", lambda *_, code=code, **__: SimpleNamespace(returncode=code))
+    for code, kind in ((6, NoSpaceError), (2, encoder_process.DecodeError)):
+        monkeypatch.setattr(
+            encoder_process.subprocess, "run", lambda *_, code=code, **__: SimpleNamespace(returncode=code)
+        )
         with pytest.raises(kind):
-            decoder.decode(tiny_run.config(tmp_path), {"a": torch.zeros(1)}, tmp_path)
+            encoder_process.decode(tiny_run.config(tmp_path), {"a": torch.zeros(1)}, tmp_path)
 
 
 def test_a_full_disk_of_one_process_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,10 +211,10 @@ def test_a_run_that_keeps_more_checkpoints_than_fit_says_so_first(
     size = sum(4 * entry.size.numel() for entry in tensors)
     changes = {"steps": 10, "save_every": 1, "keep_checkpoints": 3, "keep_every": every}
     settings = settings.with_train(output=str(tmp_path / "new"), **changes)
-    monkeypatch.setattr(expect, "free_at", lambda root: int(room * size))
+    monkeypatch.setattr(expectation, "free_at", lambda root: int(room * size))
     printed = list[str]()
     data = Data({(64, 64): 4}, None, 16)
-    expect.expect(settings, lambda: shape, data, torch.device("cpu"), Launch(), printed.append)
+    expectation.expect(settings, lambda: shape, data, torch.device("cpu"), Launch(), printed.append)
     assert any("train.keep_checkpoints" in line for line in printed) == said
 
 

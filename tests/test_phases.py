@@ -585,7 +585,7 @@ def test_an_option_that_every_phase_replaces_is_refused_on_the_command_line() ->
     for option in ("train.steps=9", "train.epochs=9", "train.flow.shift=1.0", "train.optim.lr=1.0"):
         name = option.partition("=")[0]
         for command in ("train", "plan"):
-            with pytest.raises(ConfigError, match=naming(name, "--set phases=[]")):
+            with pytest.raises(ConfigError, match=naming(name, "--set 'phases=[]'")):
                 load("tiny", [phases(a, b), option], command)
         load("tiny", [phases(a, b, {"name": "c", "snapshot": "x"}), option], "train")
         load("tiny", ["phases=[]", option], "train")

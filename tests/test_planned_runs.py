@@ -24,12 +24,12 @@ from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.hub import ModelError
 from pipeline.parallel.mesh import open_mesh
-from pipeline.planning import auto, expect, predict, search
+from pipeline.planning import auto, expectation, predict, search
+from pipeline.planning.expectation import Expectation
 from pipeline.planning.predict import Data, Machine
+from pipeline.planning.recorder import Recorder
 from pipeline.planning.trace import CUSTOM, trace, watch_updates
-from pipeline.planning.tracker import Tracker
-from pipeline.training import checkpoint, expectation, metrics
-from pipeline.training.expectation import Expected
+from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
@@ -71,7 +71,7 @@ def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 
 
 def test_a_small_run_on_a_cpu_predicts_nothing(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expect, "predict", lambda *args, **options: pytest.fail("predicted"))
+    monkeypatch.setattr(expectation, "predict", lambda *args, **options: pytest.fail("predicted"))
     printed = train(settings(words))
     assert not any("predict" in line for line in printed)
 
@@ -79,8 +79,7 @@ def test_a_small_run_on_a_cpu_predicts_nothing(words: list[str], monkeypatch: py
 @pytest.fixture
 def all_memory_means_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small runs are compared, too."""
-    for module in (expect, expectation):
-        monkeypatch.setattr(module, "MEANINGFUL", 0)
+    monkeypatch.setattr(expectation, "MEANINGFUL", 0)
 
 
 @pytest.mark.usefixtures("all_memory_means_something")
@@ -105,13 +104,13 @@ def test_a_prediction_that_fails_ends_no_run(words: list[str], where: str, monke
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(*((expect, "predict", fail) if where == "predict" else (Expected, "compare", fail)))
+    monkeypatch.setattr(*((expectation, "predict", fail) if where == "predict" else (Expectation, "compare", fail)))
     printed = train(settings(words))
     assert len([line for line in printed if line.startswith("note: ") and "broken" in line]) == 1
     assert any("step 3/3" in line for line in printed)
 
 
-EXPECTED = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, None, {})
+EXPECTED = Expectation(6 * 2**30, 4 * 2**30, 1000, 2e12, None, {})
 ROW = {"forward_tokens": 500, "memory_gib": 8.0, "rss_gib": 1.0, "model_tflops": 1.6, "images_per_s": 8.0}
 
 
@@ -155,7 +154,7 @@ def test_a_real_step_has_the_operations_that_the_trace_counts(
     traced = trace(NARROW, train, ALONE, SHAPE, on_gpu=False).work
     with open_mesh(Launch(), ParallelConfig(), CPU) as mesh:
         step = RealStep(NARROW, train, SHAPE, CPU, mesh)
-        watch = Tracker(inside=CUSTOM)
+        watch = Recorder(inside=CUSTOM)
         watch.phase = "forward"
         if step.ema is not None:
             update = step.ema.update
@@ -238,7 +237,7 @@ def test_auto_is_decided_once_and_kept(
     assert (chosen["parallel"]["sizes"], chosen["parallel"]["dp_shard"]) == ("given", 1)
     assert chosen["activation_checkpointing"] == "none", "nothing is faster than not to recompute"
     assert "train.microbatch: 12" in line and "one process" in line
-    stored = checkpoint.start_checkpoint(tmp_path / "run", "auto")
+    stored, _ = checkpoint.choose(tmp_path / "run", "auto")
     assert stored is not None and stored.document.config["train"] == chosen
 
     monkeypatch.setattr(search.Search, "choose", lambda *args: pytest.fail("searched again"))
@@ -250,7 +249,8 @@ def test_auto_is_decided_once_and_kept(
 def test_a_resume_on_other_processes_decides_anew() -> None:
     config = tiny_run.config(microbatch="auto")
     stored = {"microbatch": 3, "activation_checkpointing": "full"}
-    of_one = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1, "offload": "none"}
+    sizes = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1}
+    of_one = {**sizes, "offload": "none", "reduce_each_microbatch": None}
     earlier = {"train": {**stored, "parallel": of_one}}
     assert auto.as_it_began(config, earlier, 1) == earlier["train"]
     assert auto.as_it_began(config, earlier, 2) is None
@@ -301,7 +301,7 @@ def test_what_the_compiler_fuses_is_compared_with_a_bound(monkeypatch: pytest.Mo
     monkeypatch.setattr(auto, "present", lambda device, launch: Machine(gpus.card("h100"), 80 << 30, 1))
     config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", compile="block")
     notes: list[str] = []
-    expected = expect.expect(config, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append)
+    expected = expectation.expect(config, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append)
     assert expected is not None and [note.split(":")[0] for note in notes] == ["the run"]
     assert expected.is_bound and expected.flops_per_s is None
     less = {"memory_gib_predicted": 2.0, "memory_gib": 1.0}

@@ -457,7 +457,8 @@ class MadeUp:
     def predict(self, train: TrainConfig, shape: Any, data: Data, machine: Machine, *, layout: Layout) -> Any:
         self.asked.append(train)
         bucket, share = data.worst(layout.data_world, train.microbatch)
-        whole = 4.0 if share > train.microbatch and layout.dp_shard > 1 else 0.0
+        several = share > train.microbatch and not train.parallel.reduce_each_microbatch
+        whole = 4.0 if several and layout.dp_shard > 1 else 0.0
         halves = 2 if train.precision == "bf16_pure" else 1
         kinds = {
             "parameters": 6.0 / halves / layout.dp_shard,
@@ -534,6 +535,56 @@ def test_one_microbatch_may_fit_where_several_do_not(made_up: MadeUp) -> None:
     """Several keep a whole gradient on every process."""
     best = searched(11, 4, data=Data({(1024, 1024): 16}, None, 300)).choose(given(), search.AXES)
     assert (best.train.microbatch, best.train.activation_checkpointing) == (4, "full")
+
+
+def test_gradients_are_reduced_after_each_microbatch_where_nothing_fits_without(made_up: MadeUp) -> None:
+    data = Data({(1024, 1024): 128}, None, 300)  # 32 a GPU
+    best = searched(9, 4, data=data).choose(given(), search.AXES)
+    assert best.changes["parallel.reduce_each_microbatch"] and best.train.parallel.offload == "none"
+    assert 1 < best.train.microbatch < 32 and best.train.activation_checkpointing == "full"
+    roomy = searched(24, 4, data=data).choose(given(), search.AXES)
+    assert not roomy.train.parallel.reduce_each_microbatch
+    fixed = given(microbatch=1, activation_checkpointing="full")
+    planner = searched(9, 4, data=data)
+    (line,) = planner.cures(fixed, planner.candidate(fixed, Layout(1, 1, 4, 1)))
+    assert "--set train.parallel.reduce_each_microbatch=true" in line and "the same result" in line
+
+
+@pytest.mark.parametrize("given_each", [None, False])
+def test_auto_decides_on_the_reduction_unless_told(given_each: bool | None, made_up: MadeUp) -> None:
+    config = load("tiny", [*AUTO_TWO, "train.precision=bf16"])
+    parallel = {"dp_shard": 4, "reduce_each_microbatch": given_each}
+    config = config.with_train(parallel=type(config.train.parallel)(**parallel))
+    data = Data({(1024, 1024): 128}, None, 300)
+    machine = Machine(gpus.card("4090"), 9 << 30, 4)
+    if given_each is False:
+        with pytest.raises(search.NothingFitsError, match="fit") as caught:
+            auto.decide(config, SanaConfig, data, machine)
+        assert "reduce_each_microbatch=true" in str(caught.value.fix)
+        return
+    decided, lines = auto.decide(config, SanaConfig, data, machine)
+    assert decided.train.parallel.reduce_each_microbatch
+    assert "train.parallel.reduce_each_microbatch: true" in lines[0]
+    begun = decided.model_dump()
+    assert auto.decide(config, SanaConfig, data, machine, begun)[0].train == decided.train
+
+
+def test_the_reduction_lowers_the_traced_peak_and_sends_more() -> None:
+    """Of two microbatches over two processes."""
+    shape = replace(SHAPE, count=2)
+    once, each = (
+        trace(
+            NARROW,
+            TrainConfig.model_validate({**COMPUTE, "parallel": {"dp_shard": 2, "reduce_each_microbatch": value}}),
+            Layout(1, 1, 2, 1),
+            shape,
+        )
+        for value in (False, True)
+    )
+    whole = 4 * sum(p.numel() for p in NARROW.module().parameters())
+    assert each.total < once.total - whole / 3
+    scattered = [sum(v[0] for k, v in t.sent.items() if "scatter" in k[0]) for t in (once, each)]
+    assert scattered[1] == pytest.approx(2 * scattered[0])
 
 
 def test_a_refusal_names_settings_that_are_predicted_to_fit(made_up: MadeUp) -> None:

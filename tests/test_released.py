@@ -37,7 +37,7 @@ from pipeline.models.sana_files import (
     save_nvlabs,
     save_weights,
 )
-from pipeline.reporting import decoder
+from pipeline.reporting import encoder_process
 from stages import bucket, check, encode, export, sample, train
 from tests.support import hub_layouts
 from tests.support.hub_layouts import RELEASED, Set
@@ -784,7 +784,7 @@ def test_sampling_runs_in_what_the_model_bears(run: SimpleNamespace, monkeypatch
     used: list[torch.dtype] = []
     to = SanaTransformer.to
     monkeypatch.setattr(SanaTransformer, "to", lambda self, *a: (used.append(a[1]), to(self, *a))[1])
-    monkeypatch.setattr(decoder.subprocess, "run", here)
+    monkeypatch.setattr(encoder_process.subprocess, "run", here)
     done = sample.run(run.config, "auto", None, run.root / "samples", 1)
     assert done.sheet.is_file() and used == [torch.float32]
 

@@ -31,8 +31,10 @@ from pipeline.config import Config, load
 from pipeline.demo import small_models
 from pipeline.errors import CacheError, UserError
 from pipeline.reporting import data_figures, plots, run_figures, sample_view
+from pipeline.reporting import page as reporting_page
 from pipeline.reporting.figures import collect
-from pipeline.reporting.photos import Photos
+from pipeline.reporting.sections import SECTIONS
+from pipeline.reporting.source_pictures import Photos
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
 from tests.support import drawings, tiny_cache
@@ -440,10 +442,9 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
-    from pipeline.reporting.page import TITLES
-
     page = checked(whole)
-    assert page.sections == [name for name in TITLES if name not in ("pictures", "gallery", "trained-on")] + ["missing"]
+    names = [section.id for section in SECTIONS if section.id not in ("pictures", "gallery", "trained-on")]
+    assert page.sections == [*names, "missing"]
     assert page.sections[0] == "progress", "before all data"
     assert "Decoded latents: no latents were decoded. sana-pipe report --gallery 8" in page.shown
     assert whole.stat().st_size < 1 << 20
@@ -455,7 +456,7 @@ def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, 
     assert data["id"] in shown and f"{data['samples']} samples in {len(data['buckets'])} buckets" in shown
     for row in data["buckets"]:
         assert f"{row['height']}x{row['width']} {row['samples']} {row['batch']} {row['steps']:.2f}" in shown
-    assert f"{100 * data['crop']['mean']:.1f} % of a picture's area" in shown
+    assert f"{data['crop']['mean']:.1%} of a picture's area" in shown
     assert f"{data['captions']['mean_tokens']:.1f} tokens on average" in shown
     assert "1 new samples, 7 old ones" in shown
     assert "predicted in all 5.0 GiB" in shown and "7.5 GiB" in shown
@@ -476,7 +477,9 @@ def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, 
 def test_rounds_stand_behind_one_another_on_the_axis_of_the_pictures(whole: Path) -> None:
     """Two rounds of three steps each, drawn after steps 1 and 2 of each."""
     text = whole.read_text(encoding="utf-8")
-    root = ElementTree.fromstring(re.findall(r'<svg[^>]*"progress-plot-t.*?</svg>', text, flags=re.DOTALL)[0])
+    root = ElementTree.fromstring(
+        re.findall(r'<svg[^>]*"training-loss-and-held-out-loss-1000-t.*?</svg>', text, flags=re.DOTALL)[0]
+    )
     middle = str((plots.LEFT + plots.WIDE - plots.RIGHT) // 2)
     assert [node.get("x1") for node in root.iter("line") if node.get("class") == "mark"] == [str(plots.LEFT), middle]
     assert {"first", "second"} <= {node.text for node in root.iter("text")}
@@ -588,7 +591,7 @@ def test_drawings_that_are_not_decoded_are_named_with_the_command(made: Made, ru
 
 
 def test_a_slider_has_a_limit_and_shows_the_first_and_the_last(made: Made, run_copy: Path, tmp_path: Path) -> None:
-    from pipeline.reporting.page import FRAMES
+    from pipeline.reporting.progress import FRAMES
 
     for step in range(1, FRAMES + 20):
         drawings.paint(drawings.draw(run_copy, step, tiny_cache.recipes()[0], ["a cat"]))
@@ -601,11 +604,21 @@ def test_a_slider_has_a_limit_and_shows_the_first_and_the_last(made: Made, run_c
 
 
 def test_without_pictures_no_source_is_read(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.reporting import photos
+    from pipeline.reporting import source_pictures
 
-    monkeypatch.setattr(photos, "reopen", None)
+    monkeypatch.setattr(source_pictures, "reopen", None)
     assert report.run(made.config, tmp_path / "report.html", pictures=False) == 0
     assert "img" not in {tag for tag, _ in checked(tmp_path / "report.html").tags}
+
+
+def test_a_long_table_ends_with_the_number_of_its_other_rows(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting_page, "ROWS", 1)
+    report.run(made.config, tmp_path / "report.html", pictures=False)
+    count = len(collect(made.config)[0]["snapshot"]["buckets"])
+    shown = checked(tmp_path / "report.html").shown
+    assert count > 1 and f"and {count - 1} more rows (sana-pipe inspect --json)" in shown
 
 
 def test_foreign_text_is_shown_as_text(tmp_path: Path, made: Made) -> None:
@@ -638,7 +651,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decoding itself is `sample`'s; here it runs in this process, which is seconds faster."""
-    from pipeline.reporting import decoder
+    from pipeline.reporting import encoder_process
     from stages import sample
 
     def here(config: Config, tensors: dict[str, Any], work: Path) -> Path:
@@ -646,7 +659,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
         sample.decode(config, work / "latents", work / "pictures")
         return work / "pictures"
 
-    monkeypatch.setattr(decoder, "decode", here)
+    monkeypatch.setattr(encoder_process, "decode", here)
     out = tmp_path / "report.html"
     assert report.run(made.config, out, gallery=3) == 0
     text = out.read_text(encoding="utf-8")
@@ -661,7 +674,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
 
 @pytest.mark.slow
 def test_the_gallery_decodes_in_another_process(made: Made, tmp_path: Path) -> None:
-    from pipeline.reporting.decoder import DecodeError
+    from pipeline.reporting.encoder_process import DecodeError
 
     assert report.run(made.config, tmp_path / "report.html", gallery=1) == 0
     config = made.config.model_copy(update={"vae": made.config.vae.model_copy(update={"id": str(tmp_path / "gone")})})

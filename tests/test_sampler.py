@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.models.sampler import SEED_STRIDE, draw_noise, noise_of, pad_rows, prompt_noise, sample, scheduler
+from pipeline.models.sampler import (
+    SEED_STRIDE,
+    Sampling,
+    draw_noise,
+    noise_of,
+    pad_rows,
+    prompt_noise,
+    sample,
+    scheduler,
+)
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_files import save_weights
 from tests.support.hub_layouts import SMALL
@@ -25,30 +33,24 @@ def model() -> SanaTransformer:
     model = SanaTransformer.from_scratch(CONFIG, seed=3)
     with torch.no_grad():
         model.caption_norm.weight.fill_(1.0)  # so that captions matter without training
-    return model
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
-def captions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def captions() -> list[Tensor]:
+    """Text rows (n, 24) of three captions; behind them those of the empty one."""
     generator = torch.Generator().manual_seed(5)
-    rows = torch.randn(3, 10, 24, generator=generator)
-    mask = torch.arange(10)[None] < torch.tensor([[10], [4], [7]])
-    null = torch.randn(10, 24, generator=generator)
-    return rows, mask, null, torch.arange(10) < 1
+    return [torch.randn(count, 24, generator=generator) for count in (10, 4, 7, 1)]
 
 
 @pytest.mark.parametrize("guidance", [4.5, 1.0])
 @pytest.mark.parametrize("size", [(8, 8), (6, 12)])
 def test_equals_sana_pipeline(
-    model: SanaTransformer,
-    captions: tuple[Tensor, Tensor, Tensor, Tensor],
-    guidance: float,
-    size: tuple[int, int],
-    tmp_path: Path,
+    model: SanaTransformer, captions: list[Tensor], guidance: float, size: tuple[int, int], tmp_path: Path
 ) -> None:
     from diffusers import SanaPipeline, SanaTransformer2DModel
 
-    rows, mask, null, null_mask = captions
+    *rows, null = captions
     save_weights(model.state_dict(), CONFIG, tmp_path, torch.float32)
     pipeline = SanaPipeline(
         tokenizer=None,
@@ -59,12 +61,13 @@ def test_equals_sana_pipeline(
     )
     pipeline.set_progress_bar_config(disable=True)
     noise = draw_noise(3, (4, *size), seed=1)
+    padded, mask = pad_rows([*rows, null])
     theirs = pipeline(
-        prompt_embeds=rows,
-        prompt_attention_mask=mask.long(),
+        prompt_embeds=padded[:3],
+        prompt_attention_mask=mask[:3].long(),
         negative_prompt=None,
-        negative_prompt_embeds=null.expand(3, -1, -1),
-        negative_prompt_attention_mask=null_mask.long().expand(3, -1),
+        negative_prompt_embeds=padded[3:].expand(3, -1, -1),
+        negative_prompt_attention_mask=mask[3:].long().expand(3, -1),
         num_inference_steps=STEPS,
         guidance_scale=guidance,
         height=size[0] * 32,
@@ -73,98 +76,55 @@ def test_equals_sana_pipeline(
         use_resolution_binning=False,
         output_type="latent",
     ).images
-    ours = sample(model, rows, mask, null, null_mask, noise=noise, steps=STEPS, guidance=guidance)
+    settings = Sampling(STEPS, guidance)
+    ours = sample(model, rows, null, noise, settings)
     assert ours.dtype == torch.float32
     assert _distance(ours, theirs) <= 1e-4
     # the comparison sees another shift, another guidance and swapped captions
     for other in (
-        sample(model, rows, mask, null, null_mask, noise=noise, steps=STEPS, guidance=guidance, flow_shift=4.0),
-        sample(model, rows, mask, null, null_mask, noise=noise, steps=STEPS, guidance=guidance + 1),
-        sample(model, rows.flip(0), mask.flip(0), null, null_mask, noise=noise, steps=STEPS, guidance=guidance),
+        sample(model, rows, null, noise, replace(settings, flow_shift=4.0)),
+        sample(model, rows, null, noise, replace(settings, guidance=guidance + 1)),
+        sample(model, rows[::-1], null, noise, settings),
     ):
         assert _distance(other, theirs) > 1e-3
 
 
-def test_batches_and_lengths_change_nothing(
-    model: SanaTransformer, captions: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> None:
-    rows, mask, null, null_mask = captions
-    noise = draw_noise(3, (4, 8, 8), seed=1)
-    seen: list[tuple[int, int]] = []
-    whole = sample(model, rows, mask, null, null_mask, noise=noise, steps=STEPS)
-    parts = sample(
-        model,
-        rows,
-        mask,
-        null[:1],  # only the row that its mask shows
-        null_mask[:1],
-        noise=noise,
-        steps=STEPS,
-        batch=2,
-        on_step=lambda done, of: seen.append((done, of)),
-    )
+def test_batches_change_nothing(model: SanaTransformer, captions: list[Tensor]) -> None:
+    *rows, null = captions
+    noise, calls = draw_noise(3, (4, 8, 8), seed=1), list[int]()
+
+    def counted(*inputs: Tensor) -> Tensor:
+        calls.append(len(inputs[0]))
+        return model(*inputs)
+
+    whole = sample(model, rows, null, noise, Sampling(STEPS))
+    parts = sample(counted, rows, null, noise, Sampling(STEPS, batch=2))
     assert _distance(parts, whole) <= 1e-4
-    assert seen == [(i + 1, 2 * STEPS) for i in range(2 * STEPS)]
+    assert calls == [4] * STEPS + [2] * STEPS
 
 
-def test_guidance_zero_is_the_empty_caption(
-    model: SanaTransformer, captions: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> None:
-    rows, mask, null, null_mask = captions
+def test_guidance_zero_is_the_empty_caption(model: SanaTransformer, captions: list[Tensor]) -> None:
+    *rows, null = captions
     noise = draw_noise(3, (4, 8, 8), seed=1)
-    empty = sample(model, null.expand(3, -1, -1), null_mask.expand(3, -1), noise=noise, steps=STEPS, guidance=1.0)
-    none = sample(model, rows, mask, null, null_mask, noise=noise, steps=STEPS, guidance=0.0)
+    empty = sample(model, [null] * 3, null, noise, Sampling(STEPS, guidance=1.0))
+    none = sample(model, rows, null, noise, Sampling(STEPS, guidance=0.0))
     assert _distance(none, empty) <= 1e-4
-
-
-class _Toward(nn.Module):
-    """A perfect flow: always leads to `goal`, whatever the noise."""
-
-    def __init__(self, goal: Tensor):
-        super().__init__()
-        self.goal = nn.Parameter(goal)
-        self.noise = torch.zeros_like(goal)
-        self.dtypes: list[torch.dtype] = []
-
-    def forward(self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor) -> Tensor:
-        self.dtypes.append(timesteps.dtype)
-        assert not self.training
-        return self.noise - self.goal
 
 
 def test_follows_the_flow_to_the_data() -> None:
     """With the true flow eps - x0 the solver ends at x0: sign and time direction agree with the objective's target."""
-    generator = torch.Generator().manual_seed(2)
-    goal = torch.randn(1, 4, 3, 5, generator=generator)
-    model = _Toward(goal)
-    model.noise = noise = torch.randn(1, 4, 3, 5, generator=generator)
+    generator, dtypes = torch.Generator().manual_seed(2), set[torch.dtype]()
+    goal, noise = (torch.randn(1, 4, 3, 5, generator=generator) for _ in range(2))
+
+    def flow(latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor) -> Tensor:
+        dtypes.add(timesteps.dtype)
+        return noise - goal
+
     # the solver starts at sigma = .999.., where the noised latent is not quite the noise
     start = (noise * 0.999 * 3 + goal * 0.001) / (1 + 2 * 0.999)
-    out = sample(model, torch.zeros(1, 2, 8), torch.ones(1, 2, dtype=torch.bool), noise=start, steps=4, guidance=1.0)
+    out = sample(flow, [torch.zeros(2, 8)], torch.zeros(1, 8), start, Sampling(4, guidance=1.0))
     assert (out - goal).abs().max() < 1e-4
-    assert set(model.dtypes) == {torch.float32}
-    assert model.training
-
-
-def test_a_model_in_eval_mode_stays_in_it() -> None:
-    model = _Toward(torch.zeros(1, 4, 2, 2)).eval()
-    sample(model, torch.zeros(1, 2, 8), torch.ones(1, 2).bool(), noise=torch.zeros(1, 4, 2, 2), steps=1, guidance=1.0)
-    assert not model.training
-
-
-def test_mode_is_restored_after_a_failure() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def forward(self, *_: Tensor) -> Tensor:
-            raise RuntimeError("broken")
-
-    model = Broken()
-    with contextlib.suppress(RuntimeError):
-        sample(model, torch.zeros(1, 2, 8), torch.ones(1, 2).bool(), noise=torch.zeros(1, 4, 2, 2), guidance=1.0)
-    assert model.training
+    assert dtypes == {torch.float32}
 
 
 def test_noise_of_a_picture_does_not_depend_on_the_others() -> None:
@@ -193,54 +153,20 @@ def test_noise_is_the_same_in_every_version() -> None:
 
 
 def test_defaults_are_those_of_the_published_pipeline() -> None:
-    class Toy(nn.Linear):
-        def forward(self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor) -> Tensor:
-            return latents * captions.mean((1, 2))[:, None, None, None] + timesteps[0] / 1000
-
-    texts = torch.ones(1, 2, 8), torch.ones(1, 2).bool(), torch.zeros(2, 8), torch.ones(2).bool()
-    noise, seen = draw_noise(1, (4, 2, 3), 0), list[int]()
-    drawn = sample(Toy(1, 1), *texts, noise=noise, on_step=lambda done, of: seen.append(of))
-    assert seen == [20] * 20
-    assert torch.equal(drawn, sample(Toy(1, 1), *texts, noise=noise, steps=20, guidance=4.5, flow_shift=3.0))
+    assert Sampling() == Sampling(steps=20, guidance=4.5, flow_shift=3.0, batch=None)
 
 
-def test_a_callable_draws_what_its_module_draws(
-    model: SanaTransformer, captions: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> None:
-    rows, mask, null, null_mask = captions
-    padded, lengths = pad_rows([row[shown] for row, shown in zip(rows, mask, strict=True)])
-    assert torch.equal(lengths, mask)
-    assert torch.equal(padded, rows * mask[..., None])
-    noise = draw_noise(3, (4, 8, 8), seed=1)
-    whole = sample(model, rows, mask, null, null_mask, noise=noise, steps=2)
-    place = {"device": torch.device("cpu"), "dtype": torch.float32}
-    called = sample(lambda *inputs: model(*inputs), padded, mask, null, null_mask, noise=noise, steps=2, **place)
-    assert _distance(called, whole) <= 1e-5
-    with pytest.raises(ValueError, match="needs device and dtype"):
-        sample(lambda *inputs: model(*inputs), rows, mask, null, null_mask, noise=noise, dtype=torch.float32)
+def test_the_model_computes_in_the_dtype_of_the_rows(captions: list[Tensor]) -> None:
+    *rows, null = captions
+    seen = set[torch.dtype]()
 
+    def flow(latents: Tensor, text: Tensor, mask: Tensor, timesteps: Tensor) -> Tensor:
+        seen.update((latents.dtype, text.dtype))
+        assert mask.dtype == torch.bool and mask.sum(1).tolist() == [1, 1, 1, 10, 4, 7]
+        return latents
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 0}, "steps must be at least 1"),
-        ({"null_captions": None}, "needs the empty caption"),
-        ({"mask": torch.ones(2, 3).bool()}, "do not go together"),
-        ({"noise": torch.zeros(1, 4, 8, 8)}, "do not go together"),
-        ({"null_mask": torch.ones(3).bool()}, "do not go together"),
-    ],
-)
-def test_refuses_what_does_not_fit(model: SanaTransformer, change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
-        "captions": torch.zeros(2, 5, 24),
-        "mask": torch.ones(2, 5).bool(),
-        "null_captions": torch.zeros(1, 24),
-        "null_mask": torch.ones(1).bool(),
-        "noise": torch.zeros(2, 4, 8, 8),
-        "steps": 1,
-    }
-    with pytest.raises(ValueError, match=message):
-        sample(model, **(arguments | change))  # type: ignore[arg-type]
+    drawn = sample(flow, [each.bfloat16() for each in rows], null, draw_noise(3, (4, 2, 2), 0), Sampling(1))
+    assert seen == {torch.bfloat16} and drawn.dtype == torch.float32
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

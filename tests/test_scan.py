@@ -252,6 +252,19 @@ def test_two_processes_read_every_picture_once_and_have_the_same_table(folder: P
     assert [source.ignored.total for source in sources] == [1, 1]
 
 
+def test_what_an_unchanged_tar_skips_is_named_again(tars: list[Path], cache: Cache) -> None:
+    first, second, third = CountedTars(tars), CountedTars(tars), CountedTars(tars)
+    table = scanned(first, cache)
+    again = scanned(second, cache)
+    assert (second.listed, second.reads) == ([], [])
+    assert again.equals(table)
+    assert vars(second.ignored) == vars(first.ignored) and first.ignored.total == 12
+    tars[1].unlink()
+    third = CountedTars([*tars[:1], *tars[2:]])
+    scanned(third, cache)
+    assert (third.listed, third.ignored.total) == ([], 9)
+
+
 def test_of_tars_each_is_a_fragment_and_is_neither_listed_nor_read_twice(tars: list[Path], cache: Cache) -> None:
     alone = Cache(cache.root.parent / "alone", create=True)
     whole = CountedTars(tars)

@@ -216,7 +216,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     from pipeline.cache.root import Cache
     from pipeline.models import spec
     from pipeline.planning import predict
-    from pipeline.reporting import drawing
+    from pipeline.reporting import draw_latents
     from tests.support import pixart
 
     monkeypatch.setitem(spec.KINDS, pixart.CLASS, "tests.support.pixart:PixArt")
@@ -258,5 +258,5 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     keys = "encoder_hidden_states", "encoder_attention_mask", "timestep"
     expected = exported(latents, **dict(zip(keys, inputs[1:], strict=True))).sample
     torch.testing.assert_close(own(*inputs), expected)
-    (drawn,) = drawing.draw_for(more, architecture, dict(weights), snapshot, [0], CPU)
+    (drawn,) = draw_latents.draw_for(more, architecture, dict(weights), snapshot, [0], CPU)
     assert drawn.latent.shape == drawn.cached.shape and drawn.latent.isfinite().all()

@@ -6,7 +6,11 @@ import io
 import json
 import os
 import posixpath
+import re
+import shlex
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -405,6 +409,36 @@ def test_pipes_and_sockets_do_not_hang(tmp_path: Path) -> None:
         source.read("pipe.png")
     with pytest.raises(Unreadable, match="not a regular file"):
         source.stat("pipe.png")
+
+
+LISTING = """
+import sys
+from pipeline.config import DataConfig
+from pipeline.errors import UserError
+from pipeline.sources.detect import open_source
+for data in sys.argv[1:]:
+    try:
+        print(list(open_source(data, DataConfig()).items()))
+    except UserError as error:
+        print(error.what.partition(":")[0], error.fix.partition(", ")[0], sep="|")
+"""
+
+
+def test_a_folder_that_may_be_listed_and_not_entered_is_named(
+    tmp_path: Path, bound_by_permissions: Callable[[], None]
+) -> None:
+    put(tmp_path, p__a_dot_png=b"", p__a_dot_txt="x", p__in__b_dot_png=b"", p__in__b_dot_txt=b"", tars__c_dot_tar=b"")
+    pictures, tars = shut = tmp_path / "p" / "in", tmp_path / "tars"
+    for folder in shut:
+        folder.chmod(0o600)
+    data = [tmp_path / "p", pictures, tars, tars / "*.tar", tars / "c.tar"]
+    told = subprocess.run(
+        [sys.executable, "-c", LISTING, *data], preexec_fn=bound_by_permissions, capture_output=True, text=True
+    )
+    for folder in shut:
+        folder.chmod(0o700)
+    listed = [f"{folder}|chmod -R u+rX {folder}" for folder in (pictures, pictures, tars, tars)]
+    assert told.stdout.splitlines() == [*listed, f"{tars / 'c.tar'}|chmod a+rx {tars}"], told.stderr
 
 
 def test_unreadable_folder_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -818,3 +852,95 @@ def test_what_is_there_in_place_of_pictures_is_named_with_the_way(
         with pytest.raises(UserError) as single:
             open_source(str(tmp_path / files[0]), DataConfig())
         assert single.value.fix == error.value.fix
+
+
+ANNOTATED = [(0, "a dog"), (1, "a cat"), (0, "it's a dog")]
+COCO_PICTURES = {"licenses": [{"id": 1}], "images": [{"id": n, "file_name": f"{n}.jpg"} for n in (0, 1)]}
+COCO_FILES = {
+    "captions": [{"image_id": n, "caption": text} for n, text in ANNOTATED],
+    "boxes": [{"image_id": n, "category_id": 7, "bbox": [1, 2, 3, 4]} for n, _ in ANNOTATED],
+}
+LLAVA_ROWS = [
+    *(
+        {"image": f"{n}.jpg", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": text}]}
+        for n, text in ANNOTATED
+    ),
+    {"id": "text alone", "conversations": [{"from": "human", "value": "?"}]},
+]
+
+
+def annotation_files() -> dict[str, tuple[str, str]]:
+    """Name -> (file, content)."""
+    coco = {
+        name: {**COCO_PICTURES, "annotations": rows, "categories": [{"id": 7, "name": "dog"}]}
+        for name, rows in COCO_FILES.items()
+    }
+    return {
+        "captions": ("c.json", json.dumps(coco["captions"])),
+        "indented": ("c.json", json.dumps(coco["captions"], indent=1)),
+        "boxes": ("c.json", json.dumps(coco["boxes"])),
+        "llava": ("l.json", json.dumps(LLAVA_ROWS)),
+        "llava lines": ("l.jsonl", "\n".join(map(json.dumps, LLAVA_ROWS))),
+    }
+
+
+@pytest.mark.parametrize("case", annotation_files())
+@pytest.mark.parametrize("folder", ["", "train 2017/"])
+@pytest.mark.parametrize("place", ["", "annotations/"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_annotations_of_coco_and_llava_are_named_with_a_command_that_works(
+    tmp_path: Path, case: str, folder: str, place: str, whole: bool
+) -> None:
+    name, content = annotation_files()[case]
+    root = tmp_path / "it's"
+    file = write(root, place + name, content)
+    for n in (0, 1):
+        write(root, f"{folder}{n}.jpg")
+    with pytest.raises(UserError, match="COCO" if name == "c.json" else "LLaVA") as caught:
+        list(open_source(str(root if whole else file), DataConfig()).items())
+    python, encode = str(caught.value.fix).split(" && ")
+    subprocess.run([sys.executable, *shlex.split(python)[1:]], check=True)
+    items = list(open_source(shlex.split(encode)[-1], DataConfig()).items())
+    said = {item.key: {text for text, _ in item.captions} for item in items if isinstance(item, Item)}
+    texts = {"dog"} if case == "boxes" else {"a dog", "it's a dog"}
+    assert len(items) == 2 and said[f"{folder}0.jpg"] == texts
+
+
+def test_annotations_beside_pictures_with_captions_are_no_error(tmp_path: Path) -> None:
+    put(tmp_path, c_dot_json=annotation_files()["captions"][1], a_dot_jpg=b"a", a_dot_txt="a")
+    assert len(listed(tmp_path)[0]) == 1
+    rows = [{"image": "a.jpg", "images": [{}], "annotations": [{}], "text": "t", "conversations": []}]
+    for name, text in (("r.json", json.dumps(rows)), ("r.jsonl", json.dumps(rows[0])), ("s.json", json.dumps(rows[0]))):
+        [item] = open_source(str(write(tmp_path, name, text)), DataConfig()).items()
+        assert isinstance(item, Item)
+
+
+def test_a_table_of_conversations_asks_for_a_column_of_text(tmp_path: Path) -> None:
+    values = {"image": [b"\xff\xd8\xff\xe0 picture"], "id": ["a"], "conversations": [[{"from": "gpt", "value": "a"}]]}
+    table = pa.table(values)
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=naming("LLaVA", "data.caption_field=COLUMN")):
+        list(open_source(str(tmp_path / "t.parquet"), DataConfig()).items())
+
+
+KEYS = {"id": 5, "width": [1], "note": "", "tag_string": "dog, cat", "long prompt": "A dog and a cat."}
+
+
+def test_a_json_file_without_a_caption_column_names_its_columns_and_the_setting(tmp_path: Path) -> None:
+    photo = b"pixels"
+    put(tmp_path, pictures__a_dot_jpg=photo, pictures__a_dot_json=json.dumps(KEYS))
+    make_tar(tmp_path / "b.tar", [("a.jpg", photo), ("a.json", json.dumps(KEYS)), ("b.jpg", photo), ("b.txt", "b")])
+    make_tar(tmp_path / "c.tar", [("a.jpg", photo), ("a.json", json.dumps(KEYS))])
+    named = naming("'id'", "'tag_string'", "'long prompt'", "--set 'data.caption_field=long prompt'")
+    for data in ("pictures", "b.tar"):
+        reasons = [
+            each.reason for each in open_source(str(tmp_path / data), DataConfig()).items() if isinstance(each, Reject)
+        ]
+        assert len(reasons) == 1 and re.match(named, reasons[0])
+        [item, *_] = open_source(str(tmp_path / data), DataConfig(caption_field="long prompt")).items()
+        assert isinstance(item, Item) and item.captions == (("A dog and a cat.", 1.0),)
+    with pytest.raises(UserError, match=named):
+        list(open_source(str(tmp_path / "c.tar"), DataConfig()).items())
+    put(tmp_path, pictures__a_dot_json=json.dumps({"id": 5}))
+    [reject] = open_source(str(tmp_path / "pictures"), DataConfig()).items()
+    assert isinstance(reject, Reject) and "only 'id'" in reject.reason and "--set" not in reject.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -17,12 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import gpus
+from pipeline.cli import plan
 from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.models.sana_flops import forward_flops, training_flops
 from pipeline.parallel.mesh import Layout, open_mesh
-from pipeline.training import build, checks, memory, metrics, throughput, trackers
+from pipeline.training import build, checks, memory, metrics, remedies, throughput, trackers
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
@@ -155,16 +157,16 @@ def test_memory_of_other_systems_and_launches(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(memory, "sys", SimpleNamespace(platform=platform))
         assert memory.peak_rss() == peak
     replicas = configured(parallel=ParallelConfig(dp_replicate=2))
-    assert memory.sharing_processes(replicas) == 1
+    assert remedies.sharing_processes(replicas) == 1
     for world in (2, 4):
         monkeypatch.setattr(
-            memory, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda world=world: world)
+            remedies, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda world=world: world)
         )
-        assert memory.sharing_processes(replicas) == world // 2
-        assert memory.sharing_processes(configured()) == world
-        assert not any("reshard" in line for line in memory.memory_advice(configured(precision="fp32")))
+        assert remedies.sharing_processes(replicas) == world // 2
+        assert remedies.sharing_processes(configured()) == world
+        assert not any("reshard" in line for line in remedies.memory_advice(configured(precision="fp32")))
     unsharded = configured(parallel=ParallelConfig(reshard_after_forward=False), precision="fp32")
-    assert any("reshard_after_forward=true" in line for line in memory.memory_advice(unsharded))
+    assert any("reshard_after_forward=true" in line for line in remedies.memory_advice(unsharded))
 
 
 def test_a_checkpoint_takes_no_time_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,33 +290,37 @@ def configured(**options: Any) -> TrainConfig:
 
 
 def test_relief_names_only_what_helps_and_is_allowed() -> None:
-    keys = [line.partition("=")[0].removeprefix("--set train.") for line in memory.memory_advice(configured())]
+    keys = [line.partition("=")[0].removeprefix("--set train.") for line in remedies.memory_advice(configured())]
     assert keys[0] == "microbatch"  # blocks are recomputed by default
-    plain = memory.memory_advice(configured(activation_checkpointing="none", microbatch=6))
+    plain = remedies.memory_advice(configured(activation_checkpointing="none", microbatch=6))
     assert not any("ema." in line or "dp_replicate" in line for line in plain), "what the run does not have"
-    for other in (configured(precision="fp16"), configured(parallel=ParallelConfig(dp_shard=2))):
-        assert not any("precision=" in line or "dp_replicate" in line for line in memory.memory_advice(other))
+    assert not any("precision=" in line for line in remedies.memory_advice(configured(precision="fp16")))
+    sharded = remedies.memory_advice(configured(parallel=ParallelConfig(dp_shard=2)))
+    assert not any("precision=bf16 " in line or "dp_replicate" in line for line in sharded)
+    assert any("precision=bf16_pure" in line for line in sharded)
     assert plain[0].startswith("--set train.activation_checkpointing=selective ")
     assert plain[1].startswith("--set train.activation_checkpointing=full ")
     fused = configured(optim=OptimConfig(in_backward=True, clip=None))
-    assert not any("microbatch=" in line for line in memory.memory_advice(fused)), "it needs a batch in one microbatch"
+    assert not any("microbatch=" in line for line in remedies.memory_advice(fused)), (
+        "it needs a batch in one microbatch"
+    )
     assert plain[2].startswith("--set train.microbatch=3 ")
-    small = memory.memory_advice(configured(microbatch=1))
-    assert not any("microbatch=" in line or "precision=" in line for line in small)
-    assert any("precision=bf16" in line for line in memory.memory_advice(configured(precision="fp32")))
-    compressed = memory.memory_advice(configured(activation_compression="fp8"))
+    small = remedies.memory_advice(configured(microbatch=1))
+    assert not any("microbatch=" in line or "precision=bf16 " in line for line in small)
+    assert any("precision=bf16" in line for line in remedies.memory_advice(configured(precision="fp32")))
+    compressed = remedies.memory_advice(configured(activation_compression="fp8"))
     assert not any("compression=" in line for line in compressed), "int8 is no smaller"
     refusing = configured(
         compile="block", optim=OptimConfig(in_backward=True, clip=None, name="came", betas=None, eps=None)
     )
-    assert [line.partition(" ")[2].partition("   ")[0] for line in memory.memory_advice(refusing)] == [
+    assert [line.partition(" ")[2].partition("   ")[0] for line in remedies.memory_advice(refusing)] == [
         "train.parallel.reshard_after_forward=true",
         "train.activation_compression=int8 --set train.compile=none",
         "train.parallel.offload=all",
     ]
-    alone = memory.memory_advice(configured(precision="fp32"))
+    alone = remedies.memory_advice(configured(precision="fp32"))
     assert not any("reshard" in line for line in alone), "in fp32 one process has nothing to gather or to cast"
-    copies = memory.memory_advice(
+    copies = remedies.memory_advice(
         configured(ema=EmaConfig(), parallel=ParallelConfig(dp_replicate=2, reshard_after_forward=False))
     )
     for flag in (
@@ -325,7 +331,7 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
         "reshard_after_forward=true",
     ):
         assert any(flag in line for line in copies), flag
-    for line in memory.memory_advice(configured(activation_checkpointing="none", precision="fp32")):
+    for line in remedies.memory_advice(configured(activation_checkpointing="none", precision="fp32")):
         words = line.partition("   (")[0].replace("--set train.", "").split()
         tree: dict[str, Any] = configured(activation_checkpointing="none", precision="fp32").model_dump()
         for word in words:
@@ -339,22 +345,45 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
         TrainConfig.model_validate(tree)
 
 
+def test_no_advice_makes_several_microbatches_keep_a_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a microbatch may turn one into two, and each process then keeps a whole gradient between them."""
+
+    def advice(microbatch: int = 8, **sizes: Any) -> list[str]:
+        lines = remedies.memory_advice(configured(microbatch=microbatch, parallel=ParallelConfig(**sizes)))
+        return [flags for flags in (line.partition("   ")[0] for line in lines) if "microbatch" in flags]
+
+    each = "--set train.parallel.reduce_each_microbatch=true"
+    half = "--set train.microbatch=4"
+    assert advice() == [half], "one process keeps its whole gradient anyway"
+    assert advice(offload="all") == [each, f"{half} {each}"]
+    monkeypatch.setattr(remedies, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2))
+    assert advice() == [each, f"{half} {each}"]
+    assert advice(microbatch=1) == [each]
+    assert advice(reduce_each_microbatch=True) == [half]
+    assert advice(pp_size=2) == advice(dp_replicate=2) == [half]
+
+
+def test_on_a_gpu_the_advice_ends_with_the_command_that_checks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(total_memory=24 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
+    monkeypatch.setattr(remedies, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 8))
+    *_, last = remedies.memory_advice(configured(output="/runs/my run"))
+    command = last.partition(": ")[2]
+    assert command == ("sana-pipe plan --search --config '/runs/my run/config.yaml' --gpus 8 --gpu-memory 22118MiB")
+    assert plan.make_context("plan", shlex.split(command)[2:]).params["gpus"] == 8
+
+
 def test_the_page_on_memory_lists_the_same_settings_in_the_same_order() -> None:
-    plain = configured(activation_checkpointing="none")
-    changes = [change(plain) for change, _ in memory.OPTIONS]
-    settings = [(f"train.{key}", str(value).lower()) for change in changes for key, value in change.items()]
+    plain = configured(activation_checkpointing="none", parallel=ParallelConfig(offload="all"))
+    changes = [change for change, _ in (*remedies.searched(plain), *remedies.LADDER, remedies.OFFLOAD)]
+    settings = [next(iter(change.items())) for change in changes]
     page = (tiny_run.ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)(?:: ([\w-]+))?`", page, re.MULTILINE)
-    accompanying = {
-        "train.ema.every",
-        "train.optim.clip",
-        "train.optim.betas",
-        "train.optim.eps",
-        "train.parallel.dp_shard",
-    }
-    expected = [(key, value) for key, value in settings if key not in accompanying]
+    expected = [(f"train.{key}", str(value).lower()) for key, value in settings]
     assert [key for key, _ in rows] == [key for key, _ in expected]
-    assert [(key, value) for key, value in rows if value] == [pair for pair in expected if "microbatch" not in pair[0]]
+    expected.remove(("train.microbatch", "4"))  # its row says "smaller"
+    assert [(key, value) for key, value in rows if value] == expected
 
 
 def test_a_failed_allocation_is_an_error_for_people(tmp_path: Path) -> None:

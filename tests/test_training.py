@@ -39,8 +39,8 @@ from pipeline.parallel import data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
+from pipeline.planning.expectation import Expectation
 from pipeline.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
-from pipeline.training.expectation import Expected
 from pipeline.training.profiling import Profiler
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
@@ -954,7 +954,7 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
     printed: list[str] = []
     tracked: list[tuple[Any, ...]] = []
     service = SimpleNamespace(log=lambda *given: tracked.append(given), close=lambda: tracked.append(("closed",)))
-    expected = Expected(6 * 2**30, 4 * 2**30, 1000, 2e12, None, {"processes": 2})
+    expected = Expectation(6 * 2**30, 4 * 2**30, 1000, 2e12, None, {"processes": 2})
     journal = metrics.Metrics(tmp_path / "metrics.jsonl", printed.append, service, expected)  # type: ignore[arg-type]
     journal.start(step=8)
     speed = {"images_per_s": 8.0, "data_wait": 0.75, "mfu": 0.6, "model_tflops": 1.6, "forward_tokens": 500}

@@ -32,7 +32,7 @@ from pipeline.launch import Launch
 from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
-from pipeline.reporting import drawing
+from pipeline.reporting import draw_latents
 from pipeline.training import checkpoint, lock, metrics, throughput, trainer
 from pipeline.training import drawings as in_training
 from pipeline.training.task import Report, TrainingTask
@@ -75,13 +75,13 @@ def at_model_call(number: int, action: Callable[[], None]) -> Iterator[None]:
     """`action` is called after call `number` (from 0) of the model by the sampler."""
     calls, original = itertools.count(), in_training.sample
 
-    def sample(model: Any, *inputs: Any, **options: Any) -> Tensor:
+    def sample(model: Any, *inputs: Any) -> Tensor:
         def called(*tensors: Tensor) -> Tensor:
             if next(calls) == number:
                 action()
             return model(*tensors)
 
-        return original(called, *inputs, **options)
+        return original(called, *inputs)
 
     with mock.patch.object(in_training, "sample", sample):
         yield
@@ -398,7 +398,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
 
     architecture, weights = checkpoint.load_model_state(output / "checkpoints/step-00000001")
     shape = (latent.channels, *[resolution // latent.compression] * 2)
-    expected = drawing.draw_prompts(config, architecture, weights, published, shape, torch.device("cpu"))
+    expected = draw_latents.draw_prompts(config, architecture, weights, published, shape, torch.device("cpu"))
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
     # A newer set does not take its place in a run that is resumed, unless its name is given.
@@ -431,7 +431,7 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
     trained = checkpoint.as_trained(small("train.precision=bf16"), document.config)
     latent = cache.open_snapshot().latent_recipe
     shape = (latent.channels, *[config.data.resolution // latent.compression] * 2)
-    expected = drawing.draw_prompts(
+    expected = draw_latents.draw_prompts(
         trained, *checkpoint.load_model_state(folder), published, shape, torch.device("cpu")
     )
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5

@@ -23,8 +23,8 @@ from pipeline.encoding import survey
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import encoders
 from pipeline.models.sana import SanaTransformer
-from pipeline.reporting import pictures
-from pipeline.reporting.pictures import Drawing, Watcher
+from pipeline.reporting import run_pictures
+from pipeline.reporting.run_pictures import Drawing, Watcher
 from tests.support.drawings import draw
 from tests.support.messages import naming
 
@@ -172,4 +172,4 @@ def test_a_run_without_drawings_is_an_error_with_once(config: Config, run: Path)
 
 
 def test_the_command_that_is_shown_decodes(run: Path) -> None:
-    assert pictures.decode_command(run) == f"sana-pipe sample --watch {run} --once"
+    assert run_pictures.decode_command(run) == f"sana-pipe sample --watch {run} --once"

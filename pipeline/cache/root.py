@@ -387,6 +387,23 @@ class Cache:
             check_snapshot_name(name)
         check_files(self.files, head)
         self._restore_heads(head)
+        head, tables = self._published(head, name)
+        self.put_lists(tables)
+        snapshot_id = head.id
+        self.files.ensure(Paths.snapshot(snapshot_id), head.sealed())
+        for pointer in [*([name] if name else []), *(["latest"] if latest else [])]:
+            self.point(pointer, snapshot_id, move=move)
+        return snapshot_id
+
+    def check_taken(self, head: Head, name: str) -> None:
+        """Raises the UserError of `add_snapshot` for a name that points to another snapshot, of which the head can be
+        read."""
+        current, snapshot_id = self.snapshot_of(name), self._published(head, name)[0].id
+        if current not in (None, snapshot_id) and name not in MOVING and self._readable([current]):
+            raise name_taken(name, str(current), snapshot_id)
+
+    def _published(self, head: Head, name: str | None) -> tuple[Head, list[bytes]]:
+        """The head as `add_snapshot` publishes it, and the files of its lists."""
         parent = self.snapshot_of(name or "latest")
         new, tables = head.with_tables()
         before = self._readable([parent])
@@ -395,13 +412,7 @@ class Cache:
         elif before and before[0].packed:
             before += self._readable([before[0].head.parent])
         same = [snapshot.head for snapshot in before if snapshot.head.content == new.content]
-        head = same[0] if same else replace(new, parent=head.parent or parent)
-        self.put_lists(tables)
-        snapshot_id = head.id
-        self.files.ensure(Paths.snapshot(snapshot_id), head.sealed())
-        for pointer in [*([name] if name else []), *(["latest"] if latest else [])]:
-            self.point(pointer, snapshot_id, move=move)
-        return snapshot_id
+        return same[0] if same else replace(new, parent=head.parent or parent), tables
 
     def put_lists(self, tables: Iterable[bytes]) -> None:
         """Write the lists of a head, as `Head.with_tables` gives them."""

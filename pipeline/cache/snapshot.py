@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from threading import Lock
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -367,9 +367,17 @@ def check_sizes(files: Files, wanted: Iterable[tuple[str, int | None]]) -> None:
 
 def write_chunk(files: Files, samples: pa.Table, names: pa.Table) -> Chunk:
     """Write one chunk: up to `CHUNK_ROWS` rows of `samples_schema` and of `NAMES`, in the same order."""
-    written = [to_ipc(table) for table in (samples, names)]
-    digests = [files.put_content(data, "tables", "arrow", twice=True) for data in written]
-    return Chunk(samples.num_rows, *digests, blocks=blocks_of(written[0], BLOCK_ROWS))
+    return _chunk(samples, names, partial(files.put_content, folder_of="tables", suffix="arrow", twice=True))
+
+
+def unwritten_chunk(samples: pa.Table, names: pa.Table) -> Chunk:
+    """The result of `write_chunk`, without its files."""
+    return _chunk(samples, names, layout.content_digest)
+
+
+def _chunk(samples: pa.Table, names: pa.Table, digest: Callable[[bytes], str]) -> Chunk:
+    tables = [to_ipc(table) for table in (samples, names)]
+    return Chunk(samples.num_rows, *map(digest, tables), blocks=blocks_of(tables[0], BLOCK_ROWS))
 
 
 # ---------------------------------------------------------------- samples

@@ -11,12 +11,10 @@ Price: a line that is deleted from the file is not given, so the remembered valu
 
 from __future__ import annotations
 
-import json
-import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import Config, DataConfig
+from pipeline.config import Config, DataConfig, setting
 
 GROUPS = (
     ("caption_field", "caption_weights"),
@@ -107,7 +105,7 @@ def _changed(data: DataConfig) -> dict[str, Any]:
 
 
 def _note(name: str, option: str, before: Any, now: Any, on_purpose: bool) -> str:
-    old, new = (shlex.quote(f"{option}={json.dumps(value, ensure_ascii=False)}") for value in (before, now))
+    old, new = setting(option, before), setting(option, now)
     if on_purpose:
-        return f"source {name!r} is read another way: --set {new} (so far: --set {old})"
-    return f"source {name!r} is read as before: --set {old} (another way: --set {new})"
+        return f"source {name!r} is read another way: {new} (so far: {old})"
+    return f"source {name!r} is read as before: {old} (another way: {new})"

@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, TypeVar
 
 import click
@@ -73,10 +73,12 @@ SCAN = pa.schema(
         ("part", pa.string()),
         ("stamp", pa.string()),
         ("where", pa.string()),
+        ("ignored", pa.string()),
     ]
 )
 """`reject` is null for usable items. `part`, `stamp` and `where` locate an item inside an archive or a table (see
-`Source`); they are null for files, and missing in tables of earlier versions."""
+`Source`); they are null for files. `ignored` of the first row of a part with a stamp, which an unchanged part is not
+listed for: what its listing skipped, a `Kinds` as JSON, or null. The last four may be missing in a table."""
 
 _PLACES = pa.schema([SCAN.field(name) for name in ("item", "part", "where")])
 
@@ -336,10 +338,14 @@ class Scan:
                 tables.append(made.slice(*piece.rows))
             elif piece.kept is not None and self.last is not None:
                 tables.append(self.last.slice(*piece.kept))
+                for skipped in tables[-1].column("ignored").drop_null().to_pylist():
+                    self.source.ignored.merge(Kinds(**json.loads(skipped)))
         return tables
 
     def _make(self, piece: _Piece) -> None:
-        piece.rows = self.made.add(self._made(piece))
+        table, ignored = self._made(piece)
+        self.source.ignored.merge(ignored)
+        piece.rows = self.made.add(table)
         piece.forget()
         self._list(piece)
 
@@ -381,16 +387,11 @@ class Scan:
             piece.stats, piece.before = {}, {}
 
     def _make_shared(self, fragment: str) -> Rows:
-        rule, before = self.source.rule, self.source.ignored
-        piece = self._shared[fragment]
-        ignored = self.source.ignored = Kinds()
-        try:
-            table = self._made(piece)
-        finally:
-            self.source.ignored = before
+        rule, piece = self.source.rule, self._shared[fragment]
+        table, ignored = self._made(piece)
         piece.stats, piece.before = {}, {}  # the listing stays: a fragment may be lost before its rows are read
         if fragment not in self._made_here:
-            before.merge(ignored)
+            self.source.ignored.merge(ignored)
         self._made_here.add(fragment)
         return Rows(table, ignored, tuple(sorted(rule.seen)) if rule is not None else ())
 
@@ -470,7 +471,20 @@ class Scan:
             before = piece.before or self._before([entry.key for entry in entries if isinstance(entry, Item)])
             yield from ((entry, before.get(entry.key)) for entry in entries)
 
-    def _made(self, piece: _Piece) -> pa.Table:
+    def _made(self, piece: _Piece) -> tuple[pa.Table, Kinds]:
+        """The rows of a piece, and what its listing skipped."""
+        before, ignored = self.source.ignored, Kinds()
+        self.source.ignored = ignored
+        try:
+            table = self._read(piece)
+        finally:
+            self.source.ignored = before
+        if piece.stamp is not None and ignored.total and len(table):
+            column = pa.array([json.dumps(vars(ignored)), *repeat(None, len(table) - 1)], pa.string())
+            table = table.set_column(SCAN.names.index("ignored"), "ignored", column)
+        return table, ignored
+
+    def _read(self, piece: _Piece) -> pa.Table:
         """List a piece and read its new pictures."""
         columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
         tables = []
@@ -493,7 +507,7 @@ class Scan:
             return _row(item.key, reject=item.reason)
         captions = [{"text": text, "weight": weight} for text, weight in item.captions]
         meta = json.dumps(item.meta, sort_keys=True, ensure_ascii=False, default=str)
-        listed = {"captions": captions, "meta": meta, "where": item.where}
+        listed = {"captions": captions, "meta": meta, "where": item.where, "ignored": None}
         try:
             stat = stats.get(item.key) or self.source.stat(item.key)
             if isinstance(stat, Unreadable):

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs (its Triton kernels or its PyTorch twin)."""
+"""Which implementation of an operation runs (its Triton kernels or its PyTorch reference)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Kernels:
 
 
 def kernels(name: str, *tensors: Tensor) -> Kernels | None:
-    """The Triton kernels of an operation for these tensors, or None where the twin runs: elsewhere than on a GPU, on
-    one below compute capability 8.0, in float64 (the kernels compute in float32), or without Triton (it comes with
+    """The Triton kernels of an operation for these tensors, or None where the reference runs: not on a GPU, on one
+    below compute capability 8.0, in float64 (the kernels compute in float32), or without Triton (it comes with
     torch's wheels for CUDA on Linux)."""
     if all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors) and triton_is_installed():
         device = tensors[0].device

@@ -94,7 +94,7 @@ def _backward_flops(gradient: tuple[int, ...], *args: Any, **kwargs: Any) -> int
     return 2 * 2 * 9 * 2 * math.prod(gradient)
 
 
-# ------------------------------------------------------------------------------------------------------------- twin
+# ------------------------------------------------------------------------------------------------------- reference
 
 
 def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Saves its inputs, in their dtype, and each head's state: (head_dim + 1) x head_dim values. Everything else that autograd
 would save (float32 copies of the inputs in another layout, the product, its denominators) is recomputed: a small
-product, which costs less than those copies. The Triton kernels read and write 11 token matrices in all, the twin about
-110.
+product, which costs less than those copies. The Triton kernels read and write 11 token matrices in all, the
+reference about 110.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def joined_linear_attention(joined: Tensor, head_dim: int, eps: float = 1e-15) -
 def _operation(
     query: Tensor, key: Tensor | None, value: Tensor | None, head_dim: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the state: (B, heads, head_dim + 1, head_dim) float32 for the backward pass. Twin and kernels
-    arrange it differently. Without key and value, `query` has all three."""
+    """The result, and the state: (B, heads, head_dim + 1, head_dim) float32 for the backward pass. Reference and
+    kernels arrange it differently. Without key and value, `query` has all three."""
     q, k, v = _three(query, key, value)
     module = kernels("linear_attention", q, k, v)
     return (module.forward if module else forward)(q, k, v, head_dim, eps)
@@ -115,7 +115,7 @@ def _backward_flops(gradient: Any, state: Any, *args: Any, **kwargs: Any) -> int
     return 2 * _forward_flops(*args)
 
 
-# ------------------------------------------------------------------------------------------------------------- twin
+# ------------------------------------------------------------------------------------------------------- reference
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Softmax attention of each sample's queries over the rows of its caption, captions concatenated without padding.
 
-On a GPU one kernel of torch (`torch.nn.attention.varlen`, bf16 or fp16). Elsewhere the slow twin, one product per
+On a GPU one kernel of torch (`torch.nn.attention.varlen`, bf16 or fp16). Elsewhere the slow reference, one product per
 sample. A custom op: it reads caption offsets on the host, which a compiled graph cannot.
 """
 

@@ -23,9 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config import VaeConfig, Weights
-from pipeline.models.hub import ModelError, open_tensors, read_settings, resolve, weight_files
-from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
-from pipeline.models.weights import (
+from pipeline.models.frozen import (
     DTYPES,
     NonFiniteOutputError,
     bf16_bits,
@@ -34,6 +32,8 @@ from pipeline.models.weights import (
     from_bits,
     provenance_of,
 )
+from pipeline.models.hub import ModelError, open_tensors, read_settings, resolve, weight_files
+from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, AutoencoderTiny

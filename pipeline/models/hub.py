@@ -2,13 +2,7 @@
 
 What: `resolve` returns the local folder of a hub id or of a folder that `save_pretrained` wrote; `weight_files` returns
 the safetensors files of that folder, sharded or not. Only files that are used are fetched.
-Why here for all models: recipes are digests of the weights' bytes, so every module has to agree on which files those
-are; and a mistyped id, a gated model or a missing network must end in an error that says what to do.
-Which files: released repositories hold several sets of the same weights. As in the libraries that wrote them, an index
-takes precedence over a single file in diffusers' folders, and the reverse in transformers'. The index of a variant has
-three possible names: `model.safetensors.index.bf16.json` (transformers, recent diffusers),
-`diffusion_pytorch_model.safetensors.bf16.index.json` (diffusers before 0.31) and
-`diffusion_pytorch_model.bf16.safetensors.index.json`.
+Why here for all models: recipes are digests of the weights' bytes, so every module has to agree on the files.
 Price: weights in pickle files (`*.bin`) are refused, since reading them runs code. A repository is asked twice: for its
 JSON files and its list of files, then for the weights.
 """
@@ -23,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Weights
+from pipeline.config import Weights, setting
 from pipeline.errors import UserError, machine_error, not_permitted
 
 STEMS = ("diffusion_pytorch_model", "model")
@@ -254,13 +248,13 @@ def _explained(weights: Weights) -> Iterator[None]:
     from huggingface_hub import errors
 
     prefix = f"{weights.subfolder}/" if weights.subfolder else ""
-    where = f"{weights.id!r}" + (f" at revision {weights.revision!r}" if weights.revision else "")
+    repository = f"{weights.id!r}" + (f" at revision {weights.revision!r}" if weights.revision else "")
     copy = f"or copy the model to this machine and set `id` to its folder; looked for {weights.id}/{prefix}"
     try:
         yield
     except errors.GatedRepoError as error:
         raise ModelError(
-            f"the hub repository {where} is gated: its licence has to be accepted first",
+            f"the hub repository {repository} is gated: its licence has to be accepted first",
             found=_first_line(error),
             fix=f"accept it on https://huggingface.co/{weights.id}, then `hf auth login` (or set HF_TOKEN)",
         ) from None
@@ -272,13 +266,13 @@ def _explained(weights: Weights) -> Iterator[None]:
         ) from None
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"there is no folder and no hub repository {where} that this login may read",
+            f"there is no folder and no hub repository {repository} that this login may read",
             found=_first_line(error),
             fix="correct `id`, or `hf auth login` if the repository is private",
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         raise ModelError(
-            f"there is no folder {weights.id!r}; the hub repository {where} is not in the local cache, "
+            f"there is no folder {weights.id!r}; the hub repository {repository} is not in the local cache, "
             "and the hub cannot be reached",
             found=_first_line(error),
             fix=f"check the network (and HF_HUB_OFFLINE), {copy}",
@@ -286,8 +280,8 @@ def _explained(weights: Weights) -> Iterator[None]:
     except errors.HFValidationError as error:
         raise ModelError(f"{weights.id!r} is not a hub id", found=_first_line(error), fix="correct `id`") from None
     except OSError as error:  # the hub's other HTTP errors
-        raise machine_error(error, f"the hub repository {where} could not be fetched") or ModelError(
-            f"the hub repository {where} could not be fetched",
+        raise machine_error(error, f"the hub repository {repository} could not be fetched") or ModelError(
+            f"the hub repository {repository} could not be fetched",
             found=f"{type(error).__name__}: {_first_line(error)}",
             fix=f"try again: what was fetched is kept; {copy}",
         ) from None
@@ -295,7 +289,7 @@ def _explained(weights: Weights) -> Iterator[None]:
         if not _is_network(error):
             raise
         raise ModelError(
-            f"the hub repository {where} could not be fetched: the network failed",
+            f"the hub repository {repository} could not be fetched: the network failed",
             found=f"{type(error).__name__}: {_first_line(error)}",
             fix=f"check the network and the proxy, {copy}",
         ) from None
@@ -432,7 +426,7 @@ def choose(
         middle = f".{variant}" if variant else ""
         fix = "give the right `subfolder`; convert other formats with save_pretrained"
         if single := [name for name in others if name.endswith((".safetensors", ".pth"))]:
-            file = f"--set model.weights.id={folder / single[-1]} --set model.weights.subfolder=null"
+            file = f"{setting('model.weights.id', str(folder / single[-1]))} --set model.weights.subfolder=null"
             fix += f"; a transformer in NVlabs' form: {file}"
         raise ModelError(
             f"{folder} has no weights in safetensors files" + (f" of variant {variant!r}" if variant else ""),

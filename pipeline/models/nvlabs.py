@@ -1,11 +1,8 @@
 """Weight files with NVlabs' names, as their trainer writes (`checkpoints/NAME.pth`) and ComfyUI reads, too.
 
-What: `parts` maps each of their tensors to our parameters, `read` opens a `.pth` or safetensors file, `renamed`
-returns its tensors under our names, and `buffers` makes what their model stores beside its parameters.
-Why: released checkpoints and those of users of NVlabs' code come in this form. The names are those that NVlabs'
-`tools/convert_sana_to_diffusers.py` maps to diffusers'; queries, keys and values are concatenated into one tensor, and
-GLUMBConv's channels are in diffusers' order.
-Safety: torch reads such a file with `weights_only`, which builds tensors and numpy arrays and runs no other code.
+`parts` maps each of their tensors to our parameters (the names that their `tools/convert_sana_to_diffusers.py` maps to
+diffusers'), `read` opens a `.pth` (with `weights_only`, so that no code runs) or safetensors file, `renamed` returns
+its tensors under our names, and `buffers` makes what their model stores beside its parameters.
 Price: a file lacks the number of heads of cross attention (known for the released widths) and, without its `pos_embed`,
 the base of a position embedding; a `config.json` beside the file overrides what the shapes say.
 """
@@ -23,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.config import setting
 from pipeline.errors import UserError, not_permitted
 from pipeline.models import hub
 from pipeline.models.sana_config import SanaConfig, read_config
@@ -202,7 +200,7 @@ def _open(path: Path, variant: str | None) -> tuple[dict[str, Any], str]:
         raise UserError(
             f"{path} holds several models" if variant is None else f"{path} holds no model {variant!r}",
             found=", ".join(models),
-            fix=" or ".join(f"--set model.weights.variant={name or 'null'}" for name in models),
+            fix=setting("model.weights.variant", *(name or None for name in models)),
         )
     others = " and ".join(name for name in models if name != chosen)
     note = f"; its {others} is not used (model.weights.variant={others.split(' ')[0]} takes it)" if others else ""

@@ -1,17 +1,11 @@
-"""Sana's training objective: flow matching with shifted logit-normal times.
+"""Sana's training objective: flow matching with shifted logit-normal times, in float32.
 
-What: from a standard normal draw to noise level and timestep, from latents and noise to the model's input and target,
-and the loss per sample. Everything in float32; the caller draws random numbers, so that they can be keyed by the
-sample's identity instead of its process.
-Why NVlabs' schedule exactly: under another schedule, or the same rounded to bf16, a model is trained on noise levels
-that the sampler never visits. diffusers' training scripts differ from NVlabs' trainer in three points (float timesteps,
-a descending table, bf16 sigmas); this follows the trainer.
-Price: 1000 discrete levels, the lowest of which adds no noise at all (probability 2.5e-12 at mean 0, std 1). Where
-1000 sigma is a whole number, the trainer's double arithmetic sometimes falls one timestep short (at shift 3: entries
-100 and 700 of the table); here the exact value is taken.
+NVlabs' schedule exactly: under another one, or rounded to bf16, a model is trained on noise levels that the sampler
+never visits. diffusers' scripts differ in three points (float timesteps, a descending table, bf16 sigmas). 1000 levels;
+where 1000 sigma is a whole number, the trainer's double arithmetic sometimes falls one timestep short (at shift 3:
+entries 100 and 700 of the table); here the exact value is taken. The caller draws the random numbers.
 
-Source: NVlabs/Sana `diffusion/model/gaussian_diffusion.py` and `diffusion/model/respace.py`; arXiv 2403.03206
-(logit-normal times and the shift), arXiv 2410.10629 (Sana).
+Source: NVlabs/Sana `gaussian_diffusion.py`, `respace.py`; arXiv 2403.03206 (times and shift), arXiv 2410.10629 (Sana).
 """
 
 from __future__ import annotations

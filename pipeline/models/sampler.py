@@ -1,28 +1,22 @@
-"""Drawing latents with DPM-Solver++ for flow matching and classifier-free guidance.
+"""Drawing latents with DPM-Solver++ for flow matching (arXiv 2211.01095) and classifier-free guidance (2207.12598).
 
-What: a loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it.
-Why not `SanaPipeline`: constructing it imports the text encoder and the autoencoder, and it draws one resolution per
-call from prompts. Here captions are cached rows, so only the transformer is on the device, and validation during
-training imports no encoder.
-Price: the loop has to agree with `SanaPipeline(output_type="latent", use_resolution_binning=False)`; a test compares
-the two on the same weights.
-
-Source: arXiv 2211.01095 (DPM-Solver++), arXiv 2207.12598 (classifier-free guidance).
+A loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it. `SanaPipeline` would
+import the text encoder and the autoencoder; here captions are cached rows, so only the transformer is on the device.
+The loop agrees with `SanaPipeline(output_type="latent", use_resolution_binning=False)`; a test compares the two.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from pipeline.config import Config
 
 if TYPE_CHECKING:
     from diffusers import DPMSolverMultistepScheduler
@@ -72,153 +66,58 @@ def prompt_noise(texts: Sequence[str], shape: tuple[int, int, int], seed: int) -
 
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Text rows (n, D) of each caption as (N, L, D), zeros past the caption's length, and their mask (N, L) bool."""
-    lengths = torch.tensor([len(each) for each in rows])
-    return pad_sequence(list(rows), batch_first=True), torch.arange(int(lengths.max())) < lengths[:, None]
+    padded, lengths = pad_sequence(list(rows), batch_first=True), torch.tensor([len(each) for each in rows])
+    return padded, (torch.arange(padded.shape[1]) < lengths[:, None]).to(padded.device)
 
 
-@torch.no_grad()
-def sample(
-    model: nn.Module | Predict,
-    captions: Tensor,
-    mask: Tensor,
-    null_captions: Tensor | None = None,
-    null_mask: Tensor | None = None,
-    *,
-    noise: Tensor,
-    steps: int = 20,
-    guidance: float = 4.5,
-    flow_shift: float = 3.0,
-    batch: int | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    on_step: Callable[[int, int], Any] | None = None,
-) -> Tensor:
-    """Draw one latent per caption.
+@dataclass(frozen=True)
+class Sampling:
+    """How latents are drawn.
 
-    Args:
-        model: called as `model(latents, captions, mask, timesteps)`; a module is put in eval mode for the duration.
-        captions, mask: (N, L, D) text rows and (N, L) bool.
-        null_captions, null_mask: the empty caption, (M, D) and (M,), or the same with a leading 1 or N. M may differ
-            from L: the shorter of the two is padded with masked zeros. Not needed at guidance 1.
-        noise: (N, C, h, w) standard normal, the solver's start.
+    Attributes:
         steps: solver steps, one call of the model each (two samples per picture unless guidance is 1).
         guidance: w in v_null + w (v_caption - v_null); 1 uses the caption alone, 0 the empty caption alone.
         flow_shift: that of training.
         batch: at most this many pictures at once; None takes all.
-        device, dtype: of the model's inputs; None takes those of its parameters. Required for a callable that is no
-            module, and for a sharded model that computes in another precision than it stores.
-        on_step: called with (model calls done, model calls in all).
+    """
+
+    steps: int = 20
+    guidance: float = 4.5
+    flow_shift: float = 3.0
+    batch: int | None = None
+
+    @classmethod
+    def of(cls, config: Config, batch: int | None = None) -> Sampling:
+        return cls(config.sample.steps, config.sample.guidance, config.train.flow.shift, batch)
+
+
+@torch.no_grad()
+def sample(
+    predict: Predict, rows: Sequence[Tensor], null: Tensor, noise: Tensor, settings: Sampling = Sampling()
+) -> Tensor:
+    """Draw one latent per caption.
+
+    Args:
+        predict: the model, in eval mode.
+        rows: (n, D) text rows of each caption, in the dtype and on the device of the model's inputs.
+        null: (m, D) rows of the empty caption that its mask shows.
+        noise: (N, C, h, w) standard normal, the solver's start.
 
     Returns:
-        (N, C, h, w) float32 latents on the model's device, still multiplied by the autoencoder's scaling factor.
-
-    Raises:
-        ValueError: shapes that do not go together, steps < 1, no empty caption where guidance needs it, no device or
-            dtype.
+        (N, C, h, w) float32 latents on the device of `rows`, still multiplied by the autoencoder's scaling factor.
     """
-    _check(captions, mask, noise, steps)
-    if isinstance(model, nn.Module):
-        parameter = next(model.parameters())
-        device, dtype = device or parameter.device, dtype or parameter.dtype
-    if device is None or dtype is None:
-        raise ValueError("a callable that is no module needs device and dtype")
-    captions, mask = captions.to(device, dtype), mask.to(device)
-    count = captions.shape[0]
-    size = batch or max(count, 1)
-    calls, total = itertools.count(1), steps * -(-count // size)
-    parts = [slice(first, first + size) for first in range(0, count, size)]
-    texts = _texts(captions, mask, null_captions, null_mask, guidance, parts)
-
-    flow_of = partial(_flow, model, guidance, dtype, lambda: on_step and on_step(next(calls), total))
-    with _evaluating(model):
-        drawn = [
-            _solve(noise[part].to(device, torch.float32), partial(flow_of, *text), steps, flow_shift)
-            for part, text in zip(parts, texts, strict=True)
-        ]
-    return torch.cat(drawn) if drawn else noise.to(device, torch.float32)
-
-
-def _texts(
-    captions: Tensor,
-    mask: Tensor,
-    null_captions: Tensor | None,
-    null_mask: Tensor | None,
-    guidance: float,
-    parts: Sequence[slice],
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and mask of each part; unless guidance is 1, with the empty captions first, all padded to one length."""
-    if guidance == 1:
-        return ((captions[part], mask[part]) for part in parts)
-    if null_captions is None or null_mask is None:
-        raise ValueError(f"guidance {guidance} needs the empty caption")
-    null = _expand(null_captions.to(captions), null_mask.to(mask.device), len(captions))
-    length = max(captions.shape[1], null[0].shape[1])
-    given, null = _pad(captions, mask, length), _pad(*null, length)
-    return ((torch.cat([null[0][p], given[0][p]]), torch.cat([null[1][p], given[1][p]])) for p in parts)
-
-
-def _flow(
-    model: nn.Module | Predict,
-    guidance: float,
-    dtype: torch.dtype,
-    called: Callable[[], Any],
-    rows: Tensor,
-    mask: Tensor,
-    latents: Tensor,
-    timestep: Tensor,
-) -> Tensor:
-    """The guided flow at `timestep`. rows, mask: with the empty captions first unless guidance is 1."""
-    inputs = latents if guidance == 1 else torch.cat([latents, latents])
-    flow = model(inputs.to(dtype), rows, mask, timestep.to(torch.float32).expand(inputs.shape[0])).float()
-    called()
-    if guidance == 1:
-        return flow
-    unconditional, conditional = flow.chunk(2)
-    return unconditional + guidance * (conditional - unconditional)
-
-
-def _solve(latents: Tensor, flow_of: Callable[[Tensor, Tensor], Tensor], steps: int, flow_shift: float) -> Tensor:
-    """Solve from noise to latents. flow_of: (latents, timestep) -> flow."""
-    solver = scheduler(flow_shift)
-    solver.set_timesteps(steps, device=latents.device)
-    for timestep in solver.timesteps:
-        latents = solver.step(flow_of(latents, timestep), timestep, latents, return_dict=False)[0]
-    return latents
-
-
-def _check(captions: Tensor, mask: Tensor, noise: Tensor, steps: int) -> None:
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
-    if captions.ndim != 3 or mask.shape != captions.shape[:2]:
-        raise ValueError(f"captions {tuple(captions.shape)} and mask {tuple(mask.shape)} do not go together")
-    if noise.ndim != 4 or noise.shape[0] != captions.shape[0]:
-        raise ValueError(f"{captions.shape[0]} captions and noise of shape {tuple(noise.shape)} do not go together")
-
-
-@contextmanager
-def _evaluating(model: nn.Module | Predict) -> Iterator[None]:
-    if not isinstance(model, nn.Module):
-        yield
-        return
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-def _expand(captions: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if captions.ndim == 2:
-        captions, mask = captions[None], mask[None]
-    if captions.ndim != 3 or mask.shape != captions.shape[:2] or captions.shape[0] not in (1, count):
-        raise ValueError(
-            f"empty caption {tuple(captions.shape)} and its mask {tuple(mask.shape)} do not go together "
-            f"with {count} captions"
-        )
-    return captions.expand(count, -1, -1), mask.expand(count, -1)
-
-
-def _pad(captions: Tensor, mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    padding = length - captions.shape[1]
-    return F.pad(captions, (0, 0, 0, padding)), F.pad(mask, (0, padding), value=False)
+    drawn, size, guided = [], settings.batch or len(rows), settings.guidance != 1
+    for first in range(0, len(rows), size):
+        captions = list(rows[first : first + size])
+        text, mask = pad_rows([*([null.to(captions[0])] * len(captions) if guided else []), *captions])
+        latents, solver = noise[first : first + size].to(text.device, torch.float32), scheduler(settings.flow_shift)
+        solver.set_timesteps(settings.steps, device=text.device)
+        for timestep in solver.timesteps:
+            inputs = (torch.cat([latents, latents]) if guided else latents).to(text.dtype)
+            flow = predict(inputs, text, mask, timestep.to(torch.float32).expand(len(inputs))).float()
+            if guided:
+                unconditional, conditional = flow.chunk(2)
+                flow = unconditional + settings.guidance * (conditional - unconditional)
+            latents = solver.step(flow, timestep, latents, return_dict=False)[0]
+        drawn.append(latents)
+    return torch.cat(drawn)

@@ -3,10 +3,8 @@
 What: `WeightFiles` reads any slice of a parameter from safetensors in one file or in shards with an index;
 `load_weights` and `load_transformer` read all of them, `save_weights` writes them one at a time. `interleave` and
 `deinterleave` convert between diffusers' channel order, which exists only in files, and ours.
-Errors name the wrong file, parameter or key instead of failing deep in a load.
-Why not safetensors' writer: it needs all tensors of a file at once (5 GB by default); the format is a length, a JSON
-header and the bytes.
-Price: the header has to follow that format; the tests read it back with safetensors and diffusers.
+Why not safetensors' writer: it needs all tensors of a file at once (5 GB by default). The tests read what is written
+here with safetensors and diffusers.
 """
 
 from __future__ import annotations
@@ -305,7 +303,7 @@ def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_names(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], where: str) -> None:
+def _check_names(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], place: str) -> None:
     present = set(names)
     missing = [name for name in shapes if name not in present]
     unexpected = sorted(present - shapes.keys())
@@ -313,16 +311,16 @@ def _check_names(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], wh
         groups = ("missing", missing), ("unexpected", unexpected)
         parts = [f"{what} {_listed(group)}" for what, group in groups if group]
         raise UserError(
-            f"{where} does not hold the parameters of its configuration: {'; '.join(parts)}",
+            f"{place} does not hold the parameters of its configuration: {'; '.join(parts)}",
             expected=f"{len(shapes)} parameters",
             found=f"{len(present)}",
         )
 
 
-def _check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], where: str) -> None:
+def _check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], place: str) -> None:
     if found != expected:
         raise UserError(
-            f"{where}: parameter {name} has another shape than its configuration says",
+            f"{place}: parameter {name} has another shape than its configuration says",
             expected=list(expected),
             found=list(found),
         )

@@ -1,13 +1,8 @@
 """Layers of the Sana transformer in plain PyTorch, with the parameter names of diffusers' `SanaTransformer2DModel`.
 
-What: the layers, the block, and `SanaEnds`: what precedes and follows the blocks.
-Why our own: the training process must not import diffusers' pipelines (they import every encoder); linear attention has
-to stay in float32 under autocast, which diffusers' does not; and the gated convolution needs a channel layout that any
-sharding strategy can cut. The block takes plain tensors, so that checkpointing, FSDP2 and pipeline stages wrap it from
-outside; the model knows no strategy.
-Layout: GLUMBConv's 2H channels are stored interleaved [value 0, gate 0, value 1, gate 1, ..] instead of [all values,
-all gates]. A contiguous slice of channels is then a valid smaller GLUMBConv, whatever the number of slices. diffusers'
-order exists only in files.
+Why not diffusers' class: importing it takes six seconds; linear attention has to stay in float32 under autocast; and
+GLUMBConv's 2H channels are stored interleaved [value 0, gate 0, value 1, gate 1, ..], so that any slice of channels is
+a valid smaller GLUMBConv, which every sharding strategy can cut. diffusers' order exists only in files.
 Price: this file follows diffusers' numerics by hand; the tests compare outputs and gradients of both.
 
 Architecture and constants: Sana (arXiv 2410.10629), SANA-1.5 (arXiv 2501.18427) and the defaults of diffusers' class.
@@ -266,12 +261,12 @@ def position_embedding(
     Coordinates are stretched so that any grid spans `base / scale` units. The first half of the channels carries the
     column and the second half the row, each half sines then cosines. Angles in float64.
     """
-    where = torch.device("cpu") if device is not None and device.type == "mps" else device  # mps has no float64
+    place = torch.device("cpu") if device is not None and device.type == "mps" else device  # mps has no float64
     count = dim // 4
-    omega = 1.0 / 10_000 ** (torch.arange(count, dtype=torch.float64, device=where) / count)
+    omega = 1.0 / 10_000 ** (torch.arange(count, dtype=torch.float64, device=place) / count)
 
     def table(length: int) -> Tensor:
-        position = torch.arange(length, dtype=torch.float32, device=where) / (length / base) / scale
+        position = torch.arange(length, dtype=torch.float32, device=place) / (length / base) / scale
         angle = position.double()[:, None] * omega[None]
         return torch.cat([angle.sin(), angle.cos()], dim=1).float().to(device)
 

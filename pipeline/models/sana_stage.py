@@ -1,11 +1,9 @@
 """A pipeline stage of the Sana transformer: consecutive blocks, with the ends of the model on the outer stages.
 
-What: `SanaStage` has blocks [start, stop) under the names they have in the whole model; the first stage also has what
-precedes the blocks, the last stage what follows them. The state dicts of all stages together are that of the model.
-A stage sends the image tokens, the projected captions, the six modulation vectors and the timestep's embedding to the
-next stage. Every stage is given the caption mask and the token grid.
-Why the conditioning is sent along: its parameters exist on the first stage only, and their gradients equal the whole
-model's. If every stage computed it, every stage would need a copy of these parameters.
+`SanaStage` has blocks [start, stop) under the names they have in the whole model; the first stage also has what
+precedes the blocks, the last stage what follows them. A stage sends the image tokens, the projected captions, the six
+modulation vectors and the timestep's embedding to the next one: their parameters exist on the first stage only, and
+their gradients equal the whole model's. Every stage is given the caption mask and the token grid.
 Price: with 1024 image and 300 caption tokens, 30 % more bytes between stages than the image tokens alone.
 """
 

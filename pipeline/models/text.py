@@ -1,34 +1,10 @@
 """Captions to rows: Gemma-2 with Sana's selection rule, at the cost of the captions alone.
 
-What: `TextEncoder`, and `describe_text`, which reads from the files what decides a row's values.
-
-Why: Sana puts an instruction of 208 tokens, <bos> included, before every caption and pads to 506, so the reference runs
-506 positions for a caption of 80. Attention is causal: the instruction's keys and values do not depend on the caption,
-and no row depends on padding to its right. So the instruction is run once, its keys and values serve every caption,
-captions of similar length share a batch, and there is hardly any padding.
-
-Verification: the instruction's last token merges with the caption's first word, so the shared prefix ends one token
-earlier, and each caption is checked to begin with exactly the shared tokens; otherwise it is run in full. On the first
-batch, and again whenever captions get twice as long as any compared so far, a few real captions are encoded as in the
-reference (instruction and caption together, padded to the full length, with transformers' masks and without a cache)
-and compared, token by token. Beyond the tolerance nothing is stored and the run ends with an error.
-
-The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 4 units of
-2^-8, a step of bf16, times the square root of the number of layers, since the roundings of each layer add up like a
-random walk: 0.08 for Gemma-2-2b. Two correct computations in bf16 may differ by as much as each differs from fp32
-(measured 0.02), because a GPU chooses its kernels, and so the order of a sum, by the shape of a batch. If the
-reference without padding differs from itself by more, the tolerance is three times that difference, at most 0.1.
-Mistakes are larger: one wrong token in the instruction gives 0.15, a mask that forgets it 1.
-
-`mode: auto` does this, `mode: exact` is the reference's computation for every caption. The mode is not part of the
-recipe. Under `auto` a cache receives only values that passed the comparison: they differ from those of `exact` by no
-more than a change of batch size or GPU, and these are not part of the recipe, either. The mode is in a unit's
-provenance. On the CPUs tried bf16 rows were equal bit for bit; that is not promised.
-
-Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; softcapped attention runs in
-the eager implementation, which alone has it on every device; masks and cache are implemented here and rely on
-Gemma2Model taking masks by layer type, calling only `update` of its cache, and passing options to its attention
-function; the comparison would notice a change.
+Sana puts an instruction of 208 tokens before every caption and pads to 506. Attention is causal, so the instruction is
+run once, its keys and values serve every caption, captions of similar length share a batch, and there is hardly any
+padding. `TextEncoder` compares its rows with the reference's computation.
+Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; masks and cache are
+implemented here and rely on how Gemma2Model calls them; the comparison would notice a change.
 """
 
 from __future__ import annotations
@@ -43,8 +19,8 @@ import torch
 import xxhash
 
 from pipeline.config import TextConfig
+from pipeline.models.frozen import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
 from pipeline.models.hub import ModelError, load, read_json, read_settings, resolve, weight_files
-from pipeline.models.weights import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
 
 SELECTION = "sana"
 """Name of the selection rule: the first position and the last `max_length - 1` of the padded sequence."""
@@ -78,7 +54,7 @@ _TEXT_ARCHITECTURE: dict[str, Any] = {  # transformers' Gemma2Config
 
 
 def tolerance(dtype: str, layers: int) -> float:
-    """Largest allowed relative error of a token under `auto` against the reference; see the module docstring."""
+    """Largest allowed relative error of a token under `auto` against the reference; see `TextEncoder`."""
     return 1e-4 if dtype == "fp32" else 4 * 2**-8 * math.sqrt(layers)
 
 
@@ -352,10 +328,29 @@ class TextEncoder:
     which merges with the caption's first word. Attention is causal, so rows do not depend on the padding to their
     right, which is left out.
 
+    Verification: the instruction's last token merges with the caption's first word, so the shared prefix ends one token
+    earlier, and each caption is checked to begin with exactly the shared tokens; otherwise it is run in full. On the
+    first batch, and again whenever captions get twice as long as any compared so far, a few real captions are encoded
+    as in the reference (instruction and caption together, padded to the full length, with transformers' masks and
+    without a cache) and compared, token by token. Beyond the tolerance nothing is stored and the run ends with an
+    error.
+
+    The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 4 units
+    of 2^-8, a step of bf16, times the square root of the number of layers, since the roundings of each layer add up
+    like a random walk: 0.08 for Gemma-2-2b. Two correct computations in bf16 may differ by as much as each differs from
+    fp32 (measured 0.02), because a GPU chooses its kernels, and so the order of a sum, by the shape of a batch. If the
+    reference without padding differs from itself by more, the tolerance is three times that difference, at most 0.1.
+    Mistakes are larger: one wrong token in the instruction gives 0.15, a mask that forgets it 1.
+
+    `mode: auto` does this, `mode: exact` is the reference's computation for every caption. The mode is not part of the
+    recipe. Under `auto` a cache receives only values that passed the comparison: they differ from those of `exact` by
+    no more than a change of batch size or GPU, and these are not part of the recipe, either. The mode is in a unit's
+    provenance. On the CPUs tried bf16 rows were equal bit for bit; that is not promised.
+
     Attributes:
         width: values per row.
         max_length: maximum number of rows.
-        mode: `auto` or `exact`; see the module docstring.
+        mode: `auto` or `exact`.
         truncated: captions cut so far because they were too long for the rule.
         tokens: caption tokens encoded so far.
         unshared: captions so far that did not begin with the instruction's tokens and were run in full.
@@ -433,7 +428,7 @@ class TextEncoder:
 
         Raises:
             NonFiniteError: with the batch rows.
-            ModelError: the rows differ from the reference (`mode: auto`, see the module docstring).
+            ModelError: the rows differ from the reference (`mode: auto`).
         """
         if not captions:
             return []

@@ -1,18 +1,10 @@
-"""Activation checkpointing and compression: what each block keeps for the backward pass.
+"""Activation checkpointing and compression: what each block saves for the backward pass.
 
-What: `apply_activation_checkpointing` sets up each block by `train.activation_checkpointing` and
-`train.activation_compression`.
-- full: save the block's input, recompute the rest. every-k: the same for each k-th block.
-- selective: also save the results of matrix products and ungrouped convolutions whose contraction is at least as long
-  as their result is wide. Wide or cheap results are recomputed: the widening convolution, norms, gates, attention over
-  the short text. For Sana two thirds of the matrix arithmetic is then not repeated.
-- compression: of a recomputed block, its first input in 8 bits (the tokens; the other inputs are shared by all blocks);
-  of any other block, what its Linear layers and groups of convolutions save.
-Why by replacing the block's class with a subclass: parameter names and state dict stay as they are (a wrapper module
-would rename them), a deep copy recomputes the copy, `fully_shard` gathers the parameters once for the recomputation,
-and there is no flag that can be set without effect, as in diffusers.
-Price: full costs one more forward pass of each block per step, about a third of the step's arithmetic, selective about
-an eighth; see `compression` for its.
+`apply_activation_checkpointing` replaces a block's class with a subclass: names and state dict stay as they are (a
+wrapper would rename them), a deep copy recomputes the copy, and `fully_shard` gathers the parameters once for the
+recomputation. Compression: of a recomputed block its first input in 8 bits (the tokens; the other inputs are shared by
+all blocks); of any other block what its Linear layers and groups of convolutions save.
+Price: full costs one more forward pass of each block, about a third of the step's arithmetic; selective an eighth.
 """
 
 from __future__ import annotations
@@ -94,6 +86,9 @@ class CompressedActivations(LayerMixin):
 def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConfig) -> None:
     """Set up each block in place, before `fully_shard`. Idempotent.
 
+    full: save the block's input, recompute the rest. every-k: the same for each k-th block. selective: also save what
+    is expensive per byte (`_worth_saving`): for Sana two thirds of the matrix arithmetic is then not repeated.
+
     Args:
         blocks: all blocks of the model, in order. Their first argument is the tokens.
     """
@@ -138,8 +133,8 @@ def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -
 def _worth_saving(operation: Any, args: Sequence[Any]) -> bool:
     """Whether recomputation is expensive per byte: 2 * contraction operations per value of the result."""
     if operation in _PRODUCTS:
-        which, contracted, result = _PRODUCTS[operation]
-        factor: Tensor = args[which]
+        position, contracted, result = _PRODUCTS[operation]
+        factor: Tensor = args[position]
         return factor.shape[contracted] >= factor.shape[result]
     if operation is torch.ops.aten.convolution.default:
         weight, transposed, groups = args[1], args[6], args[8]

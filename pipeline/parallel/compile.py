@@ -1,17 +1,10 @@
 """torch.compile, block by block.
 
-What: `compile_blocks` compiles each block's forward pass into one graph that serves all blocks and all shapes;
-`compile_conditions` what the blocks are given beside the tokens (text, timestep) into a second graph.
-Why per block and not the whole model: all blocks share the graph, so a model of 60 blocks compiles as fast as one of
-20, and FSDP2 gathers block by block between the graphs. Why dynamic shapes: buckets and text lengths are many, and each
-would be compiled at its first use; convolutions and attention are opaque operations (`pipeline.kernels`), which leave
-sizes free. Why `forward` and not the module's call: FSDP2's hooks then stay outside of the graph, which needs no graph
-breaks. Why a limit on graphs: dynamo gives up at its default (8) and silently runs uncompiled; here another graph is an
-error.
-Price: the first step compiles (inductor: a minute on two CPU cores); a last microbatch of a single sample is compiled
-separately. Call it after `apply_activation_checkpointing` (which replaces the class whose forward pass is compiled) and
-before `fully_shard`. Dynamo's settings are those of the process (since torch 2.12 of this thread): sizes that are equal
-by chance stay independent, and floating numbers (epsilons) are constants.
+Why per block: all blocks share one graph, so 60 compile as fast as 20, and FSDP2 gathers between them. Why dynamic
+shapes: buckets and text lengths are many; convolutions and attention are opaque operations, which leave sizes free.
+Why `forward` and not the module's call: FSDP2's hooks stay outside. Why a limit on graphs: dynamo gives up at its
+default (8) and silently runs uncompiled; here another graph is an error.
+Price: the first step compiles (inductor: a minute on two CPU cores), and again for a last microbatch of one sample.
 """
 
 from __future__ import annotations
@@ -25,7 +18,9 @@ from torch.fx.experimental import _config as shapes
 
 
 def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> None:
-    """Compile each block in place. Names of modules and parameters stay.
+    """Compile each block in place, after `apply_activation_checkpointing` and before `fully_shard`. Names of modules
+    and parameters stay. Dynamo's settings are those of the process: sizes that are equal by chance stay independent,
+    and floating numbers (epsilons) are constants.
 
     Args:
         backend: of torch.compile.

@@ -1,20 +1,10 @@
 """Data parallelism: FSDP2 on each block and on the rest of the model.
 
-What: `apply_fsdp` calls `fully_shard` on the given blocks and on the model, with fp32 parameters, compute in bf16 or
-fp16 where the configuration says so, and its reduction dtype; for `bf16_pure` the parameters are bf16, too. Frozen
-parameters have the dtype of the computation; where nothing is sharded FSDP2 does not manage them. A mesh of
-one dimension is FSDP2; of two, (replicas, shards), HSDP; with one shard per replica every process holds whole
-parameters and gradients are averaged, as DDP does.
-Why FSDP2 for DDP, too: mixed precision, checkpoints and clipping are then the same in every strategy, and torch's
-`DistributedDataParallel` would need autocast (see below).
-Why per block: the parameters of one block are gathered at a time. Why also for one process in bf16: the fp32 master
-parameters are cast block by block. Autocast would cache bf16 copies of all of them (about 3 GiB for Sana 1.6B) and
-would run the linear attention's fp32 products in bf16.
-No module casts its inputs; the caller does. FSDP2's default would cast every floating tensor given to `forward`. That
-includes the timestep, for which bf16 is too coarse: 873 becomes 872 before the sinusoid, which made the gradient error
-9 times that of the bf16 model itself. It also includes the fp32 tokens between blocks under `train.residual: fp32`.
-The policy has no dtype for buffers: Sana's model registers none.
-Price: if gradients are not reduced after each microbatch, every process holds one full fp32 gradient. In DDP's place
+A mesh of one dimension is FSDP2; of two, (replicas, shards), HSDP; with one shard per replica it averages as DDP does.
+Frozen parameters have the dtype of the computation; where nothing is sharded FSDP2 does not manage them.
+Why in DDP's place and for one process in bf16, too: mixed precision, checkpoints and clipping are the same everywhere,
+and autocast would cache bf16 copies of all parameters (3 GiB for Sana 1.6B) and run linear attention's fp32 in bf16.
+Price: without `reduce_each_microbatch` every process holds one full fp32 gradient between microbatches. In DDP's place
 FSDP2 copies a block's parameters before use even when there is nothing to gather; they then stay until the update.
 """
 
@@ -74,6 +64,7 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]
     reshard = train.parallel.reshards(mesh[SHARD].size())
+    # No module casts its inputs; the caller does: in bf16 the timestep 873 is 872, nine times the error of all the rest
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for module in (*blocks, model):
         # None: the root's parameters stay gathered, since the backward pass begins with them
@@ -106,15 +97,18 @@ def _prefetch(blocks: list[FSDPModule], count: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
 
-def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False) -> None:
-    """Before a microbatch's forward pass: only the last microbatch of a step reduces gradients over the processes.
+def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False, reduce_each: bool = False) -> None:
+    """Before a microbatch's forward pass: the last microbatch of a step reduces gradients over the processes.
 
     Args:
         keep_gathered: the next microbatch of the step uses the parameters that this microbatch has gathered. They are
             valid until the update.
+        reduce_each: the others, too, reduce gradients over the shards of a replica. Only the last one sums over
+            replicas.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last or reduce_each)
+        model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or not keep_gathered)
 
 

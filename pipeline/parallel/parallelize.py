@@ -1,8 +1,5 @@
-"""Parallelize a model over the processes of a run.
+"""Parallelize a model over the processes of a run, so that the training step has no branch for any strategy.
 
-What: `parallelize` applies the strategies of the configuration to a model and returns a `ParallelModel`, which runs the
-forward and backward passes of a step's microbatches and computes the norm of the gradient.
-Why: the training step then has no branch for any strategy, and a strategy knows no objective and no optimizer.
 The order is fixed here. Tensor parallelism comes first, because it replaces parameters. Activation checkpointing
 follows, because it replaces the blocks' classes and counts blocks through the whole model; compilation comes after it,
 so that the checkpointed forward pass is compiled. Then the model is cut into pipeline stages, and FSDP2 shards each
@@ -59,12 +56,19 @@ class ParallelModel:
         module: what this process holds, under the whole model's parameter names.
         data_world: number of parts that a global batch is divided into.
         keep_gathered: gathered parameters stay from one microbatch of a step to the next.
+        reduce_each: each microbatch of a step reduces its gradient (`data_parallel.prepare_microbatch`).
     """
 
     def __init__(
-        self, module: nn.Module, data_world: int = 1, keep_gathered: bool = False, taps: dict[int, Tensor] | None = None
+        self,
+        module: nn.Module,
+        data_world: int = 1,
+        keep_gathered: bool = False,
+        taps: dict[int, Tensor] | None = None,
+        reduce_each: bool = False,
     ):
         self.module, self.data_world, self.keep_gathered = module, data_world, keep_gathered
+        self.reduce_each = reduce_each
         self._taps = {} if taps is None else taps  # what the last forward pass put there
         self._modules = dict(getattr(module, EXTRA, nn.ModuleDict()).items())
         self._freed_norms: _ByGroups | None = None  # norms of gradients that `update_in_backward` has freed
@@ -83,7 +87,7 @@ class ParallelModel:
         per_microbatch, remaining = [], samples
         for microbatch in microbatches:
             remaining -= microbatch.samples
-            data_parallel.prepare_microbatch(self.module, remaining == 0, self.keep_gathered)
+            data_parallel.prepare_microbatch(self.module, remaining == 0, self.keep_gathered, self.reduce_each)
             losses = self._losses(microbatch, loss)
             (losses[0].sum() / samples).backward()
             per_microbatch.append(losses.detach())
@@ -218,7 +222,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
     if mesh[PP].size() > 1:
         return PipelineParallelModel(pipeline_parallel.Pipeline(stages, mesh[PP], train.parallel), data_world)
     keep_gathered = not train.parallel.reshards(mesh[SHARD].size())
-    return ParallelModel(model, data_world, keep_gathered, tapped)
+    return ParallelModel(model, data_world, keep_gathered, tapped, bool(train.parallel.reduce_each_microbatch))
 
 
 def _tap(into: dict[int, Tensor], number: int, block: nn.Module, inputs: Any, output: Tensor) -> None:

@@ -1,15 +1,10 @@
 """Pipeline parallelism: consecutive slices of the blocks on different processes, microbatches passed between them.
 
-What: `build_stages` gives this process its stages, `Pipeline.forward_backward` runs all microbatches of a step through
-one of torch's schedules. A stage has blocks of the model with tensor parallelism and activation checkpointing already
-applied, and FSDP2 shards it like a whole model.
-Why the shapes are declared: otherwise torch runs every stage once more to infer them, for every new shape, and drops
-FSDP2's gradients afterwards. A schedule has buffers for one shape only (another shape ends the whole process from
-within gloo), and buckets change shapes, so the last few shapes have one schedule each.
+Why the shapes are declared to torch's schedules: otherwise torch runs every stage once more to infer them, for every
+new shape, and drops FSDP2's gradients afterwards. A schedule has buffers for one shape only (another shape ends the
+process from within gloo), and buckets change shapes, so the last few shapes have one schedule each.
 Price: a process idles for (pp_size - 1) / (microbatches + pp_size - 1) of a step under `1f1b` and `gpipe`, less
-interleaved, and torch allocates a receive buffer per stage for every microbatch of each cached shape. All microbatches
-of a step must have one size. It pays where the links between nodes are slow, or for a model whose blocks do not fit
-(Sana 4.8B); elsewhere FSDP2 alone is faster and simpler.
+interleaved; all microbatches of a step have one size. FSDP2 alone is faster and simpler where a block's model fits.
 """
 
 from __future__ import annotations

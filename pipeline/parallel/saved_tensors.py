@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipeline.parallel.compression import Format, quantise, restore
 from pipeline.parallel.shards import local
@@ -29,7 +28,7 @@ SMALLEST = 1024
 
 def storage_of(tensor: Tensor) -> int:
     """A number that tensors share if and only if they share memory (while one of them lives)."""
-    return local(tensor).untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata
 
 
 class _Compressed:
@@ -97,14 +96,13 @@ class Compressor:
 
 def module_storages(module: nn.Module) -> set[int]:
     """Storages of a module's parameters and buffers as they are now; under FSDP2 the gathered ones."""
-    return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return {storage_of(local(tensor)) for tensor in (*module.parameters(), *module.buffers())}
 
 
 def _compressible(tensor: Tensor) -> bool:
     """Whether the tensor is worth it and is rebuilt exactly: its values fill its memory."""
-    if not tensor.is_floating_point() or tensor.itemsize == 1 or tensor.numel() < SMALLEST:
-        return False
-    return not is_traceable_wrapper_subclass(tensor) and _in_memory_order(tensor).is_contiguous()
+    large = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() >= SMALLEST
+    return large and _in_memory_order(tensor).is_contiguous()
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -12,20 +16,26 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def reduce_backward(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Identity; the gradient is summed over the shards.
+def sum_over_shards(x: Tensor, mesh: DeviceMesh, *, forward: bool = False, backward: bool = False) -> Tensor:
+    """The sum of `x`, of its gradient, or of both over the processes that have the shards; what is not summed passes
+    unchanged. Both: for a sum that each process uses in its part of the computation.
 
     Args:
-        mesh: one dimension, the processes that have the shards.
+        mesh: one dimension.
     """
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    return _Sum.apply(x, mesh, forward, backward)
 
 
-def reduce_forward(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of `x` over the shards; the gradient passes unchanged."""
-    return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, forward: bool, backward: bool) -> Tensor:
+        ctx.mesh = mesh if backward else None
+        return _summed(x, mesh) if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient if ctx.mesh is None else _summed(gradient, ctx.mesh), None, None, None
 
 
-def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All-reduce in forward and in backward, for a sum that each process uses in its part of the computation."""
-    return reduce_backward(reduce_forward(x, mesh), mesh)
+def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", (mesh, 0)))

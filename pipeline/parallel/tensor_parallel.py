@@ -1,23 +1,10 @@
 """Tensor parallelism: every process of the `tp` dimension has a shard of each matrix and does its part of the product.
 
-What: `apply` takes a plan, {module of a block: role}, makes the parameters of these modules DTensors that are sharded
-over `tp`, and lets the modules compute with the local shard. The roles:
-  region  its input is replicated; the gradients of the input are summed over the shards
-  column  Linear or convolution of channels-last tokens, sharded by output channels; a depthwise one, too, if its
-          `_conv_forward` takes the number of channels from the weight
-  row     Linear or 1x1 convolution of channels-last tokens, sharded by input channels; outputs are summed over the
-          shards, then comes the bias
-  norm    RMS norm over sharded channels; the mean square is that of all channels
-Why by hand and not torch's `ColwiseParallel`: DTensor has no convolution over channels (a 1x1 convolution sharded by
-rows even gives wrong numbers without an error), and half of Sana's parameters are convolutions. One implementation
-serves both, and gradients are summed once per region instead of once for each of query, key and value.
-Why any slice of channels is valid: GLUMBConv stores value and gate of a channel side by side (see
-`pipeline.models.sana_layers`), so plain `Shard(0)` is right for any size, and checkpoints load with any `tp_size`.
-Parameters outside the plan are replicated; their gradients come out equal on all processes.
-Price: two reductions of an activation per region and pass, so it belongs inside a node. Sana 1.6B has 70, 20 and 5600
-equal parts, so 2, 5 and 10 processes are possible; 0.6B has 36, 16 and 2880: 2 and 4.
-
-Megatron-LM (arXiv 1909.08053) for columns, rows and regions.
+Why not torch's `ColwiseParallel`: DTensor has no convolution over channels (a 1x1 convolution sharded by rows even
+gives wrong numbers without an error), and half of Sana's parameters are convolutions. Any slice of channels is valid,
+because GLUMBConv stores value and gate side by side. Parameters outside the plan are replicated.
+Price: two reductions of an activation per region and pass, so it belongs inside a node.
+Source: Megatron-LM (arXiv 1909.08053) for columns, rows and regions.
 """
 
 from __future__ import annotations
@@ -35,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipeline.errors import ConfigError
 from pipeline.layer_classes import LayerMixin, add_mixin
-from pipeline.parallel.shards import all_reduce, local, reduce_backward, reduce_forward
+from pipeline.parallel.shards import local, sum_over_shards
 
 
 def check(parts: Mapping[str, int], size: int, dropout: float) -> None:
@@ -69,7 +56,11 @@ def apply(blocks: Iterable[nn.Module], plan: Mapping[str, str], mesh: DeviceMesh
     """Shard each block in place, before `fully_shard`. No effect on a mesh of one process.
 
     Args:
-        plan: role of each submodule by its name in a block.
+        plan: role of each submodule by its name in a block. region: its input is replicated; the gradients of the input
+            are summed over the shards, once for query, key and value. column: Linear or convolution of channels-last
+            tokens, sharded by output channels; a depthwise one, too, if its `_conv_forward` takes the number of
+            channels from the weight. row: Linear or 1x1 convolution, sharded by input channels; outputs are summed over
+            the shards, then comes the bias. norm: RMS norm over sharded channels.
         mesh: one dimension. Every process has the same values and takes its shards of them.
     """
     if mesh.size() == 1:
@@ -112,7 +103,7 @@ class Region(Sharded):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def enter(value: Any) -> Any:
             differentiable = isinstance(value, Tensor) and value.is_floating_point()
-            return reduce_backward(value, self._mesh) if differentiable else value
+            return sum_over_shards(value, self._mesh, backward=True) if differentiable else value
 
         entered = {name: enter(value) for name, value in kwargs.items()}
         return super().forward(*map(enter, args), **entered)  # type: ignore[misc]
@@ -125,7 +116,8 @@ class ShardedColumns(Sharded):
 
 class ShardedRows(Sharded):
     def forward(self, x: Tensor) -> Tensor:
-        summed = reduce_forward(_apply(self, x, local(self.weight), None), self._mesh)  # type: ignore[arg-type]
+        product = _apply(self, x, local(self.weight), None)  # type: ignore[arg-type]
+        summed = sum_over_shards(product, self._mesh, forward=True)
         if self.bias is None:
             return summed
         return summed + self.bias
@@ -136,7 +128,7 @@ class ShardedNorm(Sharded):
 
     def forward(self, x: Tensor) -> Tensor:
         full, weight = x.float(), local(self.weight)
-        squares = all_reduce(full.square().sum(-1, keepdim=True), self._mesh)
+        squares = sum_over_shards(full.square().sum(-1, keepdim=True), self._mesh, forward=True, backward=True)
         full = full * torch.rsqrt(squares / (x.shape[-1] * self._mesh.size()) + self.eps)
         return full.to(weight.dtype) * weight
 

@@ -1,13 +1,9 @@
 """Decide `train.parallel`, `microbatch`, `activation_checkpointing` and `compile` where they are `auto`.
 
-What: `decide` searches the options that are `auto` (`Search.choose`) and returns the configuration with values, and
-lines that say so; `decide_compile` does so for `train.compile`. Nothing else gives them values; code that reads these
-options must call both first (`TrainConfig.undecided`). A resumed run on as many processes keeps the values of its
-checkpoint.
-Without a search, microbatch and checkpointing are `FIXED`: on a CPU, whose memory is no limit.
-The memory that may be used: on a GPU all but `MARGIN` if something fits into it, else all; for `parallel` on a CPU half
-of the main memory (or of the control group's limit), divided by the node's processes.
-In a launch the first process decides, for the smallest memory of all (`stages.train`).
+`decide` searches the first three (`Search.choose`), `decide_compile` decides the last; nothing else gives them values.
+A resumed run on as many processes keeps the values of its checkpoint. On a CPU, whose memory is no limit, microbatch
+and checkpointing are `FIXED`; for `parallel` it may use half of the main memory, divided by the node's processes. In a
+launch the first process decides, for the smallest memory of all (`stages.train`).
 Price: up to a minute of CPU time for Sana 1.6B at the first start, by the number of options.
 """
 
@@ -32,6 +28,7 @@ from pipeline.planning.search import MARGIN, Search
 
 FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
 _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
+_BESIDE = ("offload", "reduce_each_microbatch")
 
 
 def decide(
@@ -80,6 +77,8 @@ def decide(
     if decided.parallel.offload == "all":
         named["parallel"] += ", offload: all"
     chosen = ", ".join(f"train.{name}: {named[name]}" for name in undecided)
+    if decided.parallel.reduce_each_microbatch and not train.parallel.reduce_each_microbatch:
+        chosen += ", train.parallel.reduce_each_microbatch: true"
     return config.model_copy(update={"train": decided}), [f"auto: {chosen} ({reason})"]
 
 
@@ -87,10 +86,12 @@ def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> 
     """The values of the fastest configuration, and why they were chosen."""
     # What the compiler saves is not predicted; it is about as much.
     axes = {*undecided, *(["offload"] if "parallel" in undecided else [])}
+    if train.parallel.reduce_each_microbatch is None and axes & {"parallel", "microbatch"}:
+        axes.add("reduce")
     best = search.choose(train.model_copy(update={"compile": "none"}), axes)
     parallel = {name.partition(".")[2]: value for name, value in best.changes.items() if name.startswith("parallel.")}
     values = {
-        "parallel": {name: parallel[name] for name in (*_SIZES, "offload")},
+        "parallel": {name: parallel[name] for name in (*_SIZES, *_BESIDE)},
         "microbatch": best.train.microbatch,
         "activation_checkpointing": best.train.activation_checkpointing,
     }
@@ -100,9 +101,14 @@ def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> 
 
 
 def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[str, Any]) -> TrainConfig:
-    tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
+    parallel = train.parallel.model_dump()
+    each = parallel["reduce_each_microbatch"]
+    if each is None:
+        each = values["parallel"]["reduce_each_microbatch"]
     if "parallel" in undecided:
-        tree["parallel"] = {**train.parallel.model_dump(), **values["parallel"], "sizes": "given"}
+        parallel |= {**values["parallel"], "sizes": "given"}
+    tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
+    tree["parallel"] = {**parallel, "reduce_each_microbatch": each}
     try:
         return type(train).model_validate(tree)
     except ValidationError as error:
@@ -121,7 +127,7 @@ def as_it_began(
         return None
     try:
         values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
-        values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, "offload")}
+        values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, *_BESIDE)}
     except KeyError:  # of a version without one of these options
         return None
     sizes = [values["parallel"][name] for name in _SIZES]

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.parallel.mesh import Layout
 from pipeline.planning.predict import Data, Prediction
-from pipeline.planning.tracker import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
+from pipeline.planning.recorder import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
 
 _GB, _TERA = 1e9, 1e12
 REPLICAS = "over replicas"
@@ -151,7 +151,8 @@ def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> di
     """Seconds of each collective: bytes over the slowest link that its group uses. Groups that share a node share its
     network. One group over whole nodes uses the full link: its ring crosses each node boundary once."""
     machine, layout = prediction.machine, prediction.layout
-    gathers_once = not prediction.train.parallel.reshards(layout.dp_shard)
+    parallel = prediction.train.parallel
+    gathers_once, scatters_once = not parallel.reshards(layout.dp_shard), not parallel.reduce_each_microbatch
     seconds: dict[str, float] = {}
     for (name, size), (payload, _) in prediction.traced.sent.items():
         group = size or layout.dp_shard
@@ -164,8 +165,9 @@ def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> di
             rate = min(rate, machine.network_gbs * members / machine.per_node)
         share = (group - 1) / group if group > 1 else 1.0
         passes = 2 * share if "reduce" in name and "scatter" not in name else share
-        once = "scatter" in name or _over_replicas(name, group, layout) or ("gather" in name and gathers_once)
-        times = 1.0 if once else repeats  # gradients are sent once a step
+        once = _over_replicas(name, group, layout)
+        once |= ("scatter" in name and scatters_once) or ("gather" in name and gathers_once)
+        times = 1.0 if once else repeats
         seconds[name] = seconds.get(name, 0.0) + times * payload * passes / (rate * _GB * constants.link)
     return seconds
 

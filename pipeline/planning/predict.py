@@ -26,8 +26,8 @@ from pipeline.models.spec import ModelSpec, spec_from_arch, spec_of
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.parallel.parallelize import blocks_of
+from pipeline.planning.recorder import BUFFERS, EMA, GRADIENTS, KINDS, LASTING, OPTIMIZER, PARAMETERS
 from pipeline.planning.trace import Shape, Traced
-from pipeline.planning.tracker import BUFFERS, EMA, GRADIENTS, KINDS, LASTING, OPTIMIZER, PARAMETERS
 from pipeline.training.optimizers import in_backward
 
 CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04

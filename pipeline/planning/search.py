@@ -1,12 +1,10 @@
 """The fastest way to run a configuration on a machine, and what helps where nothing fits.
 
-What: `Search.choose` varies what does not change the result: activation checkpointing, the microbatch, the
-data-parallel layout and, where nothing else fits, offload of the parameters. Each candidate is a whole trace
-(`predict`). `Search.cures` names settings under which a configuration fits that does not. Those of `LADDER` cost the
-user more than time, so they are proposed and never taken.
-Few traces: less recomputation, more replicas and larger microbatches need more memory and are faster, so what needs
-more than something that does not fit is not traced. Memory is about linear in the microbatch.
-Price: a trace takes seconds of CPU time for Sana 1.6B; a search five to ten of them.
+`Search.choose` varies what does not change the result: checkpointing, the microbatch, the data-parallel layout and,
+where nothing else fits, when gradients are reduced and offload. `Search.cures` names settings under which a
+configuration fits; those of `remedies.LADDER` cost more than time, so they are proposed and never taken.
+Each candidate is a whole trace, seconds of CPU time for Sana 1.6B; a search takes five to ten: less recomputation, more
+replicas and larger microbatches need more memory, so what needs more than something that does not fit is not traced.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.models.spec import ModelSpec
@@ -26,28 +22,16 @@ from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine, Prediction
-from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
+from pipeline.planning.recorder import BUFFERS, GRADIENTS, LASTING
+from pipeline.training.remedies import LADDER, OFFLOAD, accepted, changed, flags
 
-AXES = frozenset(("parallel", "offload", "microbatch", "activation_checkpointing"))
-"""What can be varied. parallel: the data-parallel layout. offload: of the parameters, where nothing fits without."""
+AXES = frozenset(("parallel", "offload", "microbatch", "reduce", "activation_checkpointing"))
+"""What can be varied. parallel: the data-parallel layout. offload: of the parameters, where nothing fits without.
+reduce: gradients after each microbatch, where no microbatch fits without."""
 MARGIN = 0.1
 """Share of a GPU's memory that is left free, beside the estimates of context and fragmentation."""
 CHECKPOINTING = ("full", "selective", "none")
 """The most frugal first."""
-LADDER: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"ema.device": "cpu", "ema.every": 10}, "EMA in host memory; one copy of the weights every ten steps"),
-    ({"parallel.reshard_after_forward": True}, "more gathers, or casts, of each block"),
-    ({"optim.name": "adamw8bit"}, "2 instead of 8 bytes of optimizer state per parameter"),
-    (
-        {"optim.name": "came", "optim.betas": None, "optim.eps": None},
-        "4 instead of 8 bytes per parameter; another optimizer: look at lr and weight_decay",
-    ),
-    ({"optim.in_backward": True, "optim.clip": None}, "each gradient is freed once it is used; no clipping"),
-    ({"precision": "bf16_pure"}, "parameters and moments in bf16, with stochastic rounding"),
-    ({"precision": "bf16"}, "half of the activations; rounds"),
-)
-"""Settings that lower the memory, and their price beside time; the cheapest first."""
-OFFLOAD = (({"parallel.offload": "all"}, "parameters and optimizer in host memory; much slower"),)
 
 
 @dataclass(frozen=True)
@@ -70,6 +54,7 @@ class Candidate:
         return {
             **{f"parallel.{name}": size for name, size in zip(names, sizes, strict=True)},
             "parallel.offload": self.train.parallel.offload,
+            "parallel.reduce_each_microbatch": self.train.parallel.reduce_each_microbatch,
             "activation_checkpointing": self.train.activation_checkpointing,
             "microbatch": self.train.microbatch,
         }
@@ -200,9 +185,14 @@ class Search:
             fastest, sizes = variants[-1]
             if (at_once := at(fastest, sizes[0])).prediction.total <= limit:
                 return [at_once]
-        found = []
+        found, most = [], max(self.data.shares(layout.data_world).values())
+        keeps, reduce = layout.dp_shard > 1 or train.parallel.offload == "all", train.parallel.reduce_each_microbatch
         for each, sizes in variants:
-            largest = _largest(partial(at, each), sizes, limit, layout.dp_shard > 1)
+            largest = None if reduce else _largest(partial(at, each), sizes, limit, keeps)
+            if largest is None and (reduce or (keeps and "reduce" in axes and sizes[-1] < most)):
+                reducing = accepted(each, {"parallel.reduce_each_microbatch": True})  # None: in a pipeline
+                if reducing is not None:
+                    largest, reduce = _largest(partial(at, reducing), sizes, limit, False), True
             if largest is None:
                 break  # less recomputation needs more
             found.append(largest)
@@ -275,9 +265,10 @@ class Search:
                 break
             base, change, why = min(tried, key=lambda each: each[0].prediction.total)
             taken, reasons = {**taken, **change}, [*reasons, why]
-        for change, why in OFFLOAD if self.machine.card.is_gpu else ():
-            if (candidate := self._rung(smallest, change)) is not None and candidate.prediction.fits:
-                lines.append(f"{flags(change)}   ({why})")
+        change, why = OFFLOAD
+        offloaded = self._rung(smallest, change) if self.machine.card.is_gpu else None
+        if offloaded is not None and offloaded.prediction.fits:
+            lines.append(f"{flags(change)}   ({why})")
         return lines
 
     def _rung(self, base: Candidate, change: dict[str, Any]) -> Candidate | None:
@@ -293,14 +284,14 @@ class Search:
             return None
 
 
-def _largest(at: Callable[[int], Candidate], sizes: list[int], limit: float, sharded: bool) -> Candidate | None:
+def _largest(at: Callable[[int], Candidate], sizes: list[int], limit: float, keeps: bool) -> Candidate | None:
     """With the largest microbatch that fits.
 
     Args:
-        sizes: the largest first. sharded: several microbatches keep a whole gradient, so one may need less.
+        sizes: the largest first. keeps: several microbatches keep a whole gradient, so one may need less.
     """
     one = at(sizes[-1])
-    if len(sizes) == 1 or (one.prediction.total > limit and not sharded):
+    if len(sizes) == 1 or (one.prediction.total > limit and not keeps):
         return one if one.prediction.total <= limit else None
     whole = at(sizes[0])
     if whole.prediction.total <= limit:
@@ -337,37 +328,3 @@ def sizes_of(layout: Layout, offload: str) -> dict[str, Any]:
         "parallel.dp_shard": layout.dp_shard,
         "parallel.offload": offload,
     }
-
-
-def changed(train: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
-    """A configuration with options below `train` replaced.
-
-    Raises:
-        ValidationError: `train` would refuse it.
-    """
-    tree = train.model_dump()
-    for option, value in changes.items():
-        *sections, name = option.split(".")
-        node = tree
-        for section in sections:
-            node = node[section]
-        node[name] = value
-    return TrainConfig.model_validate(tree)
-
-
-def accepted(train: TrainConfig, changes: dict[str, Any]) -> TrainConfig | None:
-    """`changed`; None if `train` would refuse it, or a section is not used (`ema: null`)."""
-    try:
-        return changed(train, changes)
-    except (ValidationError, TypeError):
-        return None
-
-
-def flags(changes: dict[str, Any]) -> str:
-    """Options below `train` as the command line takes them."""
-    yaml: dict[Any, str] = {None: "null", True: "true", False: "false"}
-
-    def text(value: Any) -> str:
-        return yaml[value] if value is None or isinstance(value, bool) else str(value)
-
-    return " ".join(f"--set train.{name}={text(value)}" for name, value in changes.items())

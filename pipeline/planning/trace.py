@@ -1,13 +1,10 @@
 """One training step of a configuration on fake tensors: the real model, strategy, step and optimizer, without memory.
 
-What: `trace` builds a process of the run as `pipeline.training.build` does, on a process group that sends nothing, does
-one optimizer step, and returns its memory peak by kind, its operations and its communication. `Traced.of` repeats that
-for two small numbers of blocks and extrapolates, which is exact, since blocks are alike.
-Why the CPU's tensors: torch without CUDA ends the process as soon as autograd touches a fake CUDA tensor. Where a GPU
-behaves differently, the trace does too (`on_gpu`): 8-bit AdamW is compiled, and offloaded tensors are in another
-memory.
-Price: about one second for each number of blocks. The CUDA context, libraries' workspaces and the allocator's rounding
-are not in the trace.
+`trace` builds a process of the run on a process group that sends nothing, does one optimizer step, and returns its
+memory peak by kind, its operations and its communication. `Traced.of` does so for two small numbers of blocks and
+extrapolates, which is exact, since blocks are alike. Tensors are the CPU's: torch without CUDA ends the process when
+autograd touches a fake CUDA tensor. Where a GPU behaves differently, the trace does too (`on_gpu`).
+Price: about a second for each number of blocks. CUDA's context, workspaces and the allocator's rounding are not in it.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ from pipeline.parallel import data_parallel
 from pipeline.parallel.mesh import DIMS, Layout
 from pipeline.parallel.parallelize import ParallelModel, blocks_of
 from pipeline.parallel.shards import local
-from pipeline.planning import tracker as kinds
-from pipeline.planning.tracker import Tracker, Work
+from pipeline.planning import recorder as kinds
+from pipeline.planning.recorder import Recorder, Work
 from pipeline.training import optimizers
 from pipeline.training.assemble import Trainable, assemble, recipe_of
 from pipeline.training.optimizers import in_backward
@@ -190,14 +187,14 @@ def trace(
     sizes = [shape.microbatch] * shape.count
     parameters: list[nn.Parameter] = []
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
-        tracker = Tracker(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
-        with tracker:
+        recorder = Recorder(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
+        with recorder:
             plain = train.model_copy(update={"preserve": None})  # the base's pass saves nothing
             trainable = Trainable(architecture, recipe_of(plain), adapter_of(train, architecture, start=False))
 
             def placed(model: ParallelModel) -> None:
                 parameters.extend(model.module.parameters())
-                tracker.mark(kinds.PARAMETERS, parameters)
+                recorder.mark(kinds.PARAMETERS, parameters)
 
             module = _on_fake_tensors(trainable.module(train), train)
             made = assemble(trainable, module, mesh, train, CPU, placed=placed, step=TracedStep)
@@ -207,30 +204,30 @@ def trace(
                 optimizer.update_one = lambda *args: None  # the compiled update makes no copies
             if ema is not None:
                 away = train.ema.device == "cpu" if train.ema is not None else False
-                tracker.mark(kinds.HOST if away and on_gpu else kinds.EMA, ema.values.values())
+                recorder.mark(kinds.HOST if away and on_gpu else kinds.EMA, ema.values.values())
                 copies = [torch.empty_like(each) for each in ema.values.values()] if away and on_gpu else []
-                tracker.mark(kinds.HOST, copies)  # page-locked, of `HostCopy`
+                recorder.mark(kinds.HOST, copies)  # page-locked, of `HostCopy`
             if train.optim.in_backward:
                 in_backward.fuse(optimizer, model)
-            tracker.phase = "forward"
+            recorder.phase = "forward"
             batches = [_batch(architecture, shape, size) for size in sizes]
             for batch in batches:
-                tracker.mark(kinds.INPUTS, vars(batch).values())
-            with watch_updates(optimizer, tracker):
+                recorder.mark(kinds.INPUTS, vars(batch).values())
+            with watch_updates(optimizer, recorder):
                 step(batches, 1)
-            tracker.phase = "optimizer"
+            recorder.phase = "optimizer"
             if ema is not None:
                 ema.update(train.ema.every if train.ema is not None else 1)
-            tracker.mark(kinds.OPTIMIZER, _states(optimizer))
+            recorder.mark(kinds.OPTIMIZER, _states(optimizer))
     host, phases = ((), ()) if not on_gpu or train.parallel.offload == "none" else _OFFLOADED
-    peak, on_host = tracker.peak(host, phases)
+    peak, on_host = recorder.peak(host, phases)
     return Traced(
         {kind: float(size) for kind, size in peak.kinds.items()},
         peak.phase,
         float(on_host),
         float(sum(local(parameter).numel() for parameter in parameters)),
-        dict(tracker.work),
-        {key: [float(x) for x in value] for key, value in tracker.sent.items()},
+        dict(recorder.work),
+        {key: [float(x) for x in value] for key, value in recorder.sent.items()},
     )
 
 
@@ -286,19 +283,19 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def watch_updates(optimizer: torch.optim.Optimizer, tracker: Tracker) -> Iterator[None]:
+def watch_updates(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[None]:
     """Mark gradients before and states after each update, and name the phase between."""
     before: list[str] = []
 
     def start(*_: Any) -> None:
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        tracker.mark(kinds.GRADIENTS, gradients)
-        before.append(tracker.phase)
-        tracker.phase = "optimizer"
+        recorder.mark(kinds.GRADIENTS, gradients)
+        before.append(recorder.phase)
+        recorder.phase = "optimizer"
 
     def end(*_: Any) -> None:
-        tracker.mark(kinds.OPTIMIZER, _states(optimizer))
-        tracker.phase = before.pop()
+        recorder.mark(kinds.OPTIMIZER, _states(optimizer))
+        recorder.phase = before.pop()
 
     hooks = optimizer.register_step_pre_hook(start), optimizer.register_step_post_hook(end)
     try:

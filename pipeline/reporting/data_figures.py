@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -356,8 +355,3 @@ def _contains(ordered: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def bucket_name(bucket: dict[str, Any]) -> str:
     return f"{bucket['height']}x{bucket['width']}"
-
-
-def bins(edges: list[float]) -> list[str]:
-    """Labels of bins of shares: `0-2.5 %`."""
-    return [f"{100 * low:g}-{100 * high:g} %" for low, high in pairwise(edges)]

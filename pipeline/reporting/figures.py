@@ -14,7 +14,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
-from pipeline.reporting import pictures
+from pipeline.reporting import run_pictures
 from pipeline.reporting.data_figures import snapshot_figures
 from pipeline.reporting.run_figures import differing_options, is_run, run_figures
 
@@ -75,8 +75,8 @@ def collect(
 def _lacks_pictures(runs: list[dict[str, Any]], lacks: Any) -> None:
     """Names the first run with drawings that are not decoded, else that there are none."""
     for run in runs:
-        if what := pictures.undecoded(run):
-            lacks("pictures", what, pictures.decode_command(Path(run["folder"])))
+        if what := run_pictures.undecoded(run):
+            lacks("pictures", what, run_pictures.decode_command(Path(run["folder"])))
             return
     if not any(part["pictures"] for run in runs for part in run["parts"]):
         what = "no pictures were drawn during the run; before: sana-pipe encode --prompts default"

@@ -1,6 +1,6 @@
 """Plots as inline SVG: drawn from numbers, without a library, scripts or fonts.
 
-Colours are CSS variables of the page (`--series-0` to `--series-5`, `--grid`) and `currentColor`, so one drawing serves
+Colours are CSS variables of the page (`--series-0` to `--series-7`, `--grid`) and `currentColor`, so one drawing serves
 light, dark and paper; lines differ in dashes, too. Every plot has a title and a description for readers who do not see
 it, axis labels and units. The drawing scales with the page; its text is legible at 330 pixels of width.
 """
@@ -8,10 +8,11 @@ it, axis labels and units. The drawing scales with the page; its text is legible
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 WIDTH, HEIGHT = 400, 250
 WIDE = 1000
@@ -34,7 +35,6 @@ class Line:
 
 
 def line_plot(
-    name: str,
     title: str,
     lines: Sequence[Line],
     y_label: str,
@@ -47,7 +47,7 @@ def line_plot(
     """Curves over one another.
 
     Args:
-        name: unique on the page; the ids of title and description begin with it.
+        title: unique on the page with the width.
         y_label: with its unit.
         marks: vertical lines at x, with what begins there.
         until: the axis goes from 0 to there; None: over the lines.
@@ -55,103 +55,71 @@ def line_plot(
     lines = [line for line in lines if len(line.x)]
     if not lines:
         return Markup("")
-    ends = [0, until] if until else [x for line in lines for x in line.x]
-    across = _Axis.of(ends, LEFT, width - RIGHT)
-    values = [y for line in lines for y in (*line.y, *line.low, *line.high)]
-    up = _Axis.of(values, HEIGHT - BOTTOM, TOP)
-    parts = [_grid(across, up, x_label, y_label, width), *_marks(across, marks)]
+    across = _Axis.of([0, until] if until else [x for line in lines for x in line.x], LEFT, width - RIGHT)
+    up = _Axis.of([y for line in lines for y in (*line.y, *line.low, *line.high)], HEIGHT - BOTTOM, TOP)
+    nodes = [*_grid(across, up, x_label, y_label, width), *_marks(across, marks)]
     for number, line in enumerate(lines):
-        style = number % SERIES
+        style, points = number % SERIES, _points(line.x, line.y, across, up)
         if len(line.low):
-            upper = _points(line.x, line.high, across, up)
-            lower = _points(line.x, line.low, across, up)[::-1]
-            parts.append(Markup('<polygon class="band s{}" points="{}"/>').format(style, " ".join([*upper, *lower])))
-        points = _points(line.x, line.y, across, up)
+            band = [*_points(line.x, line.high, across, up), *_points(line.x, line.low, across, up)[::-1]]
+            nodes.append(_node("polygon", class_=f"band s{style}", points=" ".join(band)))
         if len(points) == 1:
             x, y = points[0].split(",")
-            parts.append(Markup('<circle class="dot s{}" cx="{}" cy="{}" r="3"/>').format(style, x, y))
+            nodes.append(_node("circle", class_=f"dot s{style}", cx=x, cy=y, r=3))
         else:
-            parts.append(Markup('<polyline class="line s{}" points="{}"/>').format(style, " ".join(points)))
+            nodes.append(_node("polyline", class_=f"line s{style}", points=" ".join(points)))
     described = "; ".join(
         f"{line.name}: from {number_text(line.y[0])} to {number_text(line.y[-1])}, lowest {number_text(min(line.y))}, "
         f"highest {number_text(max(line.y))}"
         for line in lines
     )
-    description = f"{y_label} against {x_label}. {described}."
-    drawing = _svg(name, title, description, width, HEIGHT, Markup("").join(parts))
-    return _figure(title, drawing, [line.name for line in lines] if len(lines) > 1 else [])
+    keys = [line.name for line in lines] if len(lines) > 1 else []
+    return _figure(title, f"{y_label} against {x_label}. {described}.", (width, HEIGHT), nodes, keys)
 
 
-def _marks(across: _Axis, marks: Sequence[tuple[float, str]]) -> Iterator[Markup]:
-    """Lines at x; the texts of those that have the room."""
-    places = [across.place(min(max(x, across.lowest), across.highest)) for x, _ in marks]
-    for (_, text), x, after in zip(marks, places, [*places, across.end][1:], strict=True):
-        room = int((after - x) / 6.5)
-        shown = text if len(text) <= room else f"{text[: room - 1]}…" if room > 3 else ""
-        yield Markup('<line class="mark" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
-            _short(x), _short(x), TOP, HEIGHT - BOTTOM
-        )
-        yield Markup('<text x="{}" y="{}">{}</text>').format(_short(x + 4), TOP + 9, shown)
-
-
-def column_plot(
-    name: str, title: str, edges: Sequence[float], counts: Sequence[float], x_label: str, y_label: str
-) -> Markup:
+def column_plot(title: str, edges: Sequence[float], counts: Sequence[float], x_label: str, y_label: str) -> Markup:
     """A histogram. edges: of the columns, one more than `counts`."""
     if not any(counts):
         return Markup("")
     across = _Axis.of(edges, LEFT, WIDTH - RIGHT)
     up = _Axis.of([0, *counts], HEIGHT - BOTTOM, TOP)
-    columns = Markup("").join(
-        Markup('<rect class="bar s0" x="{}" y="{}" width="{}" height="{}"/>').format(
-            _short(across.place(low)),
-            _short(up.place(count)),
-            _short(max(across.place(high) - across.place(low) - 0.5, 0.5)),
-            _short(up.place(0) - up.place(count)),
-        )
-        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
-        if count
-    )
-    highest = max(range(len(counts)), key=lambda i: counts[i])
+    nodes = _grid(across, up, x_label, y_label, WIDTH)
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        if count:
+            x, y = across.place(low), up.place(count)
+            nodes.append(_bar(0, x, y, max(across.place(high) - x - 0.5, 0.5), up.place(0) - y))
+    most = max(range(len(counts)), key=lambda i: counts[i])
     description = (
-        f"{y_label} by {x_label}: {number_text(sum(counts))} in all; most, {number_text(counts[highest])}, between "
-        f"{number_text(edges[highest])} and {number_text(edges[highest + 1])}."
+        f"{y_label} by {x_label}: {number_text(sum(counts))} in all; most, {number_text(counts[most])}, between "
+        f"{number_text(edges[most])} and {number_text(edges[most + 1])}."
     )
-    inside = _grid(across, up, x_label, y_label, WIDTH) + columns
-    return _figure(title, _svg(name, title, description, WIDTH, HEIGHT, inside), [])
+    return _figure(title, description, (WIDTH, HEIGHT), nodes)
 
 
 def bar_plot(
-    name: str,
     title: str,
     labels: Sequence[str],
-    series: Sequence[tuple[str, Sequence[float]]],
+    series: Mapping[str, Sequence[float]],
     text: Callable[[float], str] | None = None,
 ) -> Markup:
-    """Horizontal bars, the series stacked. labels: of the bars; series: (name, a value for each); text: of a value;
-    None: a number."""
-    text = text or number_text
-    totals = [sum(values) for values in zip(*(values for _, values in series), strict=True)]
+    """Horizontal bars, the series stacked. series: by name, a value for each label; text: of a value; None: a
+    number."""
+    text, totals = text or number_text, [sum(values) for values in zip(*series.values(), strict=True)]
     if not any(totals):
         return Markup("")
-    scale = (WIDTH - LABEL - 62) / max(totals)
-    height = len(labels) * BAR + 8
-    parts = []
+    scale, nodes = (WIDTH - LABEL - 62) / max(totals), []
     for row, label in enumerate(labels):
         y, x = 4 + row * BAR, float(LABEL)
         shown = label if len(label) <= 19 else f"{label[:18]}…"
-        parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(LABEL - 6, y + 15, shown))
-        for number, (_, values) in enumerate(series):
-            width = values[row] * scale
-            box = (number % SERIES, _short(x), y + 3, _short(width), BAR - 6)
-            parts.append(Markup('<rect class="bar s{}" x="{}" y="{}" width="{}" height="{}"/>').format(*box))
-            x += width
-        numbers = " + ".join(text(values[row]) for _, values in series)
-        parts.append(Markup('<text x="{}" y="{}">{}</text>').format(_short(x + 5), y + 15, numbers))
-    names = ", ".join(name for name, _ in series)
+        nodes.append(_node("text", shown, x=LABEL - 6, y=y + 15, text_anchor="end"))
+        for number, values in enumerate(series.values()):
+            nodes.append(_bar(number, x, y + 3, values[row] * scale, BAR - 6))
+            x += values[row] * scale
+        numbers = " + ".join(text(values[row]) for values in series.values())
+        nodes.append(_node("text", numbers, x=x + 5, y=y + 15))
     described = "; ".join(f"{label}: {text(total)}" for label, total in zip(labels, totals, strict=True))
-    drawing = _svg(name, title, f"{names}. {described}.", WIDTH, height, Markup("").join(parts))
-    return _figure(title, drawing, [name for name, _ in series])
+    size = WIDTH, len(labels) * BAR + 8
+    return _figure(title, f"{', '.join(series)}. {described}.", size, nodes, list(series))
 
 
 def number_text(value: float) -> str:
@@ -190,25 +158,35 @@ class _Axis:
         return self.begin + (value - self.lowest) / (self.highest - self.lowest) * (self.end - self.begin)
 
 
-def _grid(across: _Axis, up: _Axis, x_label: str, y_label: str, width: int) -> Markup:
+def _grid(across: _Axis, up: _Axis, x_label: str, y_label: str, width: int) -> list[Markup]:
     left, right, bottom = LEFT, width - RIGHT, HEIGHT - BOTTOM
-    parts = []
+    turned, nodes = f"translate(12 {(TOP + bottom) / 2}) rotate(-90)", []
     for tick in up.ticks:
-        y = _short(up.place(tick))
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(left, right, y, y))
-        parts.append(
-            Markup('<text x="{}" y="{}" dy="4" text-anchor="end">{}</text>').format(left - 5, y, number_text(tick))
-        )
+        y = up.place(tick)
+        nodes.append(_node("line", class_="grid", x1=left, x2=right, y1=y, y2=y))
+        nodes.append(_node("text", number_text(tick), x=left - 5, y=y, dy=4, text_anchor="end"))
     for tick in across.ticks:
-        x = _short(across.place(tick))
-        parts.append(Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, bottom + 16, _tick(tick)))
-    parts.append(Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(left, right, bottom, bottom))
-    middle = (left + right) / 2
-    parts.append(Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(middle, HEIGHT - 8, x_label))
-    centre = (TOP + bottom) / 2
-    turned = Markup('<text transform="translate(12 {}) rotate(-90)" text-anchor="middle">{}</text>')
-    parts.append(turned.format(centre, y_label))
-    return Markup("").join(parts)
+        nodes.append(_node("text", _tick(tick), x=across.place(tick), y=bottom + 16, text_anchor="middle"))
+    return [
+        *nodes,
+        _node("line", class_="axis", x1=left, x2=right, y1=bottom, y2=bottom),
+        _node("text", x_label, x=(left + right) / 2, y=HEIGHT - 8, text_anchor="middle"),
+        _node("text", y_label, transform=turned, text_anchor="middle"),
+    ]
+
+
+def _marks(across: _Axis, marks: Sequence[tuple[float, str]]) -> Iterator[Markup]:
+    """Lines at x; the texts of those that have the room."""
+    places = [across.place(min(max(x, across.lowest), across.highest)) for x, _ in marks]
+    for (_, text), x, after in zip(marks, places, [*places, across.end][1:], strict=True):
+        room = int((after - x) / 6.5)
+        shown = text if len(text) <= room else f"{text[: room - 1]}…" if room > 3 else ""
+        yield _node("line", class_="mark", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM)
+        yield _node("text", shown, x=x + 4, y=TOP + 9)
+
+
+def _bar(style: int, x: float, y: float, width: float, height: float) -> Markup:
+    return _node("rect", class_=f"bar s{style % SERIES}", x=x, y=y, width=width, height=height)
 
 
 def _tick(value: float) -> str:
@@ -220,22 +198,30 @@ def _points(x: Sequence[float], y: Sequence[float], across: _Axis, up: _Axis) ->
     return [f"{_short(across.place(a))},{_short(up.place(b))}" for a, b in zip(x, y, strict=True)]
 
 
-def _short(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+def _short(value: object) -> object:
+    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
 
 
-def _svg(name: str, title: str, description: str, width: int, height: int, inside: Markup) -> Markup:
-    # without a namespace: inside HTML none is needed
-    return Markup(
-        '<svg viewBox="0 0 {w} {h}" role="img" aria-labelledby="{n}-t {n}-d"><title id="{n}-t">{t}</title>'
-        '<desc id="{n}-d">{d}</desc>{inside}</svg>'
-    ).format(w=width, h=height, n=name, t=title, d=description, inside=inside)
-
-
-def _figure(title: str, drawing: Markup, names: Sequence[str]) -> Markup:
-    keys = Markup("").join(
-        Markup('<span class="key"><i class="k{}"></i>{}</span> ').format(number % SERIES, name)
-        for number, name in enumerate(names)
+def _figure(
+    title: str, description: str, size: tuple[int, int], nodes: Sequence[Markup], keys: Sequence[str] = ()
+) -> Markup:
+    """A drawing of `size` (width, height) with its texts and a legend. keys: names of the series by style."""
+    name = "-".join([*re.findall(r"\w+", title.lower()), str(size[0])])
+    texts = _node("title", title, id=f"{name}-t") + _node("desc", description, id=f"{name}-d")
+    box = {"viewBox": f"0 0 {size[0]} {size[1]}", "role": "img", "aria-labelledby": f"{name}-t {name}-d"}
+    legend = Markup(" ").join(
+        _node("span", _node("i", "", class_=f"k{number % SERIES}") + key, class_="key")
+        for number, key in enumerate(keys)
     )
-    legend = Markup('<div class="keys">{}</div>').format(keys) if names else Markup("")
-    return Markup("<figure>{}{}<figcaption>{}</figcaption></figure>").format(drawing, legend, escape(title))
+    drawing = _node("svg", texts + Markup("").join(nodes), **box)
+    below = _node("div", legend, class_="keys") if keys else Markup("")
+    return _node("figure", drawing + below + _node("figcaption", title))
+
+
+def _node(tag: str, inside: str | None = None, **attributes: object) -> Markup:
+    """An element, its values and text escaped. SVG needs no namespace inside HTML."""
+    given = Markup("").join(
+        Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), _short(value))
+        for name, value in attributes.items()
+    )
+    return Markup("<{0}{1}/>" if inside is None else "<{0}{1}>{2}</{0}>").format(tag, given, inside)

@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline.config import LOCAL_NAME, NO_YAML, from_yaml
 from pipeline.errors import UserError
-from pipeline.reporting import pictures
+from pipeline.reporting import run_pictures
 from pipeline.training.metrics import read_events
 
 JOURNAL = "metrics.jsonl"
@@ -86,7 +86,7 @@ def _part(folder: Path) -> dict[str, Any]:
         "highest": {name: float(values.max()) for name, (_, values) in columns.items()},
         "curves": {name: thinned(steps, values) for name, (steps, values) in columns.items()},
         "validation": _validation(events.get("validation", [])),
-        "pictures": pictures.listed(folder, events.get("pictures", [])),
+        "pictures": run_pictures.listed(folder, events.get("pictures", [])),
         "prediction": _document(folder / "prediction.json"),
         "summary": _document(folder / SUMMARY),
     }

@@ -25,7 +25,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.images.decoding import cover_box
-from pipeline.reporting.photos import SIDE, Embedded, Photos, embedded
+from pipeline.reporting.source_pictures import SIDE, Embedded, Photos, embedded
 
 HEX_DIGITS = 6
 """The shortest beginning of a digest or key that is looked for."""

@@ -23,17 +23,21 @@ import math
 import posixpath
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from pipeline.cache.layout import canonical
-from pipeline.config import DataConfig
+from pipeline.config import DataConfig, setting
 from pipeline.errors import UserError
-from pipeline.sources.filenames import REPEATS, short_repr, stem
+from pipeline.sources.filenames import REPEATS, escaped, short_repr, stem
 
 MAX_COLUMNS = 1000
 """Limit on the columns that are remembered; a source with more has rows with arbitrary keys, not columns."""
 
-CAPTION_WORDS = ("caption", "text", "prompt", "descri", "tags", "alt", "title", "label")
+SHOWN = 10
+"""Columns of a row that a message names."""
+
+CAPTION_WORDS = ("caption", "text", "prompt", "descri", "tags", "tag_string", "alt", "title", "label")
 """Parts of the names of caption columns, the best first."""
 
 TEXT_FILE = "txt"
@@ -138,13 +142,13 @@ class CaptionRule:
         fields = [field for field, _ in self.fields if field not in self.seen] if named else []
         listed = [(self.setting, column) for field in fields for column in _parts(field)]
         listed += [("data.caption_scores", column) for _, column in self.scores]
-        for setting, column in listed:
+        for option, column in listed:
             if column not in self.seen and len(self.seen) < MAX_COLUMNS:
                 near = difflib.get_close_matches(column, self.seen, n=1, cutoff=0.5)
                 raise UserError(
-                    f"{setting} names the column {column!r}, which no item has",
+                    f"{option} names the column {column!r}, which no item has",
                     expected=", ".join(sorted(self.seen)) or "a column of the source; it has none",
-                    fix=f"did you mean {near[0]!r}?" if near else f"leave it out of {setting}",
+                    fix=f"did you mean {near[0]!r}?" if near else f"leave it out of {option}",
                 )
 
     def text_file(self, text: str, scores: dict[str, Any] | None = None) -> CaptionCandidate:
@@ -180,12 +184,22 @@ class CaptionRule:
         for column, weight in present:
             self._read_column(row, column, weight, scores or {}, captions)
         if not captions.candidates and not captions.problems and self.default is None:
-            missing = [column for column, _ in fields]
             empty = [column for column, _ in present]
-            captions.problems += [f"has an empty {column!r}" for column in empty] or [
-                "has no " + " or ".join(map(repr, missing or ["caption column"]))
-            ]
+            captions.problems += [f"has an empty {column!r}" for column in empty] or [self.lacking(row)]
         return captions
+
+    def lacking(self, row: dict[str, Any]) -> str:
+        """What a row without a caption column has instead, and the setting that would take one of its texts."""
+        missing = [column for column, _ in self.fields if column in self.columns]
+        has = ", ".join([repr(escaped(column)) for column in islice(row, SHOWN)] + ["..."] * (len(row) > SHOWN))
+        advice = f" ({advice})" if (advice := self.advice(row)) else ""
+        return f"has no {' or '.join(map(repr, missing or ['caption column']))}{has and f', only {has}'}{advice}"
+
+    def advice(self, row: dict[str, Any]) -> str | None:
+        """The setting that takes captions from the most likely column of a row; None: it has no text."""
+        texts = (column for column, value in row.items() if _has_text(value))
+        likely = None if self.listed else self.likely(texts)
+        return likely and setting("data.caption_field", likely)
 
     def _read_column(
         self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], captions: RowCaptions
@@ -268,6 +282,11 @@ class CaptionRule:
 def _parts(field: str) -> list[str]:
     """The columns that a caption is joined from: of `a+b` a and b."""
     return [part.strip() for part in field.split("+") if part.strip()]
+
+
+def _has_text(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(each, str) and each.strip() for each in values)
 
 
 def _joined(row: dict[str, Any], field: str) -> str:

@@ -31,8 +31,9 @@ import braceexpand
 
 from pipeline.cache import drivers
 from pipeline.config import DataConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, alternatives, not_permitted
 from pipeline.retrying import PATIENCE_S
+from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url, kind_of_file, lost_picture
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, meant, mode_of, refuse_surrogates
@@ -111,6 +112,8 @@ def open_source(
             return FolderSource(Path(data.removeprefix("file://")), rule, name, patience_s)
         return FolderSource(filesystem, rule, name)
     left_out = Kinds()
+    if format == "jsonl" and files and annotation_files.form_of(filesystem, files[0]) == "COCO":
+        raise annotation_files.refused(filesystem, files[0], "COCO")
     if format == "wids":
         counts = _wids(filesystem, files, data)
         if files is None:
@@ -251,14 +254,16 @@ def _disk(folder: str, data: str, patience_s: float, named: Iterable[str] = ()) 
 def _missing(data: str, path: str) -> UserError:
     folder, _, name = path.rstrip("/").rpartition("/")
     others: list[str] = []
+    refused = None
     try:
         os.stat(path)
         reason = "neither a folder nor a file"
     except (OSError, ValueError) as error:
         reason = error_text(error)
+        refused = not_permitted(Path(path)) if isinstance(error, PermissionError) else None
         with suppress(OSError, ValueError):
             others = os.listdir(folder or ("/" if path.startswith("/") else "."))
-    return UserError(
+    return refused or UserError(
         f"the data folder {data!r} does not exist or may not be read",
         found=reason,
         expected="a folder of pictures with captions, tars, parquet files, a listing (.jsonl, .csv), or a pattern",
@@ -359,7 +364,7 @@ def _kind_of_folder(filesystem: Filesystem, data: str, rule: CaptionRule, config
             f"{data}: holds data of several kinds",
             expected="one kind, or the folder that holds it",
             found="; ".join(f"{kind} ({min(files)})" for kind, files in sorted(kinds.items())),
-            fix="--format " + "|".join(sorted(kinds)),
+            fix=alternatives("--format", sorted(kinds)),
         )
     return next(iter(kinds))
 
@@ -422,7 +427,7 @@ def _kind_of_files(filesystem: Filesystem, files: list[str], data: str) -> str:
             f"{data}: the files are of an unknown kind, or of several kinds",
             expected="one of .tar, .parquet, .jsonl, .json, .csv, .tsv, or wids-meta.json",
             found=what or ", ".join(sorted({"." + extension(file) for file in files})),
-            fix=way or "--format " + "|".join(FORMATS),
+            fix=way or alternatives("--format", FORMATS),
         )
     return kind
 

@@ -13,9 +13,11 @@ import io
 import os
 import posixpath
 import re
+import shlex
 import stat as stat_module
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
@@ -231,6 +233,11 @@ def _blobs(root: str) -> list[str]:
     return [str(parent / "blobs") for parent in parents if (parent / "blobs").is_dir()]
 
 
+def let_read(path: str) -> str:
+    """The command that lets this user read a folder and all below it."""
+    return f"chmod -R u+rX {shlex.quote(path)}, as its owner or root"
+
+
 class LocalFilesystem(Filesystem):
     """A local folder. Only links to files inside it are followed, and those of the Hugging Face hub's cache
     (`snapshots/REVISION/...`) to its `blobs`.
@@ -295,10 +302,23 @@ class LocalFilesystem(Filesystem):
     def entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
         """The entries of a folder itself. Raises as `raise_unlisted`."""
         try:
-            with self.when_reachable(lambda: os.scandir(os.path.join(self.root, folder))) as entries:
+            with self._scan(folder) as entries:
                 yield from entries
         except OSError as error:
             self.raise_unlisted(error)
+
+    def _scan(self, folder: str) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+        path = os.path.join(self.root, folder).rstrip("/") or "/"
+
+        def scan() -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+            try:
+                os.stat(os.path.join(path, "."))  # fails where names may be listed, but files not opened
+                return os.scandir(path)
+            except OSError as error:
+                error.filename = path
+                raise
+
+        return self.when_reachable(scan)
 
     def is_folder(self, entry: os.DirEntry[str]) -> bool:
         """Whether an entry is a folder, or a link to one; False for a circle of links. Waits as `when_reachable`."""
@@ -318,12 +338,12 @@ class LocalFilesystem(Filesystem):
         raise UserError(
             f"{error.filename}: the folder cannot be read: {error_text(error)}",
             expected=f"every folder under {self.location} to be readable",
-            fix=f"chmod -R u+rX {error.filename}, or move it out of {self.location}",
+            fix=f"{let_read(str(error.filename))}, or move it out of {self.location}",
         )
 
     def names(self, folder: str) -> list[str]:
         try:
-            with self.when_reachable(lambda: os.scandir(os.path.join(self.root, folder))) as entries:
+            with self._scan(folder) as entries:
                 names = [entry.name for entry in entries if entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []

@@ -24,6 +24,7 @@ from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
 from pipeline.retrying import PATIENCE_S
+from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import (
     EXTENSIONS,
@@ -114,6 +115,11 @@ class Listing:
         numbered = ((item, f"{number:020d}", reason) for number, (item, reason) in enumerate(rejects))
         ordered = ((item, reason) for item, _, reason in self._scratch.sorted_rows(numbered))
         self.rejects = self._scratch.rows(REJECTS, ordered)
+
+    @property
+    def has_sidecars(self) -> bool:
+        """Whether any picture has a caption file."""
+        return bool(len(self._sidecars))
 
     def keys(self, start: int, stop: int) -> list[str]:
         """Some pictures, by their position."""
@@ -341,6 +347,8 @@ class FolderSource(PrefetchedSource):
                 found=": ".join(filter(None, [what, kinds])),
                 fix=way,
             )
+        if not found.metadata and not listing.has_sidecars and self.rule.default is None:
+            self._refuse_annotations(listing)
         rows = ItemRows(listing.pictures, self.scratch) if found.metadata else None
         for file in sorted(found.metadata):
             assert rows is not None
@@ -348,6 +356,13 @@ class FolderSource(PrefetchedSource):
         _, listing.rows, rejects = metadata.finish()
         listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
         return listing
+
+    def _refuse_annotations(self, listing: Listing) -> None:
+        """Raises a UserError if captions of another form lie among the pictures, which have none."""
+        for file in chain.from_iterable(self.ignored.examples.values()):
+            if form := annotation_files.form_of(self.filesystem, file):
+                pictures = chain.from_iterable(batch.column("item").to_pylist() for batch in batches(listing.pictures))
+                raise annotation_files.refused(self.filesystem, file, form, pictures)
 
     def _walk(self, disk: LocalFilesystem, found: _Found) -> Iterator[tuple[str, str | None]]:
         """The files that are not hidden, and why each must not be used, or None."""

@@ -150,7 +150,7 @@ class LinkListing(LinkTables):
                 found="the columns " + ", ".join(repr(escaped(other)) for other in row),
                 fix="--set data.image_field=COLUMN",
             )
-        check_caption_columns(f"{self.location}/{name}", rule, list(row), column)
+        check_caption_columns(self.filesystem, name, rule, list(row), column)
 
     def _item(
         self, key: str, part: str, place: str, row: dict[str, Any], column: str, rule: CaptionRule

@@ -22,7 +22,9 @@ import pyarrow as pa
 from pipeline.cache.arrow import batches
 from pipeline.cache.item_rows import ItemGroups
 from pipeline.cache.scratch import Scratch
+from pipeline.config import setting
 from pipeline.errors import UserError
+from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
@@ -101,7 +103,7 @@ class MetadataReader:
     def __init__(self, filesystem: Filesystem, rule: CaptionRule, scratch: Scratch):
         self.filesystem, self.rule, self._scratch = filesystem, rule, scratch
         self._named, self._rejects = scratch.row_writer(_NAMED), scratch.row_writer(REJECTS)
-        self.root = str(filesystem.root) if isinstance(filesystem, LocalFilesystem) else filesystem.location
+        self.root = _root(filesystem)
 
     def finish(self) -> tuple[pa.Table, Pictures, pa.Table]:
         """The rows that name a picture (column `item`), what they say, and the rejects (`REJECTS`); nothing can be read
@@ -115,7 +117,7 @@ class MetadataReader:
 
     def path(self, file: str) -> str:
         """The file's full name, for messages."""
-        return f"{self.root.rstrip('/')}/{file}"
+        return _path(self.filesystem, file)
 
     def read(self, file: str) -> tuple[Iterable[tuple[int, dict[str, Any]]], list[str]]:
         """(line number, values by column) of the rows of a file, and its columns in order of appearance; lines that are
@@ -146,7 +148,7 @@ class MetadataReader:
 
     def check_columns(self, file: str, columns: list[str], file_column: str, alternative: str = "") -> None:
         """Raises a UserError if no caption column exists. alternative: appended to the fix."""
-        check_caption_columns(self.path(file), self.rule, columns, file_column, alternative)
+        check_caption_columns(self.filesystem, file, self.rule, columns, file_column, alternative)
 
     def key(self, where: str, row: dict[str, Any], column: str, folder: str) -> str | None:
         """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used."""
@@ -169,19 +171,31 @@ class MetadataReader:
 
 
 def check_caption_columns(
-    path: str, rule: CaptionRule, columns: list[str], file_column: str, alternative: str = ""
+    filesystem: Filesystem, file: str, rule: CaptionRule, columns: list[str], picture: str, alternative: str = ""
 ) -> None:
-    """Raises a UserError if a table has no caption column. path: its full name; alternative: appended to the fix."""
+    """Raises a UserError if a table has no caption column. picture: the column of the picture, or of its file;
+    alternative: appended to the fix."""
     if not columns or not rule.lacks_captions(columns):
         return
-    likely = rule.likely(column for column in columns if column != file_column)
-    fix = f"--set data.caption_field={escaped(likely)}" if likely else f"add a caption column to {path}"
+    if annotation_files.TURNS in columns:
+        raise annotation_files.refused(filesystem, file, "LLaVA")
+    path = _path(filesystem, file)
+    likely = rule.likely(column for column in columns if column != picture)
+    fix = setting("data.caption_field", likely) if likely else f"add a caption column to {path}"
     raise UserError(
         f"{path} has no column {rule.columns[0]!r}",
-        expected=f"the columns {file_column!r} and {_caption_columns(rule)}",
+        expected=f"the columns {picture!r} and {_caption_columns(rule)}",
         found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
         fix=fix + alternative,
     )
+
+
+def _root(filesystem: Filesystem) -> str:
+    return str(filesystem.root) if isinstance(filesystem, LocalFilesystem) else filesystem.location
+
+
+def _path(filesystem: Filesystem, file: str) -> str:
+    return f"{_root(filesystem).rstrip('/')}/{file}"
 
 
 def _caption_columns(rule: CaptionRule) -> str:

@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
+from pipeline.config import setting
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, has_surrogates, shown, stem
@@ -36,7 +37,7 @@ from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, u
 from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.link_tables import LinkTables, digest_of, is_link
 from pipeline.sources.links import Links
-from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader
+from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns
 from pipeline.sources.source import Item, Part, PartRange, Reject, Seen
 
 RULE = "parquet-2"
@@ -272,23 +273,12 @@ class ParquetSource(LinkTables):
         """
         column, _ = self._picture(name, table)
         others = [f.name for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)]
-        self._check_captions(name, table, others)
+        check_caption_columns(self.filesystem, name, self._rule_of(name, others), [*others], column)
         return others
 
     def _rule_of(self, name: str, columns: list[str]) -> CaptionRule:
         """The rule for a file with these columns beside the picture."""
         return self._rule(columns) if self._names_links(name) else self.rule
-
-    def _check_captions(self, name: str, table: ParquetFile, columns: list[str]) -> None:
-        """Raises a UserError if no caption column exists."""
-        if self._rule_of(name, columns).lacks_captions(columns):
-            likely = self.rule.likely(columns)
-            raise UserError(
-                f"{self.location}/{name} has no column {self.rule.columns[0]!r}",
-                expected=" or ".join(map(repr, self.rule.columns)) + f" ({self.rule.setting})",
-                found="the columns " + ", ".join(repr(escaped(field)) for field in table.schema_arrow.names),
-                fix=f"--set data.caption_field={escaped(likely)}" if likely else "add a caption column",
-            )
 
     def _read_group(
         self, name: str, table: ParquetFile, group: int, columns: list[str], start: int, stop: int
@@ -395,7 +385,7 @@ class ParquetSource(LinkTables):
             raise UserError(
                 f"{self.location}/{part} has several columns that may be the pictures",
                 found=", ".join(f"{escaped(name)}: {kinds[name]}" for name in candidates),
-                fix="--set data.image_field=" + "|".join(map(escaped, candidates)),
+                fix=setting("data.image_field", *candidates),
             )
         for name in candidates:
             if _holds_bytes(kinds[name]) or _text(kinds[name]):

@@ -67,6 +67,7 @@ class _Tar:
     """The listing of one tar.
 
     pictures: how many members are pictures. without_caption: reasons of those without any caption.
+    advice: as `CaptionRule.advice`, of the first of those that has one.
     """
 
     name: str
@@ -75,6 +76,7 @@ class _Tar:
     rejects: list[Reject] = field(default_factory=list)
     pictures: int = 0
     without_caption: list[str] = field(default_factory=list)
+    advice: str | None = None
 
     def reject(self, key: str, reason: str) -> None:
         self.rejects.append(Reject(escaped(key), reason))
@@ -145,7 +147,7 @@ class TarSource(FilesSource, PrefetchedSource):
                 expected=f"a .txt member, or {' or '.join(map(repr, self.rule.columns))} in its .json "
                 f"({self.rule.setting})",
                 found=missing[0],
-                fix="--set data.caption_field=NAME",
+                fix=tar.advice or "put the caption of X.jpg into a member X.txt",
             )
         count = self._sample_counts.get(tar.name, len(tar.samples))
         if count != len(tar.samples):
@@ -264,9 +266,9 @@ class TarSource(FilesSource, PrefetchedSource):
                 continue
             reason = "; ".join(problems)
             if not reason:
-                names = ", ".join(repr(escaped(column)) for column in row)
-                reason = f"has no caption: no .txt, and {f'its .json has only {names}' if row else 'no .json'}"
+                reason = f"has no caption: no .txt, and {f'its .json {self.rule.lacking(row)}' if row else 'no .json'}"
                 tar.without_caption.append(reason)
+                tar.advice = tar.advice or self.rule.advice(row)
             tar.reject(f"{tar.name}/{name}", reason)
         if captions:
             for problem in problems:

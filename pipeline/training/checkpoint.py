@@ -1,21 +1,10 @@
 """Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
 
-What: `Saver` writes model and optimizer into `step-00000500.TOKEN.tmp`, then `checkpoint.json`, then renames the folder
-(in a background thread with `train.async_save`); `choose` decides what a run resumes or begins from; `load` restores
-on any number of processes; `ModelTensors` reads the weights one by one in one process without a group.
-Why a rename: DCP marks a finished checkpoint by its metadata file alone, and a killed run leaves a folder that looks
-nearly right. Here a folder without `.tmp` in its name is complete or was damaged later, and the document has the size
-and xxh3-128 digest of every file, so that damage is detected on reading.
-Why a thread and not a process: it needs only the copy in host memory, and a child process would have to be started
-(7 s) or forked with the training's threads and sockets in it.
-Only tensors are stored: the optimizer's settings come from the configuration of the run that resumes, the learning
-rate and the seed of torch's generators from the step.
-Price: with `train.async_save` a copy of this process's shards in host memory (`host_copy`); every file is read back
-once after writing; all processes must see the same file system.
-
-Layout of the tensors: `model.<parameter>`, `optim.state.<parameter>.<moment>` and, where the run has them,
-`ema.<parameter>` and `loss_scale.<number>`; fp32 (bf16 weights and moments for `bf16_pure`), with GLUMBConv's channels
-interleaved as in memory (`pipeline.models.sana_layers`), not in diffusers' order, which the export stage writes.
+`Saver` writes `step-00000500.TOKEN.tmp`, then `checkpoint.json` in it with size and xxh3-128 of every file, then
+renames the folder: DCP alone cannot tell a finished checkpoint from one that a kill left nearly right. Only tensors are
+stored, fp32 (bf16 for `bf16_pure`), as `model.PARAMETER`, `optim.state.PARAMETER.MOMENT`, `ema.PARAMETER`,
+`loss_scale.NUMBER`; settings come from the configuration that resumes, learning rate and seeds from the step.
+Price: with `train.async_save` a copy in host memory; files are read back once; all processes see one file system.
 """
 
 from __future__ import annotations
@@ -702,7 +691,7 @@ def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | 
     return inside or folder
 
 
-def find(config: Config, which: str) -> Path:
+def find(config: Config, checkpoint: str) -> Path:
     """The folder that `--checkpoint` names: `auto` is the newest of `train.output`, with phases of the last phase that
     has one; else see `resolve`.
 
@@ -712,14 +701,15 @@ def find(config: Config, which: str) -> Path:
     output = Path(config.train.output)
     roots = [output / phase.name / "checkpoints" for phase in reversed(config.phases)] or [output / "checkpoints"]
     root = next((root for root in roots if newest(root) is not None), roots[-1])
-    folder = resolve(root, which)
+    folder = resolve(root, checkpoint)
     if folder is None:
         raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")
     return folder
 
 
 def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> tuple[Resumed | None, list[str]]:
-    """The checkpoint that a run resumes or begins from, if any, and lines to print. Writes nothing.
+    """The checkpoint that a run resumes or begins from (None: start weights), and lines to print. A run that is resumed
+    before its first checkpoint begins again where it began. Writes nothing.
 
     Args:
         run: the run directory.
@@ -728,53 +718,40 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
 
     Raises:
         ConfigError: a new run in a directory that holds checkpoints, or an older checkpoint than its newest.
+        CheckpointError: the checkpoint cannot be read.
     """
     root = run / "checkpoints"
     last = newest(root)
     notes = [f"note: {path} is left over from an interrupted save and is ignored" for path in leftovers(root)]
-    if resume is None and last is not None:
-        raise ConfigError(
-            f"the run directory {run} already holds checkpoints, the newest is {last.name}",
-            fix="--resume auto to continue it, or --set train.output=DIR for a new run",
-        )
-    resumed = start_checkpoint(run, resume, begin)
-    if resumed is None:
-        notes += [f"no checkpoint in {root.resolve()} yet: starting from the beginning"] if resume is not None else []
-        return None, notes
-    if not resumed.begins and begin is not None:
-        notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {resumed.folder.name}")
-    if not resumed.begins and last is not None and last.resolve() != resumed.folder.resolve():
-        raise ConfigError(
-            f"--resume {resumed.folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
-            fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
-        )
-    return resumed, notes
-
-
-def start_checkpoint(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> Resumed | None:
-    """The checkpoint that `--resume` and `--from` mean; None for a run from start weights. A run that is resumed
-    before its first checkpoint begins again where it began.
-
-    Raises:
-        UserError: the checkpoint cannot be found or read.
-    """
-    root = run / "checkpoints"
     if begin is not None and resume is not None and str(resume) != "auto":
         raise ConfigError(
             f"--from {begin} and --resume {resume} name two checkpoints",
             fix="--from begins a new run, --resume continues one; --from with --resume auto begins it once, then "
             "continues it",
         )
+    if resume is None and last is not None:
+        raise ConfigError(
+            f"the run directory {run} already holds checkpoints, the newest is {last.name}",
+            fix="--resume auto to continue it, or --set train.output=DIR for a new run",
+        )
     folder = None if resume is None else resolve(root, resume)
     if folder is not None:
-        return Resumed(folder, read_document(folder))
+        if last is not None and last.resolve() != folder.resolve():
+            raise ConfigError(
+                f"--resume {folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
+                fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
+            )
+        if begin is not None:
+            notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {folder.name}")
+        return Resumed(folder, read_document(folder)), notes
     if begin is None and resume is not None:
         begin = _recorded(run)
-    if begin is None:
-        return None
-    folder = resolve(root, begin, "--from")
-    assert folder is not None
-    return Resumed(folder, read_document(folder), begins=True)
+    folder = None if begin is None else resolve(root, begin, "--from")
+    if folder is not None:
+        return Resumed(folder, read_document(folder), begins=True), notes
+    if resume is not None:
+        notes.append(f"no checkpoint in {root.resolve()} yet: starting from the beginning")
+    return None, notes
 
 
 def record(run: Path, resumed: Resumed | None) -> None:

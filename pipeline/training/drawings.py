@@ -1,15 +1,10 @@
 """Pictures while a run goes on: latents of a prompt set, drawn with the weights of a step.
 
-What: `Drawings` draws a latent for each of `Task.pictures.texts` at the steps of `train.pictures`, with the moving
-averages if the run has them, and publishes them as `pictures/step-XXXXXXXX.safetensors` in the run directory: float32
-(C, h, w) tensors `0000`, `0001`, ..., multiplied by the scaling factor, and a description (metadata `drawing`).
-Why latents: the training process imports no encoder. `sana-pipe sample --watch` decodes them elsewhere.
-The sampler, the noise of a prompt and the padding of its rows are those of `sana-pipe sample`. Prompts are divided over
-the data-parallel processes; the last parts are filled with copies, since every process must gather parameters equally
-often. Nothing of the training changes, as in `pipeline.training.validation`.
-Price: `sample.steps` forward passes of two samples per prompt (one under guidance 1), and no memory beyond that of a
-step: a pass has at most `_MOST` times the image tokens of a training microbatch. A stop request ends a drawing early,
-without a file.
+`Drawings` draws at the steps of `train.pictures`, with the moving averages if the run has them, and publishes
+`pictures/step-XXXXXXXX.safetensors`: float32 (C, h, w) tensors `0000`, `0001`, ..., multiplied by the scaling factor,
+and a description (metadata `drawing`). Latents, since the training process imports no encoder; `sana-pipe sample
+--watch` decodes them. Prompts are divided over the data-parallel processes. Nothing of the training changes.
+Price: `sample.steps` forward passes of two samples per prompt, and no memory beyond that of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from torch import Tensor
 from pipeline.cache.local_files import make_folder, sync_path
 from pipeline.config import Config, PicturesConfig
 from pipeline.errors import ConfigError, UserError, writing
-from pipeline.models.sampler import INPUTS, pad_rows, prompt_noise, sample
+from pipeline.models.sampler import INPUTS, Sampling, prompt_noise, sample
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.data_parallel import COMPUTE
@@ -97,40 +92,34 @@ class Drawings:
             self.journal.pictures(self.run.context.train.steps, row | place)
         return True
 
-    def _read(self) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor]]:
+    def _read(self) -> tuple[dict[int, Tensor], Tensor]:
         assert self.prompts is not None
-        return {number: self.prompts.rows(number) for number in self.numbers}, self.prompts.null()
+        null, mask = self.prompts.null()
+        return {number: self.prompts.rows(number) for number in self.numbers}, null[mask]
 
     def _drawn(self, prompts: DrawnPrompts) -> dict[int, Tensor] | None:
         """The latents by number on every process; None if a stop request ended the drawing. Collective."""
-        context, settings, model = self.run.context, self.settings, self.run.model
+        context, settings = self.run.context, self.settings
         shape = (context.task.channels, prompts.height // prompts.compression, prompts.width // prompts.compression)
-        latents: dict[int, Tensor] = {}
+        latents, dtype = dict[int, Tensor](), COMPUTE[context.train.precision]
         try:
             for first in range(0, len(self.numbers), self.size):
                 numbers = self.numbers[first : first + self.size]
-                drawn = sample(
-                    lambda *inputs: model.predict(**dict(zip(INPUTS, inputs, strict=True))),
-                    *pad_rows([self.rows[number] for number in numbers]),
-                    *self.null,
-                    noise=prompt_noise([prompts.texts[number] for number in numbers], shape, settings.seed),
-                    steps=settings.steps,
-                    guidance=settings.guidance,
-                    flow_shift=context.train.flow.shift,
-                    device=context.device,
-                    dtype=COMPUTE[context.train.precision],
-                    on_step=self._check_stop,
-                )
+                rows = [self.rows[number].to(context.device, dtype) for number in numbers]
+                noise = prompt_noise([prompts.texts[number] for number in numbers], shape, settings.seed)
+                drawn = sample(self._predict, rows, self.null, noise, Sampling.of(context.config))
                 latents.update(zip(numbers, drawn.cpu(), strict=True))
         except Interrupted:
             return None
         parts = all_gather_objects(latents if self.sends else {})
         return {number: latent for part in parts for number, latent in part.items()}
 
-    def _check_stop(self, done: int, calls: int) -> None:
-        """Raise Interrupted on every process if one is asked to stop. Collective."""
+    def _predict(self, *inputs: Tensor) -> Tensor:
+        """The model's flow. Raises Interrupted on every process if one is asked to stop. Collective."""
+        flow = self.run.model.predict(**dict(zip(INPUTS, inputs, strict=True)))
         if any(all_gather_objects(self.stop.reason() is not None)):
             raise Interrupted
+        return flow
 
     def _is_done(self) -> bool:
         """Whether an earlier attempt drew after the step that this attempt starts from. On the first process."""

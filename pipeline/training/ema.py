@@ -1,11 +1,7 @@
 """Exponential moving average (EMA) of the weights, sharded like them.
 
-What: `EMA` keeps an fp32 average of every trained parameter and moves it towards the weights after each `every`-th
-step; its `values` go into the checkpoint, from which export and sampling read them.
-Why a dict of tensors and no second model: FSDP2's modules cannot be copied, the update is elementwise, and tensors can
-lie on the CPU, where they cost no GPU memory.
-The decay grows with the step, min(decay, (1 + step) / (10 + step)), so that an average that started from random weights
-forgets them; it is a function of the step and needs no state.
+`EMA` keeps an fp32 average of every trained parameter, by name: FSDP2's modules cannot be copied. The decay grows with
+the step, min(decay, (1 + step) / (10 + step)), so that an average that began with random weights forgets them.
 Price: 4 bytes per parameter, on the device or on the host. On the host an update waits for a copy of the weights to
 page-locked memory, which occupies as much again, and for the CPU's arithmetic; `every` makes updates rarer, with the
 same decay per step.

@@ -1,12 +1,10 @@
 """Feed a run with microbatches; all processes decide alike whether the next step takes place.
 
-What: `Feed` yields each step's microbatches once every process has its part. If a process cannot read its part, or too
-many samples are substitutes, iteration ends on all processes before that step begins, so that the last step can be
-saved; `raise_failure` then raises the reason, with the same message everywhere.
-Why before the step: a process without a batch cannot take part in the collectives of a step, and the others would wait
-in them until the timeout; a begun update cannot be undone.
-Price: one gloo reduction of three numbers per step, in which each process waits for the slowest reader, as it would in
-the step itself.
+`Feed` yields each step's microbatches once every process has its part. If one cannot read its part, or too many samples
+are substitutes, iteration ends on all processes before that step, since a process without a batch cannot take part in
+a step's collectives and a begun update cannot be undone. So the last step can be saved; `raise_failure` then raises the
+reason, with the same message everywhere.
+Price: one gloo reduction of three numbers per step.
 """
 
 from __future__ import annotations

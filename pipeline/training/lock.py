@@ -1,15 +1,10 @@
 """Lock of a run directory: one training at a time writes into it.
 
-What: `run_lock` puts `lock.json` into the run directory: a token of this attempt, and its owner (host, process, start).
-A thread touches the file every `BEAT_S` seconds. `Lock.check` raises `RunTaken` when the file no longer has this token;
-it is called before every publication and removal.
-Refused: a training watches the lock for about `BEAT_S` seconds; if it is touched meanwhile, its owner is alive.
-Not refused: a training after a process of this host that has ended; a requeued SLURM job, if the scheduler says that
-it is the next attempt of the same job; and any training `STALE_S` seconds after the last touch (the host died). An
-earlier owner that wakes up finds another token and stops without having published or removed anything.
-Times are those of the file system with the run directory; the clocks of two machines are never compared.
-Price: two trainings that start in the same instant may both believe for a moment that they have the lock. The last
-writer has it; the other stops at its first check.
+`run_lock` puts `lock.json` there: a token of this attempt and its owner; a thread touches it every `BEAT_S` seconds.
+`Lock.check` raises `RunTaken` when the token is another, before every publication and removal, so an earlier owner that
+wakes up changes nothing. The lock is free after a process of this host that has ended, for the next attempt of a SLURM
+job, and `STALE_S` seconds after the last touch, by the file system's clock alone.
+Price: of two trainings that start in the same instant, one stops at its first check.
 """
 
 from __future__ import annotations
@@ -17,11 +12,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -35,6 +29,7 @@ from pipeline.cache.local_files import make_folder, now_in, replacing
 from pipeline.errors import CacheError, UserError, machine_error
 from pipeline.launch import scheduled_attempt
 from pipeline.parallel.collectives import broadcast_from_rank_0
+from pipeline.processes import beating
 
 NAME = "lock.json"
 BEAT_S = 2.0
@@ -85,12 +80,7 @@ class Lock:
     """
 
     def __init__(self, path: Path, token: str):
-        self.token, self.lost = token, False
-        self._path, self._ended = path, threading.Event()
-        self._thread: threading.Thread | None = None
-        if dist.get_rank() == 0:
-            self._thread = threading.Thread(target=self._beats, name="lock", daemon=True)
-            self._thread.start()
+        self.token, self.lost, self._path = token, False, path
 
     def check(self) -> None:
         """Call it on the first process before each publication and removal.
@@ -116,18 +106,11 @@ class Lock:
 
     def release(self) -> None:
         """Remove the lock, if it is still this attempt's."""
-        if self._thread is not None:
-            self._ended.set()
-            self._thread.join()
-            with suppress(OSError, UserError):
-                self.check()
-                self._path.unlink()
+        with suppress(OSError, UserError):
+            self.check()
+            self._path.unlink()
 
-    def _beats(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            self._beat()
-
-    def _beat(self) -> None:
+    def beat(self) -> None:
         """Touch the file through the descriptor that it was read from, so never the file of a new owner."""
         with suppress(OSError), self._path.open("r+", encoding="utf-8") as file:
             owner = _parsed(file.read())
@@ -156,11 +139,13 @@ def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
             if wait:
                 log(wait)
             time.sleep(POLL_S)
-        lock = Lock(path, token)
+        lock, is_first = Lock(path, token), dist.get_rank() == 0
         try:
-            yield lock
+            with beating(lock.beat, BEAT_S, "lock") if is_first else nullcontext():
+                yield lock
         finally:
-            lock.release()
+            if is_first:
+                lock.release()
     finally:
         if made and dist.get_rank() == 0:
             with suppress(OSError):
@@ -168,7 +153,8 @@ def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
 
 
 class _Candidate:
-    """Polls the lock of a run directory until it is this attempt's. On the first process."""
+    """Polls the lock of a run directory until it is this attempt's; an owner that touches it meanwhile is alive. On the
+    first process."""
 
     def __init__(self, path: Path):
         self.path, self.token = path, uuid.uuid4().hex[:12]

@@ -1,12 +1,10 @@
 """Dynamic loss scale, which keeps fp16 gradients from underflow.
 
-What: the loss is multiplied by a power of two before the backward pass and the gradient divided by it after. A step
-with a non-finite gradient is skipped and the scale halved; after 2000 good steps it is doubled.
+A step with a non-finite gradient is skipped and the scale halved; after 2000 good steps it is doubled (constants of
+torch.amp.GradScaler; arXiv 1710.03740).
 Why not torch's GradScaler: it looks for overflow in each process's local gradients, so processes could decide
 differently, and it does not support DTensors. Here the norm of the whole gradient decides, the same everywhere.
 Price: in fp16 the host waits for the verdict of every step before the optimizer's update.
-
-Constants are those of torch.amp.GradScaler; mixed precision training: arXiv 1710.03740.
 """
 
 from __future__ import annotations

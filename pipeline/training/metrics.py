@@ -1,31 +1,10 @@
 """The journal of a run: one JSON line per logged step, and the same on the terminal.
 
-What: `Metrics` appends rows to `metrics.jsonl` and prints them, on a terminal as one line that the next row overwrites;
-`read` returns one row per step, that of the last attempt.
+`Metrics` appends rows to `metrics.jsonl` and prints them, on a terminal as one line that the next row overwrites;
+`read` returns one row per step, that of the last attempt. Its docstring says what a row has.
 Why: a killed and resumed run repeats the steps after its last checkpoint, so the file is append-only; `start` rows
 separate the attempts.
 Price: a reader other than `read` has to handle repeated steps.
-
-A row has: step (optimizer steps done), loss and grad_norm (means over the steps since the last row, over the global
-batch, before clipping), parts (of a loss that has several, by name, not weighted), lr, images_per_s and tokens_per_s
-(of all processes together), model_tflops (10^12 model
-FLOPs a second of all processes), mfu (their share of the devices' peak; null where that is not known), data_wait
-(share of the wall time that the slowest process waited for data), bucket ([height, width] of the row's last step),
-text_rows (its padded caption length), forward_tokens (the most image tokens of a forward pass of a process),
-padded_tokens (padding caption rows since the last row, all processes), quarantined (samples that substitute for
-unreadable ones since this attempt began, all processes), quarantine_rate (their share of the last 10,000 samples),
-memory_gib, reserved_gib (peaks on a GPU since the last row, allocated and reserved: the largest of any process, whose
-number is memory_rank, reserved_rank; null on the CPU), rss_gib, rss_rank (the same for main memory, since the process
-began), seconds (since this attempt began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the
-whole run that were skipped because the gradient overflowed); such steps do not count in grad_norm, which is null if
-the row has no other step. Rows of older versions have fewer keys. Once per attempt a row `event: prediction` has what
-was predicted and measured (`pipeline.training.expectation`); `prediction.json` beside the journal has the whole
-prediction. A row `event: validation` (`read_events` returns them) has step, loss (mean over the samples and noise
-levels of `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level
-and by bucket), by_age (of `old` and of `new` samples, where they are separate), parts,
-the same with `ema_` before the name
-(with the moving averages; null without them), samples, snapshot (where the samples are from), seconds and time. A row
-`event: pictures` has step, count, prompt_set, file (of the latents, in the run directory), seconds and time.
 """
 
 from __future__ import annotations
@@ -43,8 +22,8 @@ from pipeline.amounts import duration
 from pipeline.cache.local_files import replacing
 from pipeline.errors import UserError, writing
 from pipeline.terminal import LiveLine
-from pipeline.training.expectation import Expected
 from pipeline.training.loss_band import LossBand
+from pipeline.training.task import Compare
 from pipeline.training.trackers import Trackers
 
 _TREND_ROWS = 40
@@ -59,7 +38,7 @@ class Metrics:
         path: Path,
         log: Callable[[str], None],
         trackers: Trackers | None = None,
-        expected: Expected | None = None,
+        expected: Compare | None = None,
         line: LiveLine | None = None,
     ):
         """Open for appending. A last line torn by a kill gets its newline first.
@@ -148,14 +127,14 @@ class Metrics:
         """Whether pictures were drawn after this step."""
         return step in self._drawn
 
-    def _compare(self, expected: Expected, values: dict[str, Any]) -> None:
+    def _compare(self, expected: Compare, values: dict[str, Any]) -> None:
         """Record what was predicted and measured. Nothing here ends the run."""
         try:
-            compared = expected.compare(values)
-            for line in expected.lines(compared, values["step"]):
+            compared, lines, document = expected(values)
+            for line in lines:
                 self._log(line)
             self._write({"event": "prediction", "until_step": values["step"], **compared, "time": values["time"]})
-            document = {**expected.document, "until_step": values["step"], "measured": compared}
+            document["until_step"] = values["step"]
             with replacing(self.path.parent / "prediction.json") as work:
                 work.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except Exception as error:
@@ -212,6 +191,27 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         UserError: the file is missing.
+
+    A row has: step (optimizer steps done), loss and grad_norm (means over the steps since the last row, over the global
+    batch, before clipping), parts (of a loss that has several, by name, not weighted), lr, images_per_s and
+    tokens_per_s (of all processes together), model_tflops (10^12 model FLOPs a second of all processes), mfu (their
+    share of the devices' peak; null where that is not known), data_wait (share of the wall time that the slowest
+    process waited for data), bucket ([height, width] of the row's last step), text_rows (its padded caption length),
+    forward_tokens (the most image tokens of a forward pass of a process), padded_tokens (padding caption rows since the
+    last row, all processes), quarantined (samples that substitute for unreadable ones since this attempt began, all
+    processes), quarantine_rate (their share of the last 10,000 samples), memory_gib, reserved_gib (peaks on a GPU since
+    the last row, allocated and reserved: the largest of any process, whose number is memory_rank, reserved_rank; null
+    on the CPU), rss_gib, rss_rank (the same for main memory, since the process began), seconds (since this attempt
+    began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the whole run that were skipped because
+    the gradient overflowed); such steps do not count in grad_norm, which is null if the row has no other step.
+
+    Once per attempt a row `event: prediction` has what was predicted and measured (`pipeline.planning.expectation`);
+    `prediction.json` beside the journal has the whole prediction. A row `event: validation` (`read_events` returns
+    them) has step, loss (mean over the samples and noise levels of `pipeline.training.validation`; null if it is not
+    finite), by_sigma and by_bucket (its parts by noise level and by bucket), by_age (of `old` and of `new` samples,
+    where they are separate), parts, the same with `ema_` before the name (with the moving averages; null without them),
+    samples, snapshot (where the samples are from), seconds and time. A row `event: pictures` has step, count,
+    prompt_set, file (of the latents, in the run directory), seconds and time.
     """
     return read_events(path).get(None, [])
 

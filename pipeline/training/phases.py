@@ -1,10 +1,8 @@
 """A chain of phases: which are finished, and what each has learned.
 
-What: a phase is a separate run directory, `train.output`/NAME, that begins from the last checkpoint of the phase
-before; `survey` reads from the directories where the chain stands, `summarize` writes `summary.json` of a finished
-phase, and `table` shows the phases side by side.
-Why from the directories alone: there is no second record that could contradict them, and a phase may be added or edited
-between two starts.
+A phase is a separate run directory, `train.output`/NAME, that begins from the last checkpoint of the phase before.
+`survey` reads from the directories alone where the chain stands, so no second record can contradict them, and a phase
+may be added or edited between two starts.
 Price: a phase is taken for finished when its last checkpoint has the steps that it began with; more steps for it are
 another phase.
 """

@@ -1,15 +1,9 @@
 """One optimizer step, for any number of processes and microbatches.
 
-What: `TrainStep` takes this process's microbatches of one global batch, and does: prepare, predict, compare (by the
-run's `Recipe`), differentiate, clip, update. Loss and gradient are the means over the whole global batch for any split
-into processes and microbatches, also when the last microbatch is smaller. `ParallelModel` hides how the model is
-parallelized.
-Why not means of microbatches: a mean of means is wrong as soon as two parts differ in size. Each process divides its
-sum by the number of its samples; averaging the gradients over processes gives the mean over the global batch.
-A non-finite loss or gradient stops the run; the error names the step, the bucket and the samples. Whether a step was
-finite is its verdict. On a GPU the host reads it one step later, so that it need not wait for the device in each step;
-until then (`TrainStep.await_verdict`) no later step is reported and no checkpoint is written. In fp16 a finite loss
-with a non-finite gradient is an overflow: every process skips the step (`pipeline.training.loss_scale`).
+Loss and gradient are means over the global batch for any split, also with a smaller last microbatch: each process
+divides its sum by the number of its samples, and averaging over processes gives the mean. A non-finite loss or gradient
+stops the run and names step, bucket and samples; in fp16 an overflow with a finite loss skips the step everywhere. On a
+GPU the host reads this verdict one step later, so that it need not wait for the device in each step.
 Price: after such a stop on a GPU the weights in memory may be spoilt; the last checkpoint is not.
 """
 
@@ -156,8 +150,8 @@ class TrainStep:
             self.optimizer.gradient_factor, factor = factor, None
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # torch would copy it to offloaded gradients without waiting for the copy
-            where = self.optimizer.param_groups[0]["params"][0].device
-            self.optimizer.grad_scale = None if factor is None else (1 / factor).to(where)  # type: ignore[attr-defined]
+            device = self.optimizer.param_groups[0]["params"][0].device
+            self.optimizer.grad_scale = None if factor is None else (1 / factor).to(device)  # type: ignore[attr-defined]
         elif factor is not None:
             self.model.scale_gradients(factor)
         self.optimizer.step()

@@ -16,10 +16,11 @@ from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderState
 from pipeline.models.adapters import Adapter
 from pipeline.parallel.mesh import Layout
-from pipeline.training.expectation import Expected
 from pipeline.training.recipes import Recipe
 
 Log = Callable[[str], None]
+Compare = Callable[[dict[str, Any]], tuple[dict[str, float], list[str], dict[str, Any]]]
+"""A row of metrics -> predicted and measured values, lines to print, and `prediction.json`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class TrainingTask:
     adapter: Adapter | None = None
     preserved: Tensor | None = None
     check: Callable[[Layout], None] = lambda layout: None
-    expect: Callable[[Context], Expected | None] = lambda context: None
+    expect: Callable[[Context], Compare | None] = lambda context: None
     accepted: Callable[[], None] = lambda: None
 
 

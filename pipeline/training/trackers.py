@@ -1,11 +1,8 @@
-"""Metrics to TensorBoard, Weights & Biases and the like, through accelerate's trackers.
+"""Metrics to TensorBoard, Weights & Biases and the like, through accelerate's trackers: nine services, one interface.
 
-What: `check` refuses trackers whose package is missing, before anything starts; `Trackers` opens them and logs each
-row's numbers.
-Why accelerate's: nine services behind one interface, maintained elsewhere. The journal `metrics.jsonl` stays the
-source: a tracker that fails (no network, no login) is reported and dropped, and the run continues.
+`check` refuses trackers whose package is missing, before anything starts. The journal `metrics.jsonl` stays the source:
+a tracker that fails (no network, no login) is reported and dropped, and the run continues.
 Price: a service shows each resumed attempt as a separate run; TensorBoard drops repeated steps.
-
 TensorBoard reads `tensorboard --logdir RUN`. The services have the project `sana-pipe` and the run directory's name.
 """
 

@@ -1,14 +1,10 @@
 """The training run in outline: check, build, loop.
 
-What: `fit` does optimizer steps until `train.steps` or a stop request (SIGTERM, SIGUSR1, Ctrl-C: save, then leave).
-The loader decides what a batch is and `TrainStep` what a step is; the loop counts, reports and saves.
-Every decision that all processes must take alike (what to resume, when to stop) derives from one value that all of them
-have.
-Price: a stop request takes effect after the step in flight (on a GPU after one more); then one checkpoint is written.
-
-A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, with a
-prediction `prediction.json`, with `train.pictures` `pictures/`, with `train.profile` `profile/`, with `--from`
-`from.json`, and, while a training uses it, `lock.json`.
+`fit` does optimizer steps until `train.steps` or a stop request (SIGTERM, SIGUSR1, Ctrl-C: save, then leave), which
+takes effect after the step in flight (on a GPU after one more). What all processes must decide alike (what to resume,
+when to stop) derives from one value that all of them have.
+A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, and, where
+used, `prediction.json`, `pictures/`, `profile/`, `from.json` (`--from`), and `lock.json` while a training uses it.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ from pipeline.training import checkpoint, optimizers, trackers
 from pipeline.training.build import TrainingRun, build, trainable_of, with_residual
 from pipeline.training.checks import check_inputs, check_start
 from pipeline.training.drawings import Drawings
-from pipeline.training.expectation import Expected
 from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
@@ -46,7 +41,7 @@ from pipeline.training.metrics import Metrics
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
 from pipeline.training.stop_request import StopRequest, catch_signals_of
-from pipeline.training.task import Log, Report, TrainingTask
+from pipeline.training.task import Compare, Log, Report, TrainingTask
 from pipeline.training.throughput import Throughput
 from pipeline.training.validation import Validation
 
@@ -109,7 +104,7 @@ def fit(
 
 
 @contextmanager
-def _journal(run: TrainingRun, expected: Expected | None, progress: LiveLine) -> Iterator[Metrics | None]:
+def _journal(run: TrainingRun, expected: Compare | None, progress: LiveLine) -> Iterator[Metrics | None]:
     """The open journal on the first process, None on the others."""
     is_main = run.context.launch.is_main
     journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if is_main else None)
@@ -120,7 +115,7 @@ def _journal(run: TrainingRun, expected: Expected | None, progress: LiveLine) ->
             journal.close()
 
 
-def _open_run_directory(run: TrainingRun, expected: Expected | None, progress: LiveLine) -> Metrics:
+def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: LiveLine) -> Metrics:
     """Make the run directory, rename an earlier configuration that differs, open the journal."""
     context, folder = run.context, run.context.folder
     text, path = dump(context.config), folder / "config.yaml"

@@ -1,17 +1,10 @@
 """Validation: the loss on held-out samples at fixed noise levels, while a run goes on.
 
-What: `Validation` measures the loss of every sample of `Task.validation` at `train.validation.levels` equidistant noise
-levels, with the weights and, if the run has them, with their moving averages. Mean, means by level and by bucket go
-into the journal, and with `train.validation.old` the means of old and of new samples.
-Why fixed levels and noise: the loss of flow matching differs more between noise levels than between good and bad
-weights. With the same levels, noise and captions each time the values differ by the weights alone.
-Nothing of the training changes: no generator is used, the averages are exchanged with the weights and back bit for bit,
-gathered parameters are freed. Blocks run uncompiled, so that no graph is added.
-Price: `samples` x `levels` forward passes each time (about a third of a training step each), twice with averages; no
-memory beyond that of a step, but for the host's copy of bf16 weights while their averages are measured. A stop request
-ends a validation early, without a row.
-
-Source of the rule: MLPerf Training's text-to-image benchmark, the mean over 8 equidistant timesteps.
+Fixed levels, noise and captions, because the loss of flow matching differs more between noise levels than between good
+and bad weights (the mean over equidistant levels is MLPerf Training's rule for text-to-image). Nothing of the training
+changes: no generator is used, averages are exchanged with the weights and back bit for bit, gathered parameters are
+freed, and blocks run uncompiled, so that no graph is added.
+Price: `samples` x `levels` forward passes each time (about a third of a step each), twice with averages.
 """
 
 from __future__ import annotations

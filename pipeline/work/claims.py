@@ -12,8 +12,8 @@ hold a unit (one was stopped, or both saw a stale claim). Then both encode it, a
 
 from __future__ import annotations
 
+import itertools
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.errors import CacheError, IntegrityError
+from pipeline.processes import beating
 
 BEATS = 6
 """Beats in `stale_s`; a slow file system may lose five of them."""
@@ -92,32 +93,18 @@ class Claims:
     @contextmanager
     def heartbeat(self, *work: str | int) -> Iterator[None]:
         """Beat while the block runs, then release. The claim must be ours."""
-        name, done = Paths.claim(*work), threading.Event()
+        name, counts = Paths.claim(*work), itertools.count(1)
 
         def beat() -> None:
-            count = 0
-            while not done.wait(self.stale_s / BEATS):
-                count += 1
-                try:
-                    content = self.read(name)
-                    if content is None:
-                        continue  # unreadable just now, or removed because the unit is committed
-                    if parse_claim(content).get("owner") != self.token:
-                        return  # another worker took over
-                    self.files.replace(name, self.content(count))
-                except (CacheError, OSError):
-                    continue  # a full disk may have space at the next beat
+            with suppress(CacheError, OSError):  # a full disk may have space at the next beat
+                if self._owned(name):  # no longer when another worker took over, or the unit is committed
+                    self.files.replace(name, self.content(next(counts)))
 
-        thread = threading.Thread(target=beat, name="claim", daemon=True)
-        thread.start()
         try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-            with suppress(
-                CacheError
-            ):  # no permission: the claim becomes stale; an error of the block is more important
+            with beating(beat, self.stale_s / BEATS, "claim"):
+                yield
+        finally:  # without permission the claim becomes stale; an error of the block is more important
+            with suppress(CacheError):
                 self.release(*work)
 
     def content(self, beat: int) -> bytes:

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from pipeline.cache import layout
-from pipeline.reporting.pictures import DECODED, Drawing
+from pipeline.reporting.run_pictures import DECODED, Drawing
 
 PROMPTS = ("a red cube", "a lighthouse at sea")
 

@@ -1,12 +1,9 @@
 """The optimizer that the configuration names, and its learning rate as a pure function of the step.
 
-What: `build` makes it with two groups (matrices decay; biases, norms and tables do not, except under `train.recipe:
-nvlabs`); `learning_rate` returns the rate of a step: linear warm-up, then constant or falling.
 Bytes of state per parameter: `adamw` 8 for fp32 parameters, 4 for bf16; `came` 4 and 2; `adamw8bit` 2. Torch's
 Adafactor is left out: it fails on DTensors, so it would work for one process in fp32 only.
-Why a function and no scheduler object: it needs no state in the checkpoint, it counts optimizer steps for any number of
-processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree. The schedules
-of diffusers and transformers are such objects, and the trainer imports neither.
+Why no scheduler object: a function needs no state in the checkpoint, it counts optimizer steps for any number of
+processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree.
 """
 
 from __future__ import annotations

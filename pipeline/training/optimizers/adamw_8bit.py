@@ -1,16 +1,10 @@
-"""AdamW with moments in 8 bits, on torchao's quantised tensors.
+"""AdamW with moments in 8 bits, on torchao's quantised tensors: an fp32 scale per 256 values (arXiv 2110.02861).
 
-What: `AdamW8bit` stores both moments as 8-bit codes with one fp32 scale per 256 values (arXiv 2110.02861): 2.04 bytes
-of state per parameter. Moments of shards with fewer than 4096 values or no multiple of 256 stay fp32.
-Why not torchao's class: it puts its tensors inside DTensors, and the on-disk cache of compiled code then confuses the
-kinds of tensors inside (it loads another kind's code for the same shapes). Here its kernel gets this process's plain
-shards. Stochastic rounding of bf16 parameters is ours, too: torchao draws from each process's random state, so replicas
-of a shard would diverge.
-The state dict holds dequantised moments, as AdamW's: a checkpoint fits any number of processes, and a run may switch
-between `adamw` and `adamw8bit`.
-Price: a save needs both moments in fp32 in host memory, 8 bytes per parameter of this process (briefly 16 with
-`train.async_save`); values that are quantised again for another sharding lose up to half a code. On a GPU the kernel is
-compiled once per shape, at the start.
+Why not torchao's class: it puts its tensors inside DTensors, which confuses the on-disk cache of compiled code; here
+its kernel gets this process's plain shards. Stochastic rounding is ours, since replicas of a shard must draw alike. The
+state dict has dequantised moments, as AdamW's: a run may switch between `adamw` and `adamw8bit`.
+Price: a save needs 8 bytes per parameter of this process in host memory (briefly 16 with `train.async_save`); values
+quantised again for another sharding lose up to half a code. On a GPU the kernel is compiled once per shape.
 """
 
 from __future__ import annotations

@@ -1,21 +1,10 @@
-"""CAME: an optimizer with one full momentum and factored second moments, for any sharding.
+"""CAME: one full momentum and factored second moments, for any sharding (4.01 bytes per fp32 parameter, 2.02 for bf16).
 
-What: `CAME` stores the momentum of every parameter in full, but the mean squares of its gradient and of its deviation
-from the momentum only as means over rows and over columns. A convolution is treated as the matrix (outputs, all other
-dimensions). NVlabs' CAME differs in two points, which `factor_kernels` and `joint` reproduce: it does not factor 3x3
-kernels, and its model has one matrix where ours has two or three.
-Why not a package: packages factor the last two dimensions. A 1x1 convolution (out, in, 1, 1) then has four factors of
-its full size. Such convolutions are 47 % of Sana, so CAME would need more memory than AdamW. They also fail on
-DTensors.
-Sharding: the row means of a shard of rows are local, its column means are summed over the processes with the other
-rows, and the reverse for shards of columns; any mesh of both works, also with empty shards. Parameters are processed in
-groups of a bounded size, with three all-reduces per group and mesh dimension. Parameters of one shape are stacked, so
-that a GPU is given some thousand operations per step and not some ten for each of hundreds of parameters.
-Price: 4.01 bytes of state per fp32 parameter of Sana 1.6B, 2.02 for bf16 ones (AdamW: 8 and 4). There is no bias
-correction, as published: the first thousands of steps are longer than later ones, so keep the warm-up.
-
-Formulas: arXiv 2307.02047, algorithm 2; the clipping by the root mean square is Adafactor's, arXiv 1804.04235.
-Constants are those of NVlabs' Sana configurations.
+Why not a package: packages factor the last two dimensions, and a 1x1 convolution (out, in, 1, 1; 47 % of Sana) then has
+four factors of its full size; they also fail on DTensors. Parameters of one shape are stacked, in groups of a bounded
+size with three all-reduces per group and mesh dimension. `factor_kernels` and `joint` reproduce NVlabs' CAME.
+Price: no bias correction, as published: the first thousands of steps are longer, so keep the warm-up.
+Formulas: arXiv 2307.02047, algorithm 2; clipping by the root mean square: Adafactor, arXiv 1804.04235.
 """
 
 from __future__ import annotations

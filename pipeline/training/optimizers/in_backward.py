@@ -1,12 +1,10 @@
 """The optimizer's update within the backward pass, parameter by parameter.
 
-What: `fuse` lets the run's optimizer update each parameter as soon as its gradient is complete, which is then freed.
-The `step` after the backward pass finds no gradients and does nothing.
-Why one optimizer and not one per parameter, as in torch's tutorial: its state dict, and so every checkpoint, stays the
-same, and the setting can change when a run is resumed.
-Price: a call of the optimizer per parameter. No clipping, since the global norm is not known yet; no accumulation over
-microbatches. A non-finite gradient is detected after its update: the weights in memory are then spoilt, the last
-checkpoint is not.
+`fuse` lets the run's optimizer update each parameter as soon as its gradient is complete, which is then freed; `step`
+finds none. One optimizer and not one per parameter, as in torch's tutorial: its state dict, and so every checkpoint,
+stays the same, and the setting can change when a run is resumed.
+Price: a call of the optimizer per parameter; no clipping, no accumulation over microbatches. After a non-finite
+gradient the weights in memory are spoilt; the last checkpoint is not.
 """
 
 from __future__ import annotations

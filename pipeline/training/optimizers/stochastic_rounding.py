@@ -1,15 +1,10 @@
-"""Stochastic rounding to bf16, and AdamW for parameters without fp32 copies.
+"""Stochastic rounding to bf16 (arXiv 2010.06192), and AdamW (arXiv 1711.05101) for parameters without fp32 copies.
 
-What: `to_bf16` rounds up or down at random such that the mean is exact; `Noise` seeds its random bits; `AdamW` computes
-torch's AdamW in fp32 and rounds parameters and moments to bf16 stochastically.
-Why: bf16 has 8 bits. An update of 1e-4 of a weight is below half of its last bit, so rounding to nearest would drop
-nearly every update, and a moment with beta 0.999 would hardly ever change. Rounded stochastically, both are right on
-average. The bits depend only on (seed, step, parameter, shard); parameters that are updated together count as a single
-one. So replicas of a shard stay equal, a resumed run draws the same bits, and no random state goes into the checkpoint.
-Price: weights carry noise of half a bit (0.2 %), and another number of shards draws other noise. One pass of random
-numbers per stored tensor, and fp32 copies of the parameters that are updated together (`_GROUP`).
-
-Stochastic rounding for bf16 training: arXiv 2010.06192. AdamW: arXiv 1711.05101.
+bf16 has 8 bits: rounded to nearest, an update of 1e-4 of a weight would be dropped and a moment with beta 0.999 hardly
+ever change. Rounded up or down at random both are right on average. The bits depend only on (seed, step, parameter,
+shard), so replicas of a shard stay equal, a resumed run draws the same, and no random state goes into the checkpoint.
+Price: weights carry noise of half a bit (0.2 %), another number of shards draws other noise, and fp32 copies of the
+parameters that are updated together (`_GROUP`).
 """
 
 from __future__ import annotations

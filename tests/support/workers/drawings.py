@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.config import Config, SampleConfig
 from pipeline.launch import Launch
-from pipeline.models.sampler import pad_rows, prompt_noise, sample
+from pipeline.models.sampler import Sampling, prompt_noise, sample
 from pipeline.parallel import mesh
 from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint
@@ -94,11 +94,8 @@ def plain(
     latents = {}
     for number, text in enumerate(prompts.texts):
         noise = prompt_noise([text], (tiny_run.CHANNELS, 8, 8), config.sample.seed)
-        options = {"noise": noise, "steps": config.sample.steps, "guidance": config.sample.guidance}
-        rows = pad_rows([prompts.rows(number)])
-        (latents[f"{number:04d}"],) = sample(
-            model, *rows, null[null_mask], null_mask[null_mask], flow_shift=config.train.flow.shift, **options
-        )
+        rows = [prompts.rows(number).to(dtype)]
+        (latents[f"{number:04d}"],) = sample(model, rows, null[null_mask], noise, Sampling.of(config))
     return latents
 
 
@@ -122,10 +119,10 @@ def stopped(launch: Launch, folder: Path) -> dict[str, Any]:
     """How a run ends of which the last process alone is asked to stop, in the middle of the second drawing."""
     stop, calls = StopRequest(), itertools.count()
 
-    def draw(*inputs: Any, **options: Any) -> Tensor:
+    def draw(*inputs: Any) -> Tensor:
         if launch.rank == launch.world - 1 and next(calls) == 4:  # a drawing has three passes
             stop.name = "SIGTERM"
-        return sample(*inputs, **options)
+        return sample(*inputs)
 
     settings = settings_of({"parallel": strategies.FSDP2}, folder)
     with mock.patch.object(in_training, "sample", draw):

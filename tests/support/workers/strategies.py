@@ -69,6 +69,11 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "HSDP": {"parallel": HSDP},
+        "HSDP, each microbatch reduced": {
+            "parallel": {**HSDP, "reduce_each_microbatch": True},
+            "microbatch": 1,
+            **SHORT,
+        },
         "FSDP2 x TP": {"parallel": {"tp_size": 2}},
         "FSDP2 x TP, norm, recomputed": {
             "parallel": {"tp_size": 2},

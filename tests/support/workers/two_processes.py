@@ -86,37 +86,41 @@ def fp32(launch: Launch) -> dict[str, Any]:
         "microbatch 3 (3 + 1)": tiny_run.config(microbatch=3),
         "microbatch 1, recomputed": tiny_run.config(microbatch=1, activation_checkpointing="full"),
         "no reshard": tiny_run.config(microbatch=4, parallel={"reshard_after_forward": False}),
+        "microbatch 1, each reduced": tiny_run.config(microbatch=1, parallel={"reduce_each_microbatch": True}),
     }
     for name, settings in variants.items():
         got = gradients(launch, settings)
         found["loss"][name] = abs(got[0] - loss)
         found["norm"][name] = abs(got[1] / norm - 1)
         found["gradient"][name] = tiny_run.distance(got[2], expected)
-    for name in ("microbatch 4", "microbatch 3 (3 + 1)"):
+    for name in ("microbatch 4", "microbatch 3 (3 + 1)", "microbatch 1, each reduced"):
         pairs = zip(losses(launch, variants[name]), expected_losses, strict=True)
         found["losses"][name] = max(abs(a - b) for a, b in pairs)
     return found
 
 
 def wrapped(launch: Launch) -> dict[str, Any]:
-    """Every block and the root are FSDP modules, a process holds its share, and only the last microbatch reduces."""
-    settings = tiny_run.config(microbatch=1)
-    with group(launch, settings) as found:
-        parallel_model = sharded(settings, found)
-        model: Any = parallel_model.module
-        own = sum(parameter.to_local().numel() for parameter in model.parameters())
-        total = sum(parameter.numel() for parameter in model.parameters())
-        pieces = tiny_run.microbatches(tiny_run.global_batch(0), 1, launch.rank, launch.world)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            tiny_run.gradients(parallel_model, settings, pieces)
-        reductions = sum(e.count for e in profile.key_averages() if e.key.startswith("c10d::") and "_scatter" in e.key)
-        return {
-            "wrapped": sum(isinstance(module, FSDPModule) for module in model.modules()),
-            "blocks": len(model.blocks),
-            "share": own / total,
-            "microbatches": len(pieces),
-            "reductions": reductions,
-        }
+    """Every block and the root are FSDP modules, a process holds its share, and which microbatches reduce."""
+    found: dict[str, Any] = {"reductions": {}}
+    for each in (False, True):
+        settings = tiny_run.config(microbatch=1, parallel={"reduce_each_microbatch": each})
+        with group(launch, settings) as devices:
+            parallel_model = sharded(settings, devices)
+            model: Any = parallel_model.module
+            own = sum(parameter.to_local().numel() for parameter in model.parameters())
+            total = sum(parameter.numel() for parameter in model.parameters())
+            pieces = tiny_run.microbatches(tiny_run.global_batch(0), 1, launch.rank, launch.world)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                tiny_run.gradients(parallel_model, settings, pieces)
+            events = [e for e in profile.key_averages() if e.key.startswith("c10d::") and "_scatter" in e.key]
+            found["reductions"][str(each)] = sum(e.count for e in events)
+            found |= {
+                "wrapped": sum(isinstance(module, FSDPModule) for module in model.modules()),
+                "blocks": len(model.blocks),
+                "share": own / total,
+                "microbatches": len(pieces),
+            }
+    return found
 
 
 def bf16(launch: Launch) -> dict[str, Any]:

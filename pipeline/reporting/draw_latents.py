@@ -8,7 +8,6 @@ and reports use the check, too. The model is in memory while it draws; decoding 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from pipeline.cache.prompts import PromptSet
 from pipeline.cache.snapshot import Caption, NullRecord, Sample, Snapshot
 from pipeline.config import Config
 from pipeline.loader.loader import bf16
-from pipeline.models.sampler import noise_of, pad_rows, prompt_noise
-from pipeline.models.sampler import sample as draw
+from pipeline.models.sampler import Sampling, noise_of, prompt_noise, sample
 from pipeline.models.spec import ModelSpec
 
 
@@ -69,37 +67,26 @@ def draw_for(
     """
     model = _model(config, architecture, weights, device)
     records = SnapshotTensors(snapshot)
-    settings = config.sample
     pieces = []
     for row in rows:
-        sample = snapshot.sample(row)
-        bucket = snapshot.buckets[sample.bucket]
-        latent = records.latent(sample)
-        at = max(range(len(sample.captions)), key=lambda i: sample.captions[i].weight)
-        text = records.text(sample, at)
+        entry = snapshot.sample(row)
+        bucket = snapshot.buckets[entry.bucket]
+        latent = records.latent(entry)
+        at = max(range(len(entry.captions)), key=lambda i: entry.captions[i].weight)
+        text = records.text(entry, at)
         channels, height, width = latent.shape
-        noise = noise_of(sample.sample_id, (channels, height, width), settings.seed)
+        noise = noise_of(entry.sample_id, (channels, height, width), config.sample.seed)
         caption = snapshot.captions(row, records.texts)[at]
-        pieces.append((row, sample, caption, (bucket.height, bucket.width), latent, text, noise))
+        pieces.append((row, entry, caption, (bucket.height, bucket.width), latent, text, noise))
 
-    null, null_mask = records.null()
-    drawn: dict[int, torch.Tensor] = {}
+    null, drawn = records.null(), dict[int, torch.Tensor]()
     for shape in sorted({piece[3] for piece in pieces}):
         group = [piece for piece in pieces if piece[3] == shape]
-        latents = draw(
-            model,
-            *pad_rows([text for *_, text, _ in group]),
-            null,
-            null_mask,
-            noise=torch.cat([noise for *_, noise in group]),
-            **_settings(config),
-        ).cpu()
+        latents = _draw(config, model, [text for *_, text, _ in group], null, torch.cat([piece[-1] for piece in group]))
         drawn.update({piece[0]: latent for piece, latent in zip(group, latents, strict=True)})
-    del model
-    _free(device)
     return [
-        DrawnLatent(row, sample.sample_id, caption, *snapshot.source_item(row), shape, latent, drawn[row])
-        for row, sample, caption, shape, latent, *_ in pieces
+        DrawnLatent(row, entry.sample_id, caption, *snapshot.source_item(row), shape, latent, drawn[row])
+        for row, entry, caption, shape, latent, *_ in pieces
     ]
 
 
@@ -117,20 +104,11 @@ def draw_prompts(
     Args:
         config, weights: as in `draw_for`.
     """
-    null, null_mask = prompts.null()
-    rows = [bf16(prompts.rows(number)).float() for number in range(len(prompts))]
+    null, mask = prompts.null()
+    rows = [bf16(prompts.rows(number)) for number in range(len(prompts))]
+    noise = prompt_noise(prompts.texts, shape, config.sample.seed)
     model = _model(config, architecture, weights, device)
-    latents = draw(
-        model,
-        *pad_rows(rows),
-        bf16(null).float(),
-        torch.from_numpy(null_mask),
-        noise=prompt_noise(prompts.texts, shape, config.sample.seed),
-        **_settings(config),
-    ).cpu()
-    del model
-    _free(device)
-    return list(latents)
+    return list(_draw(config, model, rows, bf16(null)[torch.from_numpy(mask)], noise))
 
 
 def _model(
@@ -140,18 +118,12 @@ def _model(
     return model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    return {
-        "steps": config.sample.steps,
-        "guidance": config.sample.guidance,
-        "flow_shift": config.train.flow.shift,
-        "batch": config.train.drawn_at_once,
-    }
-
-
-def _free(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the decoding process needs the memory
+def _draw(
+    config: Config, model: nn.Module, rows: list[torch.Tensor], null: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
+    """(N, C, h, w) latents on the CPU, in the precision of the model's parameters."""
+    rows = [each.to(next(model.parameters())) for each in rows]
+    return sample(model, rows, null, noise, Sampling.of(config, config.train.drawn_at_once)).cpu()
 
 
 def nearest(drawn: list[DrawnLatent]) -> list[bool]:
@@ -181,11 +153,9 @@ class SnapshotTensors:
     def text(self, sample: Sample, at: int) -> torch.Tensor:
         return self._text(sample.captions[at])
 
-    def null(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The valid rows of the null record and their mask."""
-        null = self.snapshot.null
-        rows = self._text(null)[: null.valid]
-        return rows, torch.ones(len(rows), dtype=torch.bool)
+    def null(self) -> torch.Tensor:
+        """(n, D) rows of the null record that its mask shows."""
+        return self._text(self.snapshot.null)[: self.snapshot.null.valid]
 
     def _text(self, place: Caption | NullRecord) -> torch.Tensor:
         into = np.empty((place.rows, self.snapshot.text_recipe.width), np.uint16)

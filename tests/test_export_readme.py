@@ -1,33 +1,38 @@
-"""The README beside an exported adapter shows the pictures of its run, up to its step."""
+"""The README of an exported adapter: its call, and the pictures of its run up to its step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from PIL import Image
 
 from pipeline.cache import layout
 from pipeline.config import load
 from pipeline.models.adapters.lora import LoRA
-from pipeline.reporting.adapter_readme import adapter_readme
+from pipeline.reporting.export_readme import copy_pictures, readme
 from tests.support.drawings import draw, paint
+from tests.support.hub_layouts import SMALL
 
 RECIPE = layout.LatentRecipe(compression=8, channels=4)
 
 
-def written(run: Path, folder: Path, step: int) -> str:
-    config = load("tiny", [f"cache={run}", "data.caption_prefix='sks cat, '"])
+def written(run: Path, folder: Path, step: int, *overrides: str) -> str:
+    config = load("tiny", [f"cache={run}", "data.caption_prefix='sks cat, '", *overrides])
     folder.mkdir()
-    facts = {"weights": "last weights", "step": step, "snapshot": "0" * 32, "seed": 3}
-    return adapter_readme(
+    return readme(
+        "adapter",
         config,
-        LoRA(2, 2.0, ["transformer_blocks.0.attn1.to_q"]),
-        "diffusers",
-        run,
-        folder,
-        "`owner/base`",
-        facts,
-        {"num_inference_steps": "20"},
+        replace(SMALL, sample_size=8),
+        form="diffusers",
+        adapter=LoRA(2, 2.0, ["transformer_blocks.0.attn1.to_q"]),
+        base="`owner/base`",
+        place="owner/base",
+        which="last weights",
+        state=SimpleNamespace(step=step, snapshot="0" * 32, seed=3),
+        **copy_pictures(run, step, folder),
     )
 
 
@@ -46,3 +51,12 @@ def test_without_a_drawing_of_the_base_it_says_how_to_get_pictures(tmp_path: Pat
     paint(draw(tmp_path / "run", 100, RECIPE))
     assert "sample --watch RUN --once" in written(tmp_path / "run", tmp_path / "export", 100)
     assert not (tmp_path / "export/pictures").exists()
+
+
+def test_the_call_defines_the_instruction_that_it_passes(tmp_path: Path) -> None:
+    text = written(tmp_path / "run", tmp_path / "export", 100, "text.instruction='Draw this: '")
+    code = text.partition("```python\n")[2].partition("pipe = ")[0]
+    names: dict[str, Any] = {}
+    exec(code.replace("from diffusers import SanaPipeline\n", ""), names)
+    assert "complex_human_instruction=json.loads(INSTRUCTION)," in text
+    assert names["json"].loads(names["INSTRUCTION"]) == ["Draw this: "]

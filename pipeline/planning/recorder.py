@@ -1,12 +1,9 @@
 """Every allocation and operation of a training step on fake tensors.
 
-What: `Tracker` logs each storage's birth, growth and death, and the operations between them; `peak` replays the log.
-It works like torch's `torch.distributed._tools.mem_tracker.MemTracker` (weak references to storages, resizes of FSDP2
-included). Why not that class: it attributes memory to modules and refuses several microbatches; here memory is
-attributed to what it is for, and operations are counted, too.
-Why a log and not a running maximum: what a storage is for shows later (a tensor that the optimizer makes in the first
-step is its state in every later step). The replay counts parameters, optimizer states and averages as always present,
-so one traced step gives the peak of all later ones.
+`Recorder` logs each storage's birth, growth and death, and the operations between them; `peak` replays the log: what a
+storage is for shows later (a tensor that the optimizer makes in the first step is its state in every later step), so
+one traced step gives the peak of all later ones. torch's `MemTracker`, which works alike, attributes memory to modules
+and refuses several microbatches.
 Price: a step passes through Python twice, about 0.3 ms an operation.
 """
 
@@ -77,7 +74,7 @@ class Peak:
 
 
 @dataclass(eq=False)
-class Tracker(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Enter it inside a FakeTensorMode.
 
     Args:
@@ -145,7 +142,7 @@ class Tracker(TorchDispatchMode):
 
     # ---------------------------------------------------------------- the mode
 
-    def __enter__(self) -> Tracker:
+    def __enter__(self) -> Recorder:
         if not self._entered:
             self._fake, resize, note = active_fake_mode(), self._resize, self._note
 

@@ -1,8 +1,8 @@
-"""The prediction that a run is compared with when it starts.
+"""What a run is expected to need, predicted when it starts and set beside what it measures.
 
-What: `expect` predicts the run of this launch on this device, for `pipeline.training.expectation`.
 When: on a GPU always. On a CPU memory only, from 2 GiB of predicted parameters and states (`closed_form`, which takes
-milliseconds). So small runs on a CPU pay nothing.
+milliseconds), so small runs on a CPU pay nothing. The journal compares once, after the second row (the first contains
+the start), or at the end of a shorter run.
 Price: two to four seconds for Sana 1.6B, on the first process; the others wait for it where they meet. Whatever fails
 is a note: a prediction never ends a training.
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,9 +26,70 @@ from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import auto, extent
 from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, closed_form, predict
-from pipeline.planning.tracker import BUFFERS, GRADIENTS, LASTING
+from pipeline.planning.recorder import BUFFERS, GRADIENTS, LASTING
 from pipeline.training.checkpoint import complete
-from pipeline.training.expectation import MEANINGFUL, Expected
+
+MEANINGFUL = 2 << 30
+"""Bytes of main memory below which the resident set is not compared."""
+TOLERANCE = 0.1
+"""A larger deviation is shown as a warning."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A prediction for the worst bucket.
+
+    Memory: on a GPU what torch has allocated, without context and fragmentation. On the CPU the growth of the resident
+    set since before the model was built, from `MEANINGFUL` on: below, buffers of the loader and of libraries weigh too
+    much. Speed: by model FLOPs, because a row has other buckets than the worst.
+
+    Attributes:
+        lasting, brief: bytes of the fullest process, whatever the bucket, and in proportion to the image tokens of a
+            forward pass. tokens: of the worst bucket's.
+        flops_per_s: model FLOPs of all processes together; None: the device's speed is not known.
+        is_bound: predicted without compiled blocks, which need about as much memory or less.
+        before: on the CPU, resident bytes of this process before the model was built; None on a GPU.
+        document: of the run directory.
+    """
+
+    lasting: float
+    brief: float
+    tokens: int
+    flops_per_s: float | None
+    before: float | None
+    document: dict[str, Any]
+    is_bound: bool = False
+
+    def __call__(self, row: dict[str, Any]) -> tuple[dict[str, float], list[str], dict[str, Any]]:
+        """`compare` of a row of metrics, its `lines`, and the document of the run directory."""
+        compared = self.compare(row)
+        return compared, self.lines(compared, row["step"]), {**self.document, "measured": compared}
+
+    def compare(self, row: dict[str, Any]) -> dict[str, float]:
+        """`KIND_predicted` and `KIND` for `memory_gib` and `images_per_s`, as far as they can be compared."""
+        result: dict[str, float] = {}
+        memory = self.lasting + self.brief * min(1.0, row["forward_tokens"] / self.tokens)
+        measured = row["memory_gib"] if self.before is None else row["rss_gib"] - self.before / 2**30
+        if self.before is None or memory >= MEANINGFUL:
+            result |= {"memory_gib_predicted": memory / 2**30, "memory_gib": measured}
+        if self.flops_per_s is not None and row["model_tflops"]:
+            ratio = self.flops_per_s / (row["model_tflops"] * 1e12)
+            result |= {"images_per_s_predicted": row["images_per_s"] * ratio, "images_per_s": row["images_per_s"]}
+        return result
+
+    def lines(self, compared: dict[str, float], step: int) -> list[str]:
+        """The comparison for people; a line for each large deviation."""
+        parts, warnings = [], []
+        for kind, name, unit in (("memory_gib", "memory", "GiB"), ("images_per_s", "speed", "images/s")):
+            if kind not in compared:
+                continue
+            predicted, measured = compared[f"{kind}_predicted"], compared[kind]
+            deviation = measured / predicted - 1
+            parts.append(f"{name} {predicted:.3g} and {measured:.3g} {unit} ({deviation:+.0%})")
+            if abs(deviation) > TOLERANCE and not (self.is_bound and deviation < 0):
+                side = "above" if deviation > 0 else "below"
+                warnings.append(f"warning: the {name} is {abs(deviation):.0%} {side} the prediction")
+        return [f"predicted and measured until step {step}: {', '.join(parts)}", *warnings] if parts else []
 
 
 def expect(
@@ -36,7 +99,7 @@ def expect(
     device: torch.device,
     launch: Launch,
     log: Callable[[str], None],
-) -> Expected | None:
+) -> Expectation | None:
     """The prediction of a run; None if there is nothing to compare, or after a note that says why there is none.
     Also prints what the run means (`extent`).
 
@@ -75,7 +138,7 @@ def _short_of_space(train: TrainConfig, shape: ModelSpec) -> str | None:
 
 def _expect(
     config: Config, shape: ModelSpec, data: Data, device: torch.device, launch: Launch
-) -> tuple[Expected | None, float | None]:
+) -> tuple[Expectation | None, float | None]:
     """And the seconds of a step, without what the compiler saves, where the card is known."""
     machine, given = auto.present(device, launch), config.train
     is_bound = given.compile != "none"
@@ -89,7 +152,7 @@ def _expect(
     known = on_gpu and not is_bound and not machine.assumed
     peak = prediction.traced.peak
     lasting = sum(peak[kind] for kind in (*LASTING, GRADIENTS, BUFFERS))
-    expected = Expected(
+    expected = Expectation(
         lasting,
         prediction.traced.total - lasting,
         prediction.shape.microbatch * prediction.shape.tokens(shape),

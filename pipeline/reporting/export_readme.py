@@ -1,0 +1,101 @@
+"""README.md of an export: the call that the model needs, why it has each argument, and an adapter's pictures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config import Config, TextConfig
+from pipeline.models.spec import ModelSpec
+from pipeline.reporting.page import render
+from pipeline.reporting.run_pictures import Drawing, files
+from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
+
+BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
+"""sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
+
+PIPELINE_MULTIPLE = 32
+"""`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""
+
+PICTURES = 5
+"""Limit on the prompts whose pictures an adapter's README shows."""
+
+
+def readme(
+    template: Literal["diffusers", "nvlabs", "adapter", "transformer"],
+    config: Config,
+    architecture: ModelSpec,
+    compression: int | None = None,
+    *,
+    place: str = "PATH/OF/THIS/FOLDER",
+    adapter: object = None,
+    **facts: Any,
+) -> str:
+    """The text by `templates/TEMPLATE.md`.
+
+    Args:
+        compression: of the VAE; None: training's resolution over the model's `sample_size`.
+        place: of the pipeline that the call loads.
+        facts: further values that the template names: `which` weights, `state` of the data (`step`, `snapshot`,
+            `seed`), `dtype` and others.
+    """
+    compression = compression or config.data.resolution // architecture.sample_size
+    arguments = call_arguments(config, architecture.sample_size, compression)
+    quoted = json.dumps(json.dumps(instruction(config.text).split("\n")))
+    values = {
+        "config": config,
+        "architecture": architecture,
+        "compression": compression,
+        "place": place,
+        "adapter": adapter,
+        "arguments": arguments,
+        "quoted": quoted if arguments.get("complex_human_instruction", "None") != "None" else None,
+        "multiple": PIPELINE_MULTIPLE,
+    }
+    return render(f"{template}.md", **values, **facts) + "\n"
+
+
+def call_arguments(config: Config, sample_size: int, compression: int) -> dict[str, str]:
+    """What `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
+    resolution = sample_size * compression
+    side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
+    arguments = {
+        "height": str(side),
+        "width": str(side),
+        "num_inference_steps": str(config.sample.steps),
+        "guidance_scale": str(config.sample.guidance),
+    }
+    if BINS.get(sample_size) != resolution or config.data.buckets != "sana":
+        arguments["use_resolution_binning"] = "False"
+    if config.text.max_length != TextConfig.model_fields["max_length"].default:
+        arguments["max_sequence_length"] = str(config.text.max_length)
+    used = instruction(config.text)
+    if used != INSTRUCTIONS["diffusers"]:
+        arguments["complex_human_instruction"] = "json.loads(INSTRUCTION)" if used else "None"
+    return arguments
+
+
+def copy_pictures(run: Path, step: int, folder: Path) -> dict[str, Any]:
+    """Copy what a run drew before its first step, which is the base, and last up to `step` into `folder`/pictures.
+
+    Returns:
+        Values of `adapter.md`: `pictures`, cells of each row of its table (none without both drawings), and
+        `drawn_after`, the step of the second drawing.
+    """
+    drawn = [drawing for path in files(run) if (drawing := Drawing.read(path)).facts["step"] <= step]
+    shown = [(drawing, made) for drawing in drawn if (made := drawing.pictures())]
+    if len(shown) < 2 or shown[0][0].facts["step"] != 0:
+        return {"pictures": []}
+    (_, before), (last, after) = shown[0], shown[-1]
+    rows = []
+    for number, prompt in enumerate(last.facts["prompts"][:PICTURES]):
+        cells = [str(prompt).replace("|", r"\|")]
+        for kind, made in (("base", before), ("adapter", after)):
+            if (source := made.get(f"{number:04d}")) is not None:
+                (folder / "pictures").mkdir(exist_ok=True)
+                shutil.copyfile(source, folder / f"pictures/{number}-{kind}.png")
+                cells.append(f"![](pictures/{number}-{kind}.png)")
+        rows.append(cells)
+    return {"pictures": rows, "drawn_after": last.facts["step"]}
