@@ -458,7 +458,8 @@ def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> np.ndarray |
     if rows is None:
         raise ConfigError(
             f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",
-            fix="sana-pipe encode with this configuration makes it (with --data DIR or --prompts FILE)",
+            fix="sana-pipe encode --prompts FILE, with this prompt as a line of FILE; encode with a configuration file "
+            "that has train.preserve makes it, too",
         )
     return rows
 
