@@ -33,15 +33,6 @@ from pipeline.urls import strip_credentials
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_NAME = "sana_1600m_1024.yaml"
 LOCAL_NAME = "sana-pipe.yaml"
-RENAMED = {
-    "bucket.small": "bucket.remainder",
-    "train.loader_timeout_s": "patience_s",
-    "train.compile_max_shapes": "train.compile_max_graphs",
-}
-"""Earlier names of options, which files and `--set` may still use. The new name is in the same section or outside of
-sections."""
-
-
 Place = Annotated[str, AfterValidator(expanded)]
 """A path or a URL. `~` and `$NAME` are replaced here: no shell does it in a file, or behind `--set cache=`."""
 Positive = Annotated[int, Field(gt=0)]
@@ -391,7 +382,7 @@ class BucketConfig(_Section):
     """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
     epoch (others in the next one), and skip buckets smaller than a batch. repeat: fill the batch with second visits.
     reassign: move buckets smaller than a batch to the nearest larger one, whose latents must then be encoded (`bucket`
-    prints the command), and carry the rest. (Named `small` in older files.)"""
+    prints the command), and carry the rest."""
     order: Literal["random", "largest_first"] = "random"
     """largest_first: start the first epoch with one batch of each bucket, the largest pictures first, so that running
     out of memory shows at once."""
@@ -968,7 +959,7 @@ class PhaseConfig(_Section):
 
     def gives(self, option: str) -> bool:
         """Whether an option has another value in this phase than in the rest of the configuration."""
-        given = {*self.by_field(), *(RENAMED.get(key, key) for key in self.set)}
+        given = {*self.by_field(), *self.set}
         length = ("train.steps", "train.epochs")
         return any(within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
 
@@ -998,30 +989,6 @@ class SampleConfig(_Section):
     """Captions to draw."""
     seed: NotNegative = 0
     """Seed of the start noise."""
-
-
-def with_current_names(text: str) -> str:
-    """A text with the current names of options in place of their earlier ones."""
-    for old, new in RENAMED.items():
-        text = re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", new, text)
-    return text
-
-
-def _rename(tree: Any) -> Any:
-    """A copy of the tree with the current names of options.
-
-    Raises:
-        ValueError: an option is given by both of its names.
-    """
-    for old, new in RENAMED.items():
-        if (value := value_at(tree, old, MISSING)) is MISSING:
-            continue
-        if value_at(tree, new, MISSING) is not MISSING:
-            raise ValueError(f"{new} and {old}, its name in older files: give {new} alone")
-        section, key = old.split(".")
-        tree = {**tree, section: {name: below for name, below in tree[section].items() if name != key}}
-        put(tree, new, value)
-    return tree
 
 
 class Config(_Section):
@@ -1090,7 +1057,7 @@ class Config(_Section):
         if phase is not self.phases[0]:
             train.pop("phase", None)
         fields = phase.by_field()
-        options = {RENAMED.get(key, key): value for key, value in phase.set.items()}
+        options = phase.set
         origin = f"phases: {name}"
         for option in options:
             if option in fields or option == "train.output":
@@ -1115,11 +1082,6 @@ class Config(_Section):
         output, place = Path(self.train.output).resolve(), Path(folder).resolve()
         inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
         return self.of_phase(inside[0]) if inside else self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _current_names(cls, data: Any) -> Any:
-        return _rename(data)
 
     @model_validator(mode="after")
     def _check_precision(self) -> Config:
@@ -1261,7 +1223,7 @@ class Given:
 
     Attributes:
         file: the configuration file.
-        tree: what the file and `--set` say together, by current names.
+        tree: what the file and `--set` say together.
         overridden: the options named in `--set`.
     """
 
@@ -1311,18 +1273,12 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     tree = _read_file(source)
     data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
     assignments = [_parse_override(text) for text in overrides]
-    names = {".".join(keys) for keys, _, _ in assignments}
-    overridden = []
+    overridden = [".".join(keys) for keys, _, _ in assignments]
     for name, other in (("steps", "epochs"), ("epochs", "steps")):  # the flag replaces what the file says of the other
-        if f"train.{name}" in names and f"train.{other}" not in names and isinstance(tree.get("train"), dict):
+        if f"train.{name}" in overridden and f"train.{other}" not in overridden and isinstance(tree.get("train"), dict):
             tree["train"].pop(other, None)
     for keys, value, text in assignments:
-        name = ".".join(keys)
-        current = RENAMED.get(name, name)
-        option = name if current in names else current  # both names of one option: Config refuses them
-        _assign(tree, option.split("."), value, text)
-        overridden.append(option)
-    tree = _current(tree)
+        _assign(tree, keys, value, text)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -1354,13 +1310,6 @@ def _read_file(source: Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: must be a mapping of sections", found=type(tree).__name__)
-    return _current(tree)
-
-
-def _current(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with current names; unchanged where an option is given by both names, which `Config` refuses."""
-    with suppress(ValueError):
-        return _rename(tree)
     return tree
 
 
