@@ -1,14 +1,10 @@
-"""The configuration: one strict, typed YAML file for every stage.
+"""The configuration: one strict, typed YAML file for every stage. Each option is documented at its field.
 
-The sections are pydantic models; each option is documented at its field. `load()` reads `--config F`, else
-`./sana-pipe.yaml`, else the shipped `sana_1600m_1024.yaml`, and applies `--set a.b=c` on top.
+`load()` reads `--config F`, else `./sana-pipe.yaml`, else the shipped `sana_1600m_1024.yaml`, and applies `--set a.b=c`
+on top. A mistake must stop the run before it costs GPU hours: unknown keys are errors that name the key, the file and
+the nearest valid name, and values are not converted (an integer may serve as a float, nothing else).
 
-A mistake must stop the run before it costs GPU hours. So unknown keys are errors that name the key, the file and the
-nearest valid name, and values are not converted (an integer may serve as a float, nothing else). The price: a file
-may not hold keys for other tools.
-
-Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransformer2DModel`); docs/nvlabs.md compares
-every training option.
+Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransformer2DModel`); see docs/nvlabs.md.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
-from pipeline.options import MISSING, deepest, field_at, fields_below, put, value_at, values_of, within
+from pipeline.options import MISSING, deepest, field_at, fields_below, flat, put, value_at, values_of, within
 from pipeline.urls import strip_credentials
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -1116,13 +1112,13 @@ class Config(_Section):
             train.pop("phase", None)
         fields = phase.by_field()
         options = {RENAMED.get(key, key): value for key, value in phase.set.items()}
-        where = f"phases: {name}"
+        origin = f"phases: {name}"
         for option in options:
             if option in fields or option == "train.output":
                 other = f"the option {option.rpartition('.')[2]} of the phase" if option in fields else "its name"
-                raise ConfigError(f"{where}: set: {option} is given by {other}", fix="leave it out")
+                raise ConfigError(f"{origin}: set: {option} is given by {other}", fix="leave it out")
             if option in _all_paths() and not reads("train", option):
-                raise ConfigError(f"{where}: set: sana-pipe train does not read {option}", fix="leave it out")
+                raise ConfigError(f"{origin}: set: sana-pipe train does not read {option}", fix="leave it out")
         options = {**fields, **options}
         for name_given, other in (("steps", "epochs"), ("epochs", "steps")):
             if f"train.{name_given}" in options and f"train.{other}" not in options:
@@ -1133,7 +1129,7 @@ class Config(_Section):
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            raise _explain(error, tree, Path(where), {}) from None
+            raise _explain(error, tree, Path(origin), {}) from None
 
     def at(self, folder: str | Path) -> Config:
         """The configuration of the phase to which a folder belongs; of no phase: this one."""
@@ -1239,18 +1235,15 @@ def reads(command: str, option: str) -> bool:
 
 
 def _check_read(command: str, option: str, value: Any) -> None:
-    if reads(command, option):
-        return
-    if isinstance(value, dict) and value and option in _all_paths():
-        for name, below in value.items():
-            _check_read(command, f"{option}.{name}", below)
-        return
-    others = [other for other in READS if reads(other, option) and not other.startswith("decode")]
-    raise ConfigError(
-        f"--set {option}: sana-pipe {command} does not read this option",
-        expected="one of " + ", ".join(READS.get(command, _CACHE)),
-        fix=f"leave it out; it is read by sana-pipe {', '.join(others)}" if others else "leave it out",
-    )
+    for name, _ in flat({option: value}):
+        if reads(command, name):
+            continue
+        others = [other for other in READS if reads(other, name) and not other.startswith("decode")]
+        raise ConfigError(
+            f"--set {name}: sana-pipe {command} does not read this option",
+            expected="one of " + ", ".join(READS.get(command, _CACHE)),
+            fix=f"leave it out; it is read by sana-pipe {', '.join(others)}" if others else "leave it out",
+        )
 
 
 def shipped() -> list[Path]:
@@ -1560,15 +1553,15 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
         name = ".".join(str(part) for part in location) or "(whole file)"
         unknown = item["type"] == "extra_forbidden"
         below = any(within(key, name) for key in overridden)  # `--set` gave an option of the section at fault
-        where = f"{source} with --set" if below else str(source)
+        origin = f"{source} with --set" if below else str(source)
         if any(within(name, key) for key in overridden) or (below and unknown):
-            where = "--set"
+            origin = "--set"
         if unknown:
-            problems.append(f"{where}: unknown key {name!r}{_hint(location)}")
+            problems.append(f"{origin}: unknown key {name!r}{_hint(location)}")
         elif item["type"] == "missing" and isinstance(location[-1], str):
-            problems.append(f"{where}: {name!r} is required and not given")
+            problems.append(f"{origin}: {name!r} is required and not given")
         else:
-            problems.append(f"{where}: {name!r}: {_problem(item, location, overridden.get(name))}")
+            problems.append(f"{origin}: {name!r}: {_problem(item, location, overridden.get(name))}")
     return ConfigError("\n".join(dict.fromkeys(problems)))
 
 

@@ -348,15 +348,19 @@ def test_a_disk_that_does_not_read_is_not_called_damage(tmp_path: Path, monkeypa
     train(tiny_run.config(tmp_path / "run", steps=1))
     folder = checkpoint.newest(tmp_path / "run" / "checkpoints")
     assert folder is not None
-    tensors, opened, real = next(name for name in files(folder)), list[str](), Path.open
+    tensors, opened = next(name for name in files(folder)), list[str]()
 
-    def fails(path: Path, *args: Any, **options: Any) -> Any:
-        opened.append(path.name)
-        if (path.name, opened.count(path.name)) == failing:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(path, *args, **options)
+    def failing_as(real: Any) -> Any:
+        def reads(path: Path, *args: Any, **options: Any) -> Any:
+            opened.append(path.name)
+            if (path.name, opened.count(path.name)) == failing:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(path, *args, **options)
 
-    monkeypatch.setattr(Path, "open", fails)
+        return reads
+
+    monkeypatch.setattr(Path, "open", failing_as(Path.open))
+    monkeypatch.setattr(checkpoint, "file_digest", failing_as(checkpoint.file_digest))
     # a file is first read for its digest, then for its contents
     for failing in [("checkpoint.json", 1), (tensors, 1), (".metadata", 1), (".metadata", 2), (tensors, 2)]:
         opened.clear()

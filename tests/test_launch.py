@@ -389,7 +389,7 @@ def test_sizes_are_checked_before_any_group_starts(size: int, world: int, fits: 
 
 
 def test_processes_with_different_sizes_end_before_they_wait_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "all_gather_objects", lambda layout: [layout, mesh.Layout(1, 2, 1, 1)])
+    monkeypatch.setattr(collectives, "all_gather_objects", lambda layout: [layout, mesh.Layout(1, 2, 1, 1)])
     with pytest.raises(UserError, match=naming("process 1")):
         with mesh.open_mesh(Launch(), ParallelConfig(), torch.device("cpu")):
             pass

@@ -42,8 +42,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.training": "config errors gpus amounts terminal processes retrying launch cache models loader"
         " parallel",
         "pipeline.planning": "config errors gpus amounts launch cache images models loader parallel training",
-        "pipeline.reporting": "config errors amounts processes cache sources images models snapshots loader encoding"
-        " training",
+        "pipeline.reporting": "config errors options amounts processes cache sources images models snapshots"
+        " loader encoding training",
         "pipeline.cli": "config errors options launch processes stages",
         "stages": "config errors options gpus amounts urls launch processes retrying cache sources images models"
         " snapshots loader work parallel encoding training planning reporting demo",

@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -35,7 +34,7 @@ from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderSettings
 from pipeline.models.sana import SanaTransformer
-from pipeline.parallel import data_parallel, mesh
+from pipeline.parallel import collectives, data_parallel, mesh
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
@@ -1064,41 +1063,25 @@ def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("differing", [1, 2])
 def test_processes_that_differ_are_refused(differing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each process finds for itself: start weights, options that are auto, prompts, parts of the batch."""
-
     def answers(value: Any) -> list[Any]:
         return [value if rank < differing else f"of process {rank}" for rank in range(3)]
 
-    context: Any = SimpleNamespace(log=print)
-    start: Any = SimpleNamespace(fingerprint=lambda: "own", description="")
-    model: Any = SimpleNamespace(module="module")
-    loaded: list[Any] = []
-    monkeypatch.setattr(build, "run_on_all", lambda function: function())
-    monkeypatch.setattr(build, "load_sharded", lambda *given: loaded.append(given))
-    prompts = tiny_run.prompts(tiny_run.config())
-    for module in (build, checks, drawings):
-        monkeypatch.setattr(module, "all_gather_objects", lambda value: [value] * 3)
-    build.load_start(model, start, context)
-    checks.check_alike(FULL)
-    drawings.check_alike(prompts)
-    assert loaded == [("module", start)]
-    for module in (build, checks, drawings):
-        monkeypatch.setattr(module, "all_gather_objects", answers)
-    with pytest.raises(UserError, match=re.escape(f"processes {[*range(differing, 3)]} differ")):
-        build.load_start(model, start, context)
-    with pytest.raises(UserError, match=f"process {differing}: of process {differing}"):
-        checks.check_alike(FULL)
-    with pytest.raises(UserError, match=naming("of process 2")):
-        drawings.check_alike(prompts)
-    assert len(loaded) == 1
+    collectives.require_equal("own", "they differ", "fix")
+    monkeypatch.setattr(collectives, "all_gather_objects", answers)
+    with pytest.raises(UserError, match="they differ") as caught:
+        collectives.require_equal("own", "they differ", "fix")
+    assert caught.value.everywhere
+    assert caught.value.found == f"process {differing}: of process {differing}; process 0: own"
 
 
-@pytest.mark.parametrize("what", [checks, drawings], ids=["options", "prompts"])
+@pytest.mark.parametrize("what", [mesh, build, checks, drawings], ids=["sizes", "weights", "options", "prompts"])
 def test_a_start_asks_whether_the_processes_agree(what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def differ(value: Any) -> None:
+    """On what each process finds for itself: sizes, start weights, options that are auto, prompts."""
+
+    def differ(*given: Any) -> None:
         raise UserError("the processes differ")
 
-    monkeypatch.setattr(what, "check_alike", differ)
+    monkeypatch.setattr(what, "require_equal", differ)
     with pytest.raises(UserError, match="the processes differ"):
         fit_tiny(tiny_run.config(tmp_path / "run", steps=1, layers=1, pictures={}))
 

@@ -1,6 +1,6 @@
 """Exchange Python objects and errors between the processes of a run.
 
-What: `broadcast_from_rank_0`, `run_on_all`, `raise_first_error` and `all_gather_objects`; all go over gloo.
+What: `broadcast_from_rank_0`, `run_on_all`, `raise_first_error`, `all_gather_objects`, `require_equal`, over gloo.
 Why: an error that one process finds (a damaged checkpoint, a full disk) must stop all of them with the same message;
 otherwise the others hang until the timeout.
 Objects travel pickled between processes of one launch: paths, numbers, dataclasses. A second thread needs a `group` of
@@ -63,6 +63,18 @@ def all_gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> 
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
     return values
+
+
+def require_equal(value: object, what: str, fix: str) -> None:
+    """Refuse, on every process, values that the processes found for themselves and that are not equal.
+
+    Raises:
+        UserError: `what`, with the first process that differs and its value.
+    """
+    values = all_gather_objects(value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            _raise(UserError(what, found=f"process {rank}: {other}; process 0: {values[0]}", fix=fix))
 
 
 def _raise(error: Exception | None) -> None:

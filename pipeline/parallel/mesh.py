@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError, UserError, printed_first
 from pipeline.launch import Launch
-from pipeline.parallel.collectives import all_gather_objects
+from pipeline.parallel.collectives import require_equal
 
 WAITING_S = 10.0
 """Time after which a process says that it waits for the others of its launch."""
@@ -190,7 +190,12 @@ def open_mesh(
         ) from None
     try:
         with printed_first(launch.rank, launch.world):
-            _check_alike(layout)
+            require_equal(  # with other sizes a process would wait in groups that the others do not make
+                layout,
+                "the processes have different sizes of train.parallel",
+                "give every node the same configuration; numbers instead of train.parallel=auto where nodes have "
+                "different GPUs",
+            )
             yield _mesh(layout, device, timedelta(seconds=parallel.timeout_s))
     except BaseException as error:
         _close_after(error, launch.world)
@@ -198,22 +203,6 @@ def open_mesh(
     else:
         dist.destroy_process_group()
         sys.excepthook = hook
-
-
-def _check_alike(layout: Layout) -> None:
-    """Every process has computed the sizes for itself; with other ones it would wait in groups that the others do not
-    make. Collective."""
-    layouts = all_gather_objects(layout)
-    for rank, other in enumerate(layouts):
-        if other != layouts[0]:
-            error = UserError(
-                "the processes have different sizes of train.parallel",
-                found=f"process {rank}: {other}; process 0: {layouts[0]}",
-                fix="give every node the same configuration; numbers instead of train.parallel=auto where nodes have "
-                "different GPUs",
-            )
-            error.everywhere = True
-            raise error
 
 
 def _close_after(error: BaseException, world: int) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from pipeline.config import TrainConfig
 from pipeline.layer_classes import without_adapter
@@ -27,7 +26,7 @@ from pipeline.parallel.activation_checkpoint import apply_activation_checkpointi
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.mesh import PP, SHARD, TP
 from pipeline.parallel.microbatch import REFERENCE, Loss, Microbatch, Outputs
-from pipeline.parallel.shards import local
+from pipeline.parallel.shards import local, sharding_groups
 
 EXTRA = "recipe"
 """Submodule of a model with the modules that what is learned adds to it; used outside of the model's forward pass."""
@@ -132,7 +131,7 @@ class ParallelModel:
             if torch.cuda.is_initialized() and local(gradient).device.type == "cpu":
                 torch.cuda.current_stream().synchronize()  # torch before 2.13 may still be copying it to the host
             norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float32)
-            self._freed_norms.setdefault(_sharding_groups(gradient), []).append(norm)
+            self._freed_norms.setdefault(sharding_groups(gradient), []).append(norm)
             update(parameter)
             parameter.grad = None
 
@@ -150,7 +149,7 @@ class ParallelModel:
         if self._freed_norms is not None:
             by_groups, self._freed_norms = self._freed_norms, {}
         for gradient in self.gradients():
-            by_groups.setdefault(_sharding_groups(gradient), []).append(local(gradient))
+            by_groups.setdefault(sharding_groups(gradient), []).append(local(gradient))
         squares = torch.stack([_sum_of_squares(tensors, groups) for groups, tensors in by_groups.items()]).sum()
         return self._sum_over_stages(squares).sqrt()
 
@@ -241,13 +240,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _sharding_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups whose processes hold different parts of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    return tuple(tensor.device_mesh.get_group(i) for i, kind in enumerate(tensor.placements) if not kind.is_replicate())
-
-
 def _sum_of_squares(tensors: list[Tensor], groups: tuple[ProcessGroup, ...]) -> Tensor:
     """Sum of squares of some local tensors (or norms) and of those of the other processes of `groups`."""
     if tensors[0].device.type == "cuda":
@@ -258,8 +250,7 @@ def _sum_of_squares(tensors: list[Tensor], groups: tuple[ProcessGroup, ...]) -> 
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in tensors]
     total = torch.linalg.vector_norm(torch.stack(norms)).square()
     for group in groups:
-        if group.size() > 1:
-            dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=group)
     return total
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +15,16 @@ from torch.distributed.tensor import DTensor
 def local(tensor: Tensor) -> Tensor:
     """The shard of a DTensor, sharing its memory, through autograd; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharding_groups(tensor: Tensor, dimension: int | None = None) -> tuple[ProcessGroup, ...]:
+    """The groups whose processes hold different parts of a tensor, or of one of its dimensions. A placement may be
+    strided (FSDP2 over tensor parallelism)."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sharded = (i for i, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(i) > 1)
+    return tuple(mesh.get_group(i) for i in sharded if dimension in (None, getattr(placements[i], "dim", None)))
 
 
 def sum_over_shards(x: Tensor, mesh: DeviceMesh, *, forward: bool = False, backward: bool = False) -> Tensor:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.config import Config, TrainConfig, reads, written
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError
 from pipeline.models import hub
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch
-from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
+from pipeline.parallel.collectives import broadcast_from_rank_0, require_equal, run_on_all
 from pipeline.parallel.load_sharded import load_sharded
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, optimizers
@@ -120,14 +120,11 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
 def load_start(model: ParallelModel, start: Values, context: Context) -> None:
     """Load the start values, after a check that all processes have the same ones: each reads its own files or uses its
     own generator, and a mixture would go unnoticed."""
-    fingerprints = all_gather_objects(run_on_all(start.fingerprint))
-    if len(set(fingerprints)) > 1:
-        different = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
-        raise UserError(
-            "the processes start from different weights",
-            found=f"processes {different} differ from process 0",
-            fix="give every node the same files under model.weights and the same versions of torch",
-        )
+    require_equal(
+        run_on_all(start.fingerprint),
+        "the processes start from different weights",
+        "give every node the same files under model.weights and the same versions of torch",
+    )
     if start.description:
         context.log(f"start weights: {start.description}")
     run_on_all(lambda: load_sharded(model.module, start))

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from pipeline.cache.local_files import make_folder, replacing, sync_path
+from pipeline.cache.local_files import file_digest, make_folder, replacing, sync_path
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.loader.loader import LoaderState
@@ -471,14 +471,8 @@ def check_belongs(
         for name in {**here, **stored}
         if name != "step" and stored.get(name, 0) != here.get(name, 0)
     ]
-    here, stored = architecture.to_dict(), document.architecture.to_dict()
-    differences += [
-        f"model {name}: the checkpoint has {stored.get(name)!r}, this run {here.get(name)!r}"
-        for name in sorted({*here, *stored})
-        if here.get(name) != stored.get(name)
-    ]
-    differences += _of_another_part(document, adapter)
-    if differences:
+    differences += _of_another_model(document, architecture)
+    if differences := differences + _of_another_part(document, adapter):
         raise CheckpointError(
             f"{folder}: belongs to another run\n  " + "\n  ".join(differences),
             fix="restore those settings (--snapshot takes the id), or begin a new run with the weights, moments and "
@@ -491,11 +485,19 @@ def beginning(place: Path) -> str:
     return f"--from {place} --set train.output=DIR"
 
 
+def _of_another_model(document: Document, architecture: ModelSpec, free: Collection[str] = ()) -> list[str]:
+    here, stored = architecture.to_dict(), document.architecture.to_dict()
+    return [
+        f"model {name}: the checkpoint has {stored.get(name)!r}, this run {here.get(name)!r}"
+        for name in sorted({*here, *stored} - {*free})
+        if here.get(name) != stored.get(name)
+    ]
+
+
 def _of_another_part(document: Document, adapter: Adapter | None) -> list[str]:
     part = None if adapter is None else adapter.to_dict()
-    return (
-        [] if part == document.adapter else [f"train.adapter: the checkpoint has {document.adapter}, this run {part}"]
-    )
+    found = f"train.adapter: the checkpoint has {document.adapter}, this run {part}"
+    return [] if part == document.adapter else [found]
 
 
 def check_begins(folder: Path, document: Document, architecture: ModelSpec, adapter: Adapter | None = None) -> None:
@@ -504,19 +506,13 @@ def check_begins(folder: Path, document: Document, architecture: ModelSpec, adap
     Raises:
         CheckpointError: naming every field that differs, except those of the position embedding.
     """
-    here, stored = architecture.to_dict(), document.architecture.to_dict()
-    free = architecture.free
-    differing = [name for name in sorted({*here, *stored}) if name not in free and here.get(name) != stored.get(name)]
     if other := _of_another_part(document, adapter):
         raise CheckpointError(f"--from {folder}: is a checkpoint of another part of the model", found=other[0])
-    if differing:
+    if differences := _of_another_model(document, architecture, architecture.free):
         raise CheckpointError(
-            f"--from {folder}: is a checkpoint of another model\n  "
-            + "\n  ".join(
-                f"model {n}: the checkpoint has {stored.get(n)!r}, this run {here.get(n)!r}" for n in differing
-            ),
+            f"--from {folder}: is a checkpoint of another model\n  " + "\n  ".join(differences),
             fix="give the section `model` of the configuration the checkpoint's values (config.yaml in its run "
-            f"directory has them); only {' and '.join(free)} may differ",
+            f"directory has them); only {' and '.join(architecture.free)} may differ",
         )
 
 
@@ -778,12 +774,8 @@ def _recorded(run: Path) -> str | None:
 
 
 def fingerprint_of(path: Path) -> list[Any]:
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            size += len(block)
-    return [size, digest.hexdigest()]
+    """Size and xxh3-128 of a file."""
+    return [path.stat().st_size, file_digest(path)]
 
 
 def _reader(name: str, world: int) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from pipeline.config import Config, TrainConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
 from pipeline.parallel import pipeline_parallel, tensor_parallel
-from pipeline.parallel.collectives import all_gather_objects, run_on_all
+from pipeline.parallel.collectives import require_equal, run_on_all
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.training import checkpoint, drawings, optimizers, trackers
 from pipeline.training.assemble import Trainable
@@ -62,7 +62,13 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
     Raises:
         UserError: the same on every process.
     """
-    check_alike(context.train)
+    train = context.train
+    require_equal(
+        (train.parallel, train.microbatch, train.activation_checkpointing, train.compile),
+        "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing or "
+        "train.compile",
+        "give every node the same configuration, and numbers instead of auto where nodes have different GPUs",
+    )
     task, spec, adapter = context.task, trainable.spec, trainable.adapter
     fix = "train on a snapshot made with this model's encoders, or change the model section"
     run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
@@ -73,7 +79,7 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
         run_on_all(lambda: checkpoint.check_begins(folder, document, spec, adapter))
         return
     run_on_all(lambda: checkpoint.check_belongs(folder, document, task.first_state, spec, adapter))
-    train, earlier = context.train, resumed.document.config["train"]
+    earlier = resumed.document.config["train"]
     recipes = earlier.get("recipe", "default"), train.recipe
     optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
 
@@ -93,17 +99,4 @@ def check_text(train: TrainConfig, device: torch.device) -> None:
             expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
             found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
             fix="--set train.text=padded",
-        )
-
-
-def check_alike(train: TrainConfig) -> None:
-    """Every process chooses the options that are auto for itself. Collective."""
-    chosen = all_gather_objects((train.parallel, train.microbatch, train.activation_checkpointing, train.compile))
-    different = [rank for rank, values in enumerate(chosen) if values != chosen[0]]
-    if different:
-        raise UserError(
-            "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing "
-            "or train.compile",
-            found=f"process {different[0]}: {chosen[different[0]]}, process 0: {chosen[0]}",
-            fix="give every node the same configuration, and numbers instead of auto where nodes have different GPUs",
         )

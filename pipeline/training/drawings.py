@@ -22,10 +22,10 @@ from torch import Tensor
 
 from pipeline.cache.local_files import make_folder, sync_path
 from pipeline.config import Config, PicturesConfig
-from pipeline.errors import ConfigError, UserError, writing
+from pipeline.errors import ConfigError, writing
 from pipeline.models.sampler import INPUTS, Sampling, prompt_noise, sample
 from pipeline.models.spec import ModelSpec
-from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
+from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, require_equal, run_on_all
 from pipeline.parallel.data_parallel import COMPUTE
 from pipeline.training.build import TrainingRun
 from pipeline.training.feeding import Interrupted
@@ -59,7 +59,11 @@ class Drawings:
         self.every = (context.train.pictures or PicturesConfig()).every
         if self.prompts is None:
             return
-        check_alike(self.prompts)
+        require_equal(
+            self.prompts.names["prompt_set"],
+            "the processes opened different prompt sets",
+            "start again: a newer set was published in between; or --set train.pictures.prompts=ID",
+        )
         count, layout, rank = len(self.prompts.texts), context.layout, dist.get_rank()
         share, part = -(-count // layout.data_world), layout.data_rank(rank)
         self.numbers = [min(number, count - 1) for number in range(part * share, (part + 1) * share)]
@@ -214,14 +218,3 @@ def check(config: Config, task: TrainingTask, architecture: ModelSpec) -> None:
     option = "--set train.pictures.{name}={value}"
     architecture.check_sides(prompts.height, prompts.width, prompts.compression, option)
     drawn_at_once(config, task)
-
-
-def check_alike(prompts: DrawnPrompts) -> None:
-    """Refuse different prompt sets: each process opens its set for itself. Collective."""
-    names = all_gather_objects(prompts.names["prompt_set"])
-    if len(set(names)) > 1:
-        raise UserError(
-            "the processes opened different prompt sets",
-            found=", ".join(sorted(set(names))),
-            fix="start again: a newer set was published in between; or --set train.pictures.prompts=ID",
-        )

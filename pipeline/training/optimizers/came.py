@@ -9,6 +9,7 @@ Formulas: arXiv 2307.02047, algorithm 2; clipping by the root mean square: Adafa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from pipeline.parallel.shards import local
+from pipeline.parallel.shards import local, sharding_groups
 from pipeline.training.optimizers.stochastic_rounding import Noise, placement_of, scaled, to_bf16
 
 BETAS = (0.9, 0.999, 0.9999)
@@ -76,7 +77,7 @@ class _Stack:
         self.momentum = self.update
         self.matrix_rows = members[0].rows
         self.matrix_columns = first.numel() // (first.shape[0] if first.ndim else 1)
-        self.other_rows, self.other_columns = _sharding_groups(first, 0), _sharding_groups(first, 1)
+        self.other_rows, self.other_columns = sharding_groups(first, 0), sharding_groups(first, 1)
 
     def _locals(self, name: str) -> list[Tensor]:
         tensors = [local(stored[name]) for stored in self._stored]
@@ -183,7 +184,7 @@ class CAME(torch.optim.Optimizer):
             for index, parameter, group in together:
                 self._advance(parameter)
                 members.append(_Member(parameter, group, index, number, rows))
-                elements += parameter.numel() / _shards(parameter)
+                elements += parameter.numel() / math.prod(group.size() for group in sharding_groups(parameter))
             if elements >= GROUP:
                 yield members
                 members, elements = [], 0.0
@@ -355,22 +356,6 @@ def _supported(placement: Placement) -> bool:
 def _dimension(placement: Placement) -> int | None:
     """The dimension that a placement shards, also a strided one (FSDP2 over tensor parallelism)."""
     return getattr(placement, "dim", None)
-
-
-def _sharding_groups(parameter: Tensor, dimension: int) -> Groups:
-    """The groups over which `dimension` is sharded; none for a plain tensor or a mesh of one."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    mesh = parameter.device_mesh
-    sharded = (i for i, p in enumerate(parameter.placements) if _dimension(p) == dimension and mesh.size(i) > 1)
-    return tuple(mesh.get_group(i) for i in sharded)
-
-
-def _shards(parameter: Tensor) -> int:
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh = parameter.device_mesh
-    return torch.Size([mesh.size(i) for i, p in enumerate(parameter.placements) if not p.is_replicate()]).numel()
 
 
 def _zeros(parameter: Tensor, side: int) -> Tensor:
