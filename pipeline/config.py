@@ -593,9 +593,13 @@ class PreserveConfig(_Section):
     """Weight of these samples' loss."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of the samples."""
-    prompt: str | None = None
-    """The caption of these samples, such as `a dog` where the pictures' captions say `a sks dog`; `encode` makes its
-    record. null: their captions."""
+    prompt: str | Annotated[list[str], Field(min_length=1)] | None = None
+    """The caption of these samples, such as `a dog` where the pictures' captions say `a sks dog`; of several each
+    sample draws one. A prompt of any set in the cache (`encode --prompts`). null: the samples keep their captions."""
+
+    @property
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
 
 
 class ParallelConfig(_Section):
@@ -1117,14 +1121,7 @@ _SOURCE = _options(
     "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
     "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
 )
-_ENCODE = (
-    *_CACHE,
-    "vae",
-    "text",
-    "data",
-    "train.preserve.prompt",
-    *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"),
-)
+_ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
 _JOIN = (
     *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
     *_options("data", "resolution buckets background min_side max_upscale max_crop_loss"),
