@@ -40,6 +40,15 @@ def value_at(tree: Any, name: str | Sequence[str | int], default: Any = None) ->
     return default if rest else value
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree by dotted name; an empty mapping is a value."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Set a value in place; sections that are missing or null are added.
 

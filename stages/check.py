@@ -2,7 +2,7 @@
 
 Prints a line for the VAE, the text encoder, its tokenizer and the transformer (files, and bytes still to be fetched),
 then compares their shapes. So a gated model, a missing file or a wrong kind shows before hours of encoding. Only lists
-and JSON files are fetched; a damaged weight file is noticed by the stage that reads it.
+and JSON files are fetched; a damaged weight file is noticed by the stage that reads it. A local tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -146,6 +146,8 @@ def _tokenizer(config: Config) -> _Part:
             )
         part.files, part.size = tuple(files), sum(files.values())
         part.to_fetch = sum(size for name, size in files.items() if local.get(name) != size)
+        if not part.to_fetch:
+            encoders.load_tokenizer(folder)
     except UserError as error:
         part.problem = error
     return part

@@ -98,7 +98,7 @@ def run(
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
                 prompt_sets.check_prompts_name(prompts_name)
-                asked = _asked(config, prompts, prompts_name)
+                asked = None if prompts is None else (prompts_name, prompting.read(prompts, config.patience_s))
                 if data is None:
                     assert asked is not None
                     done = _run_prompts(config, *asked, share, engine, stop)
@@ -268,20 +268,6 @@ class _Rejects:
 
 Lines = list[tuple[int, str]]
 """Prompts with their line numbers."""
-PRESERVED = "preserve"
-"""The name of the prompt set of `train.preserve.prompt`."""
-
-
-def _asked(config: Config, prompts: str | None, name: str) -> tuple[str, Lines] | None:
-    """The name of the prompt set and its prompts: those of a file and `train.preserve.prompt`, which alone has a set of
-    its own."""
-    preserve = None if config.train.preserve is None else config.train.preserve.prompt
-    if prompts is None:
-        return None if preserve is None else (PRESERVED, [(1, preserve)])
-    lines = prompting.read(prompts, config.patience_s)
-    if preserve is not None and preserve not in (text for _, text in lines):
-        lines.append((len(lines) + 1, preserve))
-    return name, lines
 
 
 def _run_prompts(

@@ -1,16 +1,10 @@
-"""`sana-pipe export`: a checkpoint to a folder for diffusers' `SanaPipeline.from_pretrained`, or to files of NVlabs.
+"""`sana-pipe export`: a checkpoint to a folder for diffusers' `SanaPipeline.from_pretrained`, or to files for others.
 
-What: the transformer in diffusers' channel order (fp32 by default, so nothing is rounded), the scheduler's settings,
-copies of VAE, text encoder and tokenizer, `model_index.json`, and a README with the call that this model needs.
-`--format nvlabs`: the transformer alone, as `.pth` and safetensors with NVlabs' names.
-A run with an adapter: the adapter's file for diffusers, `--format comfyui` for ComfyUI, and the adapter in its base by
-`--format merged` and `--format nvlabs`.
-The folder contains no paths of this machine, so that it can be published.
-Why copies: the folder is self-contained, and has the encoders whose records the model was trained on.
-Why the checks: values that training used and the pipeline cannot guess (flow shift, resolution, text recipe) must be
-those of the checkpoint, not of the current configuration.
-Price: about 6 GB of VAE and text encoder beside the weights. The folder appears whole, by a rename. The weights pass
-through memory one parameter at a time, for any number of processes that wrote the checkpoint.
+A pipeline's folder has copies of VAE, text encoder and tokenizer (about 6 GB), so it is complete, and no paths of this
+machine, so it can be published. Of a run with an adapter it is the adapter's file, for diffusers or ComfyUI, or the
+adapter in its base. What training used and a pipeline cannot guess (flow shift, resolution, text recipe) must be as in
+the checkpoint. The folder appears whole, by a rename. Weights pass through memory one parameter at a time, for any
+number of processes that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -101,8 +95,8 @@ def run(
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
     document = checkpoints.read_document(folder)
-    which = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
-    state = {"run": run_of(folder), "weights": which, **document.state.as_dict()}
+    name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
+    state = {"run": run_of(folder), "weights": name, **document.state.as_dict()}
     _check_target(out, state, overwrite)
     check_same(config, document.config, folder)
     architecture, adapter = document.architecture, adapter_from(document.adapter)
@@ -116,7 +110,7 @@ def run(
     stored = checkpoints.ModelTensors(folder, ema=ema)
     weights = whole_weights(config, stored)
 
-    about: dict[str, Any] = {"which": which, "state": document.state, "dtype": dtype}
+    about: dict[str, Any] = {"weights": name, "state": document.state, "dtype": dtype}
     with _published(out) as work:
         if parts is not None:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
@@ -207,11 +201,11 @@ def _check_target(out: Path, state: dict[str, Any], overwrite: bool) -> None:
             fix="give another --out",
         )
     ours, theirs = ({k: v for k, v in of.items() if k not in ("step", "weights")} for of in (state, exported))
-    which = exported.get("weights")
-    older = ours == theirs and which == state["weights"] and exported["step"] <= state["step"]
+    weights = exported.get("weights")
+    older = ours == theirs and weights == state["weights"] and exported["step"] <= state["step"]
     if not (older and overwrite):
         run = "this" if ours == theirs else "another"
-        what = f"of the {which} after step {exported.get('step')} of {run} run"
+        what = f"of the {weights} after step {exported.get('step')} of {run} run"
         raise UserError(
             f"{out} holds an export {what}",
             expected=f"a folder that is new or empty{', or --overwrite' if older else ''}",

@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.reporting import page
 from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
-from pipeline.reporting.source_pictures import Embedded, Photos, embedded
+from pipeline.reporting.source_pictures import Embedded, SourcePictures, embedded
 
 
 def run(
@@ -61,10 +61,7 @@ def run(
 
 def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:
     """Decoded latents beside the pictures of their sources, with the captions."""
-    from pipeline.reporting import (  # torch, which the page without run_pictures does not need
-        draw_latents,
-        encoder_process,
-    )
+    from pipeline.reporting import draw_latents, encoder_process  # torch, which other pages do not need
 
     rows = draw_latents.spread(len(snapshot), min(count, len(snapshot)))
     records = draw_latents.SnapshotTensors(snapshot)
@@ -89,7 +86,7 @@ class _Thumbnails:
     """Pictures of rejects by (source, item). A reject of encoding does not name its source: all are tried."""
 
     def __init__(self, config: Config, cache: Cache):
-        self.photos, self.sources = Photos(config, cache), cache.sources()
+        self.photos, self.sources = SourcePictures(config, cache), cache.sources()
 
     def __call__(self, source: str | None, item: str) -> Embedded:
         for name in self.sources if source is None else [source]:

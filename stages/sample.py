@@ -1,15 +1,9 @@
 """`sana-pipe sample`: pictures from a checkpoint, for captions of a snapshot or new prompts; or those of a training.
 
-What: reads text rows and latents from the cache, draws latents with the transformer, decodes them in a separate
-process, and writes PNGs, `samples.jsonl` and a contact sheet (photo, the VAE's reconstruction, the drawn picture).
-Why a separate process for decoding: the transformer and the VAE never share memory, and this process imports no
-encoder, like training.
-Price: one more start of Python, and the latents go through a file.
-
-Guidance uses the null record's valid rows, as `SanaPipeline` does, so that an exported model draws the same way.
-
-New prompts (`--prompt`) are encoded by `sana-pipe encode --prompts`, in a separate process, into a temporary cache.
-`--watch` decodes what a training draws (see `pipeline.reporting.run_pictures`).
+Text rows and latents come from the cache; new prompts (`--prompt`) are encoded into a temporary one. The transformer
+draws latents, and a second process decodes them, so that transformer and VAE never share memory and this process
+imports no encoder. The result is PNGs, `samples.jsonl` and a contact sheet: photo, the VAE's reconstruction, the drawn
+picture. Guidance uses the null record's valid rows, as `SanaPipeline` does. `--watch` decodes what a training draws.
 """
 
 from __future__ import annotations
@@ -21,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from pipeline.cache.layout import LatentRecipe, TextRecipe
 from pipeline.cache.root import Cache
@@ -35,19 +30,14 @@ from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
-from pipeline.reporting.source_pictures import Photos
+from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.base_weights import whole_weights
-
-if TYPE_CHECKING:
-    from PIL import Image
-    from torch import Tensor
 
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
 _FIX = "--snapshot or --config with this model's encoders"
-BASE, DRAWN = "base", "drawn"
-TITLES = ("photo", "reconstruction")
+RECONSTRUCTION, BASE, DRAWN = "reconstruction", "base", "drawn"
 
 
 @dataclass(frozen=True)
@@ -97,25 +87,33 @@ def run(
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
     _make(out)
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
-    rows, device = draw_latents.spread(len(opened), wanted), resolve_device(config.train.device)
-    by_column = {}
+    chosen, device = draw_latents.spread(len(opened), wanted), resolve_device(config.train.device)
+    drawn, latents = list[DrawnLatent](), dict[str, list[Tensor]]()
     for title, by in columns.items():
         weights = dict(whole_weights(config, stored, by))
-        by_column[title] = draw_latents.draw_for(config, architecture, weights, opened, rows, device)
+        drawn = draw_latents.draw_for(config, architecture, weights, opened, chosen, device)
+        latents[title] = [each.latent for each in drawn]
         del weights
-    drawn = by_column[DRAWN]
+    latents = {RECONSTRUCTION: [each.cached for each in drawn], **latents}
     hits = draw_latents.nearest(drawn)
     _log(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
-
+    rows = [
+        {
+            **{name: getattr(each, name) for name in ("caption", "source", "item", "sample_id")},
+            "height": each.bucket[0],
+            "width": each.bucket[1],
+            "nearest_is_own": hit,
+        }
+        for each, hit in zip(drawn, hits, strict=True)
+    ]
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-        decode_in_subprocess(config, by_column, Path(work))
-        sheet = _publish(config, cache, by_column, hits, stored, Path(work), out)
-    _log(f"contact sheet: {sheet}")
+        photos = SourcePictures(config, cache)
+        sheet = _publish(config, latents, rows, stored, Path(work), out, photos)
     return Result(sheet, len(drawn), sum(hits))
 
 
 def _columns(stored: checkpoints.ModelTensors, scale: float | None) -> dict[str, float]:
-    """Title in the contact sheet -> scale of the adapter's change."""
+    """Title in the contact sheet -> scale of the adapter's change; `DRAWN` is the last."""
     if stored.document.adapter is None and scale is not None:
         raise ConfigError(f"{stored.folder} holds a whole model, not an adapter", fix="leave --adapter-scale out")
     base = {} if stored.document.adapter is None else {BASE: 0.0}
@@ -188,16 +186,13 @@ def run_prompts(
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
         shape = channels, size[0] // compression, size[1] // compression
         device = resolve_device(config.train.device)
-        tensors: dict[str, Tensor] = {}
+        latents = {}
         for title, by in columns.items():
             weights = dict(whole_weights(config, stored, by))
-            latents = draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device)
-            tensors |= {_file(number, title): each for number, each in enumerate(latents)}
+            latents[title] = draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device)
             del weights
-        encoder_process.decode(config, tensors, Path(work))
-        sheet = _publish_prompts(encoded.texts, size, [*columns], stored, Path(work), out)
-    _log(f"contact sheet: {sheet}")
-    return sheet
+        rows = [{"caption": text, "height": size[0], "width": size[1]} for text in encoded.texts]
+        return _publish(config, latents, rows, stored, Path(work), out)
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
@@ -249,84 +244,55 @@ def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, Text
     return None, None
 
 
-def decode_in_subprocess(config: Config, by_column: Mapping[str, list[DrawnLatent]], work: Path) -> None:
-    """Decode the drawn latents of each column of the sheet, and those of the photographs."""
-    tensors = {_file(i, title): each.latent for title, drawn in by_column.items() for i, each in enumerate(drawn)}
-    tensors |= {_file(i, "reconstruction"): each.cached for i, each in enumerate(by_column[DRAWN])}
+def decode_in_subprocess(config: Config, latents: Mapping[str, Sequence[Tensor]], work: Path) -> None:
+    """Decode the latents of each column of the sheet to `work`/pictures."""
+    tensors = {_file(number, title): each for title, column in latents.items() for number, each in enumerate(column)}
     encoder_process.decode(config, tensors, work)
-
-
-def _moved(work: Path, out: Path, name: str) -> Image.Image:
-    """A decoded picture, moved into place."""
-    from PIL import Image
-
-    os.replace(work / "pictures" / f"{name}.png", out / f"{name}.png")
-    with Image.open(out / f"{name}.png") as picture:
-        return picture.convert("RGB")
 
 
 def _publish(
     config: Config,
-    cache: Cache,
-    by_column: Mapping[str, list[DrawnLatent]],
-    hits: list[bool],
+    latents: Mapping[str, Sequence[Tensor]],
+    rows: Sequence[dict[str, Any]],
     stored: checkpoints.ModelTensors,
     work: Path,
     out: Path,
+    photos: SourcePictures | None = None,
 ) -> Path:
-    """Move the pictures into place; the sheet comes last."""
+    """Decode, and move the pictures, their table and the contact sheet into place, in this order.
+
+    Args:
+        latents: by title of their column.
+        rows: of the table, a picture each.
+        photos: of the first column, for rows with a `source`.
+    """
+    from PIL import Image
+
     from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
 
+    decode_in_subprocess(config, latents, work)
     cards, lines = [], []
-    photos = Photos(config, cache)
-    for i, (sample, hit) in enumerate(zip(by_column[DRAWN], hits, strict=True)):
-        shown = [_moved(work, out, _file(i, title)) for title in ("reconstruction", *by_column)]
-        cards.append(SheetRow(sample.caption, (photos.cropped(sample.source, sample.item, sample.bucket), *shown)))
-        lines.append(
-            {
-                "file": f"{i:04d}.png",
-                "caption": sample.caption,
-                "source": sample.source,
-                "item": sample.item,
-                "sample_id": sample.sample_id,
-                "height": sample.bucket[0],
-                "width": sample.bucket[1],
-                "nearest_is_own": hit,
-            }
-        )
-    _write_table(lines, stored, work, out)
-    contact_sheet(cards, (*TITLES, *by_column), out / SHEET)
-    return out / SHEET
-
-
-def _publish_prompts(
-    texts: Sequence[str],
-    size: tuple[int, int],
-    titles: Sequence[str],
-    stored: checkpoints.ModelTensors,
-    work: Path,
-    out: Path,
-) -> Path:
-    """Move the pictures of prompts into place; the sheet comes last."""
-    from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
-
-    cards, lines = [], []
-    for number, text in enumerate(texts):
-        cards.append(SheetRow(text, tuple(_moved(work, out, _file(number, title)) for title in titles)))
-        lines.append({"file": f"{_file(number, DRAWN)}.png", "caption": text, "height": size[0], "width": size[1]})
-    _write_table(lines, stored, work, out)
-    contact_sheet(cards, tuple(titles), out / SHEET)
-    return out / SHEET
-
-
-def _write_table(lines: list[dict[str, Any]], stored: checkpoints.ModelTensors, work: Path, out: Path) -> None:
-    table, origin = work / TABLE, {"checkpoint": stored.folder.name, "weights": stored.weights}
-    table.write_text("".join(json.dumps(line | origin, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    for number, row in enumerate(rows):
+        size = row["height"], row["width"]
+        shown = [] if photos is None else [photos.cropped(row["source"], row["item"], size)]
+        for title in latents:
+            name = f"{_file(number, title)}.png"
+            os.replace(work / "pictures" / name, out / name)
+            with Image.open(out / name) as picture:
+                shown.append(picture.convert("RGB"))
+        cards.append(SheetRow(row["caption"], tuple(shown)))
+        origin = {"checkpoint": stored.folder.name, "weights": stored.weights}
+        lines.append({"file": f"{_file(number, DRAWN)}.png", **row, **origin})
+    table = work / TABLE
+    table.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     with suppress(OSError, ValueError, AttributeError):
         earlier = json.loads((out / TABLE).read_text(encoding="utf-8").partition("\n")[0])
         if (weights := earlier.get("weights")) != stored.weights:
             _log(f"note: pictures of the {weights} ({earlier.get('checkpoint')}) in {out} were replaced")
     os.replace(table, out / TABLE)
+    contact_sheet(cards, (*([] if photos is None else ["photo"]), *latents), out / SHEET)
+    _log(f"contact sheet: {out / SHEET}")
+    return out / SHEET
 
 
 def _log(line: str) -> None:

@@ -12,7 +12,7 @@ import gc
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -345,7 +345,7 @@ class Inputs:
     heldout: Snapshot | None = None
     old_heldout: Snapshot | None = None
     prompts: PromptSet | None = None
-    preserved: np.ndarray | None = None
+    preserved: list[np.ndarray] = field(default_factory=list)
 
     def keep(self, cache: Cache) -> None:
         """Keep the snapshots from `gc`.
@@ -448,19 +448,18 @@ def _prompts(
     return config.with_train(pictures=pictures.model_copy(update={"prompts": prompts.id})), prompts
 
 
-def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> np.ndarray | None:
+def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndarray]:
     """Text rows of `train.preserve.prompt`."""
-    prompt = None if config.train.preserve is None else config.train.preserve.prompt
-    if prompt is None:
-        return None
-    recipe = snapshot.text_recipe
-    rows = find_rows(cache, recipe, caption_rules.normalise(prompt, recipe.normalisation))
-    if rows is None:
-        raise ConfigError(
-            f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",
-            fix="sana-pipe encode with this configuration makes it (with --data DIR or --prompts FILE)",
-        )
-    return rows
+    recipe, found = snapshot.text_recipe, []
+    for prompt in [] if config.train.preserve is None else config.train.preserve.prompts:
+        rows = find_rows(cache, recipe, caption_rules.normalise(prompt, recipe.normalisation))
+        if rows is None:
+            raise ConfigError(
+                f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",
+                fix="sana-pipe encode --prompts FILE, with these prompts as lines of FILE",
+            )
+        found.append(rows)
+    return found
 
 
 def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path | None = None) -> TrainingTask:
@@ -518,7 +517,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         validation=None if part is None else validation,
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,
-        preserved=None if inputs.preserved is None else bf16(inputs.preserved),
+        preserved=[bf16(rows) for rows in inputs.preserved],
         check=check,
     )
 

@@ -13,7 +13,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
-from pipeline.reporting.source_pictures import Photos
+from pipeline.reporting.source_pictures import SourcePictures
 
 
 def run(config: Config, text: str, snapshot: str | None = None, out: Path | None = None, as_json: bool = False) -> int:
@@ -34,7 +34,7 @@ def run(config: Config, text: str, snapshot: str | None = None, out: Path | None
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     values, latent = sample_view.describe(cache, opened, sample_view.find(cache, opened, text))
-    photos = Photos(config, cache)
+    photos = SourcePictures(config, cache)
     values["readable"] = photos.data(values["source"], values["item"]) is not None
     if out is not None:
         captions = [{"text": caption["text"], "note": _caption(caption)} for caption in values["captions"]]

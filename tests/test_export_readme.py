@@ -30,7 +30,7 @@ def written(run: Path, folder: Path, step: int, *overrides: str) -> str:
         adapter=LoRA(2, 2.0, ["transformer_blocks.0.attn1.to_q"]),
         base="`owner/base`",
         place="owner/base",
-        which="last weights",
+        weights="last weights",
         state=SimpleNamespace(step=step, snapshot="0" * 32, seed=3),
         **copy_pictures(run, step, folder),
     )

@@ -40,7 +40,7 @@ from tests.support.messages import naming
 CAPTIONS = ("A red square", "a green square", "a blue field", "a yellow wall", "a grey road", "a white door")
 
 CPU = torch.device("cpu")
-FACTS = {"which": "last weights", "dtype": "float32", "vae": "a local folder", "text_encoder": "a local folder"}
+FACTS = {"weights": "last weights", "dtype": "float32", "vae": "a local folder", "text_encoder": "a local folder"}
 
 
 @dataclass(frozen=True)
@@ -660,7 +660,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
     """A source that does not answer is asked once, not for every picture."""
     source = Mock(**{"read.side_effect": error})
     monkeypatch.setattr(reading, "reopen", lambda *_: source)
-    photos = reading.Photos(trained.config, Mock())
+    photos = reading.SourcePictures(trained.config, Mock())
     assert [photos.cropped("photos", "a.png", (48, 80)) for _ in range(2)] == [None, None]
     assert source.read.call_count == asked
 

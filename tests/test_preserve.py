@@ -20,7 +20,7 @@ from pipeline.training import checkpoint, metrics
 from pipeline.training.assemble import recipe_of
 from pipeline.training.build import adapter_of
 from pipeline.training.recipes import StepLoss
-from pipeline.training.recipes.preserve import Preserving, preserved, with_captions
+from pipeline.training.recipes.preserve import preserved
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
@@ -47,32 +47,34 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("prompt", [None, ROWS])
-def test_targets_are_the_bases_predictions(packed: bool, prompt: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("prompts", [[], [ROWS], [ROWS, 2 * ROWS[:5]]])
+def test_targets_are_the_bases_predictions(packed: bool, prompts: list[torch.Tensor]) -> None:
     given = settings()
-    model, recipe = adapted(given), recipe_of(given.train, prompt)
+    model, recipe = adapted(given), recipe_of(given.train, prompts)
     batch = tiny_run.global_batch(0)
     chosen = preserved(batch, 0.5)
     assert 0 < chosen.sum() < len(chosen)
-    parts = []
+    results = []
     for each in (batch, tiny_run.packed(batch)) if packed else (batch,):
         microbatch = recipe.prepare(each, same, torch.float32)
-        result = ParallelModel(model).losses([microbatch], StepLoss(recipe))[0]
-        total, flow, preserve = result
+        total, flow, preserve = result = ParallelModel(model).losses([microbatch], StepLoss(recipe))[0]
         assert torch.equal(flow != 0, ~chosen) and torch.equal(preserve != 0, chosen)
         torch.testing.assert_close(total, flow + preserve)
-        parts.append(result)
-    torch.testing.assert_close(parts[0], parts[-1])
-    with torch.no_grad(), without_adapter(model):
-        shown = batch if prompt is None else with_captions(batch, chosen, prompt)
-        inputs = super(Preserving, recipe).prepare(shown, same, torch.float32).inputs  # type: ignore[misc]
-        base = model(**inputs)
+        results.append(result)
+    torch.testing.assert_close(results[0], results[-1])
+    inputs = recipe.prepare(batch, same, torch.float32).inputs
     with torch.no_grad():
-        own = model(**inputs)
-    expected = (own - base).square().flatten(1).mean(1)
-    torch.testing.assert_close(parts[0][2][chosen], expected[chosen])
-    if prompt is not None:
-        assert torch.equal(inputs["captions"][chosen][0], ROWS.float())
+        adapted_output = model(**inputs)
+        with without_adapter(model):
+            base = model(**inputs)
+    expected = (adapted_output - base).square().flatten(1).mean(1)
+    torch.testing.assert_close(results[0][2][chosen], expected[chosen])
+    shown = [rows[mask] for rows, mask in zip(inputs["captions"], inputs["mask"], strict=True)]
+    for caption, rows, mask, new in zip(shown, batch.captions, batch.mask, chosen.tolist(), strict=True):
+        texts = prompts if new and prompts else [rows[mask]]
+        assert any(torch.equal(caption, text.float()) for text in texts)
+    drawn = {len(caption) for caption, new in zip(shown, chosen.tolist(), strict=True) if new}
+    assert len(prompts) < 2 or drawn == {5, 20}, "each of the prompts is drawn"
 
 
 def test_the_draw_belongs_to_the_sample_and_has_the_share() -> None:
@@ -87,7 +89,7 @@ def test_the_draw_belongs_to_the_sample_and_has_the_share() -> None:
 
 def test_validation_measures_the_flow_of_all_samples() -> None:
     given = settings()
-    recipe, batch = recipe_of(given.train, ROWS), tiny_run.global_batch(0)
+    recipe, batch = recipe_of(given.train, [ROWS]), tiny_run.global_batch(0)
     microbatch = recipe.prepare(batch, same, torch.float32, 0.5)
     assert microbatch.reference is None
     plain = recipe_of(given.train.model_copy(update={"preserve": None}))
@@ -99,7 +101,7 @@ def test_validation_measures_the_flow_of_all_samples() -> None:
 
 def test_gradients_do_not_reach_the_bases_prediction_and_the_adapter_is_on_again() -> None:
     given = settings()
-    model, recipe = adapted(given), recipe_of(given.train, ROWS)
+    model, recipe = adapted(given), recipe_of(given.train, [ROWS])
     microbatch = recipe.prepare(tiny_run.global_batch(0), same, torch.float32)
     seen = []
 
@@ -116,7 +118,7 @@ def test_gradients_do_not_reach_the_bases_prediction_and_the_adapter_is_on_again
 def test_a_preserved_run_resumes_and_differs_from_a_free_one(tmp_path: Path) -> None:
     def run(name: str, steps: int, **train: Any) -> list[dict[str, Any]]:
         given = settings(tmp_path / name, steps=steps, save_every=2, **train)
-        task = replace(tiny_run.task(given), preserved=ROWS)
+        task = replace(tiny_run.task(given), preserved=[ROWS])
         fit(given, task, Launch(), resume="auto", log=lambda line: None)
         return metrics.read(tmp_path / name / "metrics.jsonl")
 
@@ -129,21 +131,17 @@ def test_a_preserved_run_resumes_and_differs_from_a_free_one(tmp_path: Path) -> 
     assert tiny_run.distance(*states) > 1e-3
 
 
-def test_the_prompts_record_is_made_by_encode_and_read_by_train(
-    small_cache_copy: Path, make_config: Any, photos: Path, tmp_path: Path
-) -> None:
+def test_prompts_are_those_of_any_set_in_the_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     import stages.encode
     import stages.train
 
     options = ["train.device=cpu", "train.precision=fp32", "train.steps=2", "train.log_every=1", "train.compile=none"]
-    options += ["train.adapter={rank: 2}", "train.preserve={prompt: A dog}"]
+    options += ["train.adapter={rank: 2}", "train.preserve={prompt: [A dog, a cat]}"]
     config = make_config(tmp_path, *options)
-    with pytest.raises(ConfigError, match=r"'A dog'(.|\n)*sana-pipe encode"):
+    with pytest.raises(ConfigError, match=r"'A dog'(.|\n)*sana-pipe encode --prompts"):
         stages.train.run(config, log=lambda line: None)
-    assert stages.encode.run(config, str(photos))["captions"] == 1
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a dog\na cat\n")
-    assert stages.encode.run(config, None, prompts=str(prompts))["prompts"]["prompts"] == 2, "'a dog' is this record"
+    (tmp_path / "prompts.txt").write_text("a dog\na cat\n")
+    stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "prompts.txt"))
     stages.train.run(config, log=lambda line: None)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [sorted(row["parts"]) for row in rows] == [["flow", "preserve"]] * 2
@@ -154,7 +152,7 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
     losses = []
     for how in ("none", "block"):
         given = settings(tmp_path / how, steps=4, compile=how, compile_backend="aot_eager", compile_max_graphs=4)
-        fit(given, replace(tiny_run.task(given), preserved=ROWS), Launch(), log=lambda line: None)
+        fit(given, replace(tiny_run.task(given), preserved=[ROWS]), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline import cli
-from pipeline.config import Config, VaeConfig, dump, load, shipped
+from pipeline.config import Config, VaeConfig, dump, load
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub, nvlabs
 from pipeline.models.sana import SanaTransformer
@@ -224,7 +224,7 @@ def of_nvlabs(depth: int, width: int, norm: bool, channels: int = 32, text: int 
     return shapes
 
 
-@pytest.mark.parametrize("name", [path.stem for path in shipped() if load(path).model.weights is not None])
+@pytest.mark.parametrize("name", SHAPES)
 def test_names_and_shapes_of_nvlabs_both_ways(name: str) -> None:
     depth, width, norm = SHAPES[name]
     theirs = of_nvlabs(depth, width, norm)
@@ -852,3 +852,17 @@ def test_paths_of_the_machine_that_wrote_a_model_are_not_passed_on(tmp_path: Pat
     source.write_text('{"_name_or_path": "google/gemma-2-2b-it"}')
     export.copy_settings(source, target)
     assert target.read_bytes() == source.read_bytes(), "a hub id is no path"
+
+
+def test_check_refuses_a_tokenizer_that_names_code(
+    repositories: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(shutil.copytree(repositories(BIG), tmp_path / "model"))
+    file = root / "tokenizer" / "tokenizer_config.json"
+    named = {"auto_map": {"AutoTokenizer": ["foreign.Foreign", None]}, "tokenizer_class": "Foreign"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
+    (file.parent / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Foreign: ...\n")
+    own = [f"{part}.id={root}" for part in ("vae", "text", "model.weights")]
+    assert check.run(load("sana_1600m_1024", [*own, "data.buckets=[[64, 64]]"])) == 2
+    assert "names code of its own, which is not run" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()

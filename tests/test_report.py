@@ -34,7 +34,7 @@ from pipeline.reporting import data_figures, plots, run_figures, sample_view
 from pipeline.reporting import page as reporting_page
 from pipeline.reporting.figures import collect
 from pipeline.reporting.sections import SECTIONS
-from pipeline.reporting.source_pictures import Photos
+from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
 from tests.support import drawings, tiny_cache
@@ -498,7 +498,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(made: Made, run_copy: 
 
 
 def test_a_thumbnail_is_never_larger_than_its_picture(made: Made) -> None:
-    photos = Photos(made.config, Cache.of(made.config))
+    photos = SourcePictures(made.config, Cache.of(made.config))
     sizes = [
         each and each.size
         for each in (photos.thumbnail("photos", "small.png"), photos.thumbnail("photos", "5.png", 36))

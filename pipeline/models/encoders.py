@@ -33,7 +33,15 @@ from pipeline.models.frozen import (
     provenance_of,
 )
 from pipeline.models.hub import ModelError, open_tensors, read_settings, resolve, weight_files
-from pipeline.models.text import SELECTION, TOKENIZER_FILES, TextEncoder, count_rows, describe_text, text_width
+from pipeline.models.text import (
+    SELECTION,
+    TOKENIZER_FILES,
+    TextEncoder,
+    count_rows,
+    describe_text,
+    load_tokenizer,
+    text_width,
+)
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, AutoencoderTiny
@@ -56,6 +64,7 @@ __all__ = [
     "footprint",
     "from_bits",
     "is_exact",
+    "load_tokenizer",
     "provenance_of",
     "text_width",
     "vae_shape",

@@ -1,10 +1,10 @@
-"""From `id`, `subfolder`, `revision`, `variant` to files on this machine.
+"""From `id`, `subfolder`, `revision`, `variant` to files on this machine, for all models.
 
-What: `resolve` returns the local folder of a hub id or of a folder that `save_pretrained` wrote; `weight_files` returns
-the safetensors files of that folder, sharded or not. Only files that are used are fetched.
-Why here for all models: recipes are digests of the weights' bytes, so every module has to agree on the files.
-Price: weights in pickle files (`*.bin`) are refused, since reading them runs code. A repository is asked twice: for its
-JSON files and its list of files, then for the weights.
+Recipes are digests of weights, so every module has to agree on which files those are. A repository may hold several
+sets of the same weights. As in the libraries that wrote them, an index takes precedence over a single file in
+diffusers' folders, and the reverse in transformers'. An index of a variant has three names (`weight_sets`).
+Only files that are used are fetched: first the JSON files and the list of files, then the weights. Pickle files
+(`*.bin`) are refused, since reading them runs code.
 """
 
 from __future__ import annotations
@@ -452,7 +452,10 @@ def choose(
 def weight_sets(folder: Path, files: Mapping[str, int]) -> list[WeightSet]:
     """Every set of weights, diffusers' first: the files of an index, or a single file. Indexes are read from `folder`.
 
-    An index without any of its files is a set without files.
+    An index without any of its files is a set without files. The index of a variant is called
+    `model.safetensors.index.bf16.json` (transformers, recent diffusers),
+    `diffusion_pytorch_model.safetensors.bf16.index.json` (diffusers before 0.31) or
+    `diffusion_pytorch_model.bf16.safetensors.index.json`.
 
     Args:
         files: name -> bytes.

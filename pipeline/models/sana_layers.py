@@ -1,9 +1,8 @@
 """Layers of the Sana transformer in plain PyTorch, with the parameter names of diffusers' `SanaTransformer2DModel`.
 
-Why not diffusers' class: importing it takes six seconds; linear attention has to stay in float32 under autocast; and
-GLUMBConv's 2H channels are stored interleaved [value 0, gate 0, value 1, gate 1, ..], so that any slice of channels is
-a valid smaller GLUMBConv, which every sharding strategy can cut. diffusers' order exists only in files.
-Price: this file follows diffusers' numerics by hand; the tests compare outputs and gradients of both.
+The block takes plain tensors, so that checkpointing, FSDP2 and pipeline stages wrap it from outside; it knows no
+strategy. Linear attention stays in float32 under autocast, unlike diffusers', and any strategy can cut the channels of
+`GLUMBConv`. Tests compare outputs and gradients with diffusers'. `SanaEnds` is what precedes and follows the blocks.
 
 Architecture and constants: Sana (arXiv 2410.10629), SANA-1.5 (arXiv 2501.18427) and the defaults of diffusers' class.
 """
@@ -153,8 +152,11 @@ class _GatedDepthwise(nn.Conv2d):
 
 
 class GLUMBConv(nn.Module):
-    """Gated inverted bottleneck: 1x1 up to 2H, SiLU, 3x3 depthwise, value * SiLU(gate), 1x1 down. Channels of the first
-    two convolutions are interleaved: value i is channel 2i, its gate channel 2i+1."""
+    """Gated inverted bottleneck: 1x1 up to 2H, SiLU, 3x3 depthwise, value * SiLU(gate), 1x1 down.
+
+    Channels of the first two convolutions are interleaved: value i is channel 2i, its gate channel 2i+1. So any
+    contiguous slice of channels is a valid smaller GLUMBConv. diffusers' order (all values, all gates) is in files
+    only."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()

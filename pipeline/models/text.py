@@ -390,7 +390,7 @@ class TextEncoder:
         folder = resolve(config)
         _text_settings(folder)
         weight_files(folder, config.variant)
-        tokenizer = _load_tokenizer(_tokenizer_folder(config))
+        tokenizer = load_tokenizer(_tokenizer_folder(config))
         model, report = load(
             transformers.Gemma2Model,
             folder,
@@ -553,7 +553,7 @@ def count_rows(config: TextConfig, instruction: str, captions: Sequence[str]) ->
     Raises:
         ModelError: no such tokenizer.
     """
-    tokenizer = _load_tokenizer(_tokenizer_folder(config))
+    tokenizer = load_tokenizer(_tokenizer_folder(config))
     room, first = _window(len(tokenizer.encode(instruction)) if instruction else 0, config.max_length)
     texts = [instruction + caption for caption in captions]
     if not texts:
@@ -584,7 +584,12 @@ def relative_error(rows: torch.Tensor, reference: torch.Tensor) -> float:
     return float(((rows - reference).norm(dim=1) / reference.norm(dim=1).clamp_min(1e-30)).max())
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """A tokenizer of transformers that begins every text with <bos> and pads on the right.
+
+    Raises:
+        ModelError: files are missing or damaged, name code of their own, or describe another tokenizer.
+    """
     from transformers import AutoTokenizer
 
     _tokenizer_digest(folder)  # a ModelError if files are missing or broken

@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from pipeline.amounts import amount
+from pipeline.options import value_at
 from pipeline.reporting.plots import number_text
 from pipeline.reporting.source_pictures import Embedded
 
@@ -16,13 +17,6 @@ COLUMNS = 168
 """Of the grid along the axis of losses and pictures."""
 ROWS = 60
 """Limit on the rows of a table; the page names the number of the others."""
-
-
-def at(values: Any, path: str | Sequence[str]) -> Any:
-    """The value at a path such as `mean.loss` of nested mappings; None where a part is absent."""
-    for name in path.split(".") if isinstance(path, str) else path:
-        values = values.get(name) if isinstance(values, dict) else None
-    return values
 
 
 def text(value: Any) -> str:
@@ -47,7 +41,7 @@ class Column:
     shown: Callable[[Any], str] = text
 
     def cell(self, row: Any) -> str:
-        value = at(row, self.key)
+        value = value_at(row, self.key)
         return "" if value is None else self.shown(value)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.reporting.blocks import at
+from pipeline.options import value_at
 from pipeline.reporting.plots import Line
 
 VALIDATION = "validation", "loss"
@@ -24,7 +24,7 @@ def starts(run: dict[str, Any]) -> list[float]:
     """The steps that were done before each part of a run began; at the end those of all."""
     before = [0.0]
     for part in run["parts"]:
-        steps = [part["steps"] or 0, *(at(part, (*VALIDATION, "step")) or [])]
+        steps = [part["steps"] or 0, *(value_at(part, (*VALIDATION, "step")) or [])]
         before.append(before[-1] + max(steps + [drawing["step"] for drawing in part["pictures"]]))
     return before
 
@@ -44,7 +44,7 @@ def line(name: str, run: dict[str, Any], path: Sequence[str], scale: float = 1.0
     x: list[float] = []
     columns: dict[str, list[float]] = {"value": [], "low": [], "high": []}
     for start, part in zip(starts(run), run["parts"], strict=False):
-        curve = at(part, path) or {"step": [], "value": []}
+        curve = value_at(part, path) or {"step": [], "value": []}
         x += [start + step for step in curve["step"]]
         for key, column in columns.items():
             column += [scale * value for value in curve.get(key, curve["value"])]
@@ -56,7 +56,7 @@ def line(name: str, run: dict[str, Any], path: Sequence[str], scale: float = 1.0
 def divided(run: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Line]]]:
     """Each division of the held-out loss: its name, what divides it, and a curve by value."""
     for key, what, label in _DIVIDED:
-        values = dict.fromkeys(value for part in run["parts"] for value in at(part, ("validation", key)) or ())
+        values = dict.fromkeys(value for part in run["parts"] for value in value_at(part, ("validation", key)) or ())
         yield key, what, {value: line(label.format(value), run, ("validation", key, value)) for value in values}
 
 

@@ -7,7 +7,7 @@ and reports use the check, too. The model is in memory while it draws; decoding 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,29 +65,24 @@ def draw_for(
         config: with the numerics of the training (`training.checkpoint.as_trained`).
         weights: of `architecture`, in our layout; the model takes them over without a copy.
     """
-    model = _model(config, architecture, weights, device)
-    records = SnapshotTensors(snapshot)
-    pieces = []
+    model, records = _model(config, architecture, weights, device), SnapshotTensors(snapshot)
+    drawn, texts = list[DrawnLatent](), dict[int, torch.Tensor]()
     for row in rows:
         entry = snapshot.sample(row)
-        bucket = snapshot.buckets[entry.bucket]
-        latent = records.latent(entry)
         at = max(range(len(entry.captions)), key=lambda i: entry.captions[i].weight)
-        text = records.text(entry, at)
-        channels, height, width = latent.shape
-        noise = noise_of(entry.sample_id, (channels, height, width), config.sample.seed)
-        caption = snapshot.captions(row, records.texts)[at]
-        pieces.append((row, entry, caption, (bucket.height, bucket.width), latent, text, noise))
-
-    null, drawn = records.null(), dict[int, torch.Tensor]()
-    for shape in sorted({piece[3] for piece in pieces}):
-        group = [piece for piece in pieces if piece[3] == shape]
-        latents = _draw(config, model, [text for *_, text, _ in group], null, torch.cat([piece[-1] for piece in group]))
-        drawn.update({piece[0]: latent for piece, latent in zip(group, latents, strict=True)})
-    return [
-        DrawnLatent(row, entry.sample_id, caption, *snapshot.source_item(row), shape, latent, drawn[row])
-        for row, entry, caption, shape, latent, *_ in pieces
-    ]
+        caption, bucket = snapshot.captions(row, records.texts)[at], snapshot.buckets[entry.bucket]
+        place, cached = snapshot.source_item(row), records.latent(entry)
+        size = bucket.height, bucket.width
+        drawn.append(DrawnLatent(row, entry.sample_id, caption, *place, size, cached, torch.empty(0)))
+        texts[row] = records.text(entry, at)
+    null, latents = records.null(), dict[int, torch.Tensor]()
+    for size in sorted({each.bucket for each in drawn}):
+        group = [each for each in drawn if each.bucket == size]
+        channels, height, width = group[0].cached.shape
+        noise = torch.cat([noise_of(each.sample_id, (channels, height, width), config.sample.seed) for each in group])
+        made = _draw(config, model, [texts[each.row] for each in group], null, noise)
+        latents.update({each.row: latent for each, latent in zip(group, made, strict=True)})
+    return [replace(each, latent=latents[each.row]) for each in drawn]
 
 
 def draw_prompts(

@@ -38,7 +38,7 @@ def readme(
     Args:
         compression: of the VAE; None: training's resolution over the model's `sample_size`.
         place: of the pipeline that the call loads.
-        facts: further values that the template names: `which` weights, `state` of the data (`step`, `snapshot`,
+        facts: further values that the template names: `weights` in words, `state` of the data (`step`, `snapshot`,
             `seed`), `dtype` and others.
     """
     compression = compression or config.data.resolution // architecture.sample_size

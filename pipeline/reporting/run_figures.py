@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeline.config import LOCAL_NAME, NO_YAML, from_yaml
 from pipeline.errors import UserError
+from pipeline.options import flat, value_at
 from pipeline.reporting import run_pictures
 from pipeline.training.metrics import read_events
 
@@ -100,10 +101,7 @@ def _column(rows: Iterable[dict[str, Any]], *path: str) -> tuple[np.ndarray, np.
     """Steps (n,) and values (n,) float64 of the rows that have a number there."""
     steps, values = [], []
     for row in rows:
-        value: Any = row
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        if _number(value):
+        if _number(value := value_at(row, path)):
             steps.append(row["step"])
             values.append(value)
     return np.array(steps, np.float64), np.array(values, np.float64)
@@ -194,12 +192,4 @@ def _options(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: is not a configuration", expected=f"sections of options, as in {LOCAL_NAME}")
-    return dict(_flat(tree, ""))
-
-
-def _flat(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return dict(flat(tree))

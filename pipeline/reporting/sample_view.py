@@ -25,7 +25,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.images.decoding import cover_box
-from pipeline.reporting.source_pictures import SIDE, Embedded, Photos, embedded
+from pipeline.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
 
 HEX_DIGITS = 6
 """The shortest beginning of a digest or key that is looked for."""
@@ -256,7 +256,7 @@ def _picture(row: dict[str, Any] | None, size: tuple[int, int]) -> dict[str, Any
 # ---------------------------------------------------------------- pictures
 
 
-def pictures(photos: Photos, values: dict[str, Any], latent: np.ndarray) -> list[Embedded]:
+def pictures(photos: SourcePictures, values: dict[str, Any], latent: np.ndarray) -> list[Embedded]:
     """The original with its crop, the crop as the VAE gets it, and the latent. values: of `describe`."""
     bucket, picture = values["bucket"], values["picture"]
     original = photos.thumbnail(values["source"], values["item"], LARGE)

@@ -13,7 +13,8 @@ from typing import Any
 from markupsafe import Markup
 
 from pipeline.amounts import amount
-from pipeline.reporting.blocks import Block, Card, Column, Table, at, count, number, share, size
+from pipeline.options import value_at
+from pipeline.reporting.blocks import Block, Card, Column, Table, count, number, share, size
 from pipeline.reporting.curves import VALIDATION, divided, labels, length, line, marks
 from pipeline.reporting.data_figures import bucket_name
 from pipeline.reporting.plots import bar_plot, column_plot, line_plot
@@ -43,8 +44,8 @@ class Section:
     wide: bool = False
 
     def blocks_of(self, figures: Figures) -> Iterator[Block]:
-        values = at(figures, self.at) if self.at else figures
-        if values is not None and (not self.needs or at(figures, self.needs) is not None):
+        values = value_at(figures, self.at) if self.at else figures
+        if values is not None and (not self.needs or value_at(figures, self.needs) is not None):
             for blocks in self.blocks:
                 yield from blocks(values)
 
@@ -53,7 +54,7 @@ def table(rows: str, *columns: Column) -> Blocks:
     """A table of the list at the path `rows`; of a mapping the keys are the column `name`, single values `value`."""
 
     def made(figures: Figures) -> Iterator[Table]:
-        values = at(figures, rows)
+        values = value_at(figures, rows)
         if isinstance(values, dict):
             values = [{"name": k, **(v if isinstance(v, dict) else {"value": v})} for k, v in values.items()]
         yield Table(columns, values)
@@ -218,7 +219,7 @@ def _held_out(run: Figures) -> Iterator[Block]:
     for key, what, lines in divided(run):
         yield line_plot(f"Held-out loss by {what}", [*lines.values()], "loss", marks=marks(run))
         for value, one in lines.items():
-            ends = [at(checks, (key, value, "value")) for _, checks in measured]
+            ends = [value_at(checks, (key, value, "value")) for _, checks in measured]
             row = {str(i): end[-1] for i, end in enumerate(ends) if end}
             rows.append({"name": one.name, "first": one.y[0], **row, "change": one.y[-1] - one.y[0]})
     heads = [f"after {name}" for name, _ in measured] if len(measured) > 1 else ["last"]
@@ -261,7 +262,7 @@ def _phases(run: Figures) -> Iterator[Block]:
     rows: dict[str, dict[str, Any]] = {}
     parts = run["parts"] if len(run["parts"]) > 1 else []
     for i, part in enumerate(parts):
-        held_out = at(part, "validation.loss.value") or [None]
+        held_out = value_at(part, "validation.loss.value") or [None]
         values = {
             "steps": part["steps"],
             "loss of the last row": part["last"].get("loss"),

@@ -19,7 +19,7 @@ SIDE = 192
 """Longer side of a thumbnail in pixels."""
 
 
-class Photos:
+class SourcePictures:
     """Reads original pictures. A source that is unreachable once is not asked again."""
 
     def __init__(self, config: Config, cache: Cache):

@@ -120,9 +120,9 @@ class Assembled:
     step: TrainStep
 
 
-def recipe_of(train: TrainConfig, prompt: Tensor | None = None) -> Recipe:
-    """The recipe of a configuration. prompt: text rows of `train.preserve.prompt`."""
-    return Flow(train.flow) if train.preserve is None else Preserving(train.flow, train.preserve, prompt)
+def recipe_of(train: TrainConfig, prompts: Sequence[Tensor] = ()) -> Recipe:
+    """The recipe of a configuration. prompts: text rows of `train.preserve.prompt`."""
+    return Flow(train.flow) if train.preserve is None else Preserving(train.flow, train.preserve, prompts)
 
 
 def assemble(

@@ -61,7 +61,7 @@ class TrainingTask:
         old_samples: ids of held-out samples whose loss is shown apart, uint64 (n,); None: none.
         pictures: what is drawn at `train.pictures`; None: nothing.
         recipe: what is learned; None: that of the configuration. adapter: the part of the model that is trained; None:
-            that of the configuration. preserved: (n, D) text rows of `train.preserve.prompt`.
+            that of the configuration. preserved: (n, D) text rows of each of `train.preserve.prompt`.
         check: refuses what the data do not allow under a layout; called before anything is started.
         expect: predicts memory and speed; called on the first process, before there is a process group.
         accepted: called on the first process once it is certain that this run may start or resume.
@@ -80,7 +80,7 @@ class TrainingTask:
     pictures: DrawnPrompts | None = None
     recipe: Recipe | None = None
     adapter: Adapter | None = None
-    preserved: Tensor | None = None
+    preserved: Sequence[Tensor] = ()
     check: Callable[[Layout], None] = lambda layout: None
     expect: Callable[[Context], Compare | None] = lambda context: None
     accepted: Callable[[], None] = lambda: None

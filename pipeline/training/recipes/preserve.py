@@ -9,7 +9,7 @@ FSDP2 every process has to run the model equally often.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,12 +30,12 @@ class Preserving(Flow):
     """The flow, and on a share of the samples the base's prediction. A validation measures the flow of all samples.
 
     Args:
-        prompt: (n, D) text rows of `train.preserve.prompt`; None: samples keep their captions.
+        prompts: (n, D) text rows of each of `train.preserve.prompt`; none: samples keep their captions.
     """
 
-    def __init__(self, flow: FlowConfig, preserve: PreserveConfig, prompt: Tensor | None = None):
+    def __init__(self, flow: FlowConfig, preserve: PreserveConfig, prompts: Sequence[Tensor] = ()):
         super().__init__(flow)
-        self.share, self.prompt = preserve.share, prompt
+        self.share, self.prompts = preserve.share, prompts
         self.parts: Mapping[str, float] = {"flow": 1.0, "preserve": preserve.weight}
 
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
@@ -44,8 +44,9 @@ class Preserving(Flow):
             none = torch.zeros(len(batch.latents), dtype=torch.bool)
             return Microbatch(inputs, {**targets, _PRESERVED: place(none)})
         chosen = preserved(batch, self.share)
-        if self.prompt is not None:
-            batch = with_captions(batch, chosen, self.prompt)
+        if self.prompts:
+            numbers = [value % len(self.prompts) for value in _hashes(batch, "prompt")]
+            batch = with_captions(batch, {n: self.prompts[numbers[n]] for n in chosen.nonzero().flatten().tolist()})
         inputs, targets, _ = super().prepare(batch, place, dtype)
         rows = chosen.nonzero().flatten() if bool(chosen.any()) else torch.zeros(1, dtype=torch.long)
         targets = {**targets, _PRESERVED: place(chosen), _ROWS: place(rows)}
@@ -69,22 +70,27 @@ class Preserving(Flow):
 
 def preserved(batch: Batch, share: float) -> Tensor:
     """Which samples are preserved, bool (b,)."""
+    return torch.tensor([value < share * 2**64 for value in _hashes(batch, "preserve")])
+
+
+def _hashes(batch: Batch, purpose: str) -> list[int]:
+    """Of each sample's visit, below 2**64."""
     draws = zip(batch.sample_ids, batch.logit.tolist(), strict=True)
-    hashes = [xxhash.xxh3_64_intdigest(f"preserve/{identity}/{logit!r}".encode()) for identity, logit in draws]
-    return torch.tensor([value < share * 2**64 for value in hashes])
+    return [xxhash.xxh3_64_intdigest(f"{purpose}/{identity}/{logit!r}".encode()) for identity, logit in draws]
 
 
-def with_captions(batch: Batch, chosen: Tensor, rows: Tensor) -> Batch:
-    """The batch with text rows (n, D) as the captions of the chosen samples, padded or packed as it was."""
-    rows = rows.to(batch.captions.dtype)
-    width = max(batch.mask.shape[1], len(rows)) if bool(chosen.any()) else batch.mask.shape[1]
+def with_captions(batch: Batch, captions: Mapping[int, Tensor]) -> Batch:
+    """The batch with text rows (n, D) as the captions of some samples, padded or packed as it was."""
+    width = max([batch.mask.shape[1], *map(len, captions.values())])
     mask = F.pad(batch.mask, (0, width - batch.mask.shape[1]))
-    mask[chosen] = torch.arange(width) < len(rows)
+    for sample, rows in captions.items():
+        mask[sample] = torch.arange(width) < len(rows)
     if batch.cu_seqlens is None:
-        captions = F.pad(batch.captions, (0, 0, 0, width - batch.captions.shape[1]))
-        captions[chosen] = F.pad(rows, (0, 0, 0, width - len(rows)))
-        return replace(batch, captions=captions, mask=mask)
+        padded = F.pad(batch.captions, (0, 0, 0, width - batch.captions.shape[1]))
+        for sample, rows in captions.items():
+            padded[sample] = F.pad(rows, (0, 0, 0, width - len(rows)))
+        return replace(batch, captions=padded, mask=mask)
     parts = batch.captions.split(batch.cu_seqlens.diff().tolist())
-    parts = [rows if new else part for part, new in zip(parts, chosen.tolist(), strict=True)]
+    parts = [captions.get(sample, part).to(part.dtype) for sample, part in enumerate(parts)]
     ends = torch.tensor([0, *map(len, parts)], dtype=batch.cu_seqlens.dtype).cumsum(0, dtype=batch.cu_seqlens.dtype)
     return replace(batch, captions=torch.cat(parts), mask=mask, cu_seqlens=ends)

@@ -41,7 +41,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
     layout = mesh.check_sizes(given.train.parallel, launch.world)
     task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
     part: dict[str, Any] = {
-        "dora": {"preserved": PROMPT},
+        "dora": {"preserved": [PROMPT]},
         "low rank": {"adapter": LowRank()},
         "aligned": {"recipe": Aligned(given.train.flow)},
     }[kind]
