@@ -318,7 +318,8 @@ def test_the_command_line_answers_without_torch() -> None:
     assert not {"torch", "numpy", "diffusers"} & _loaded("import pipeline.cli, pipeline.config")
 
 
-LONG_HEADS = {f"pipeline.{room}" for room in ["cache", "encoding", "images", "loader", "retrying", "snapshots", "sources", "work"]}
+_LONG = ("cache", "encoding", "images", "loader", "retrying", "snapshots", "sources", "work")
+LONG_HEADS = {f"pipeline.{room}" for room in _LONG}
 """Rooms whose modules' docstrings may have more than eight lines. May lose entries, never gain one."""
 
 
