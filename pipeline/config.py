@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -1302,7 +1301,7 @@ def _read_file(source: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
     except NO_YAML as error:
-        raise ConfigError(f"{source}: is not valid YAML: {error}") from None
+        raise _no_yaml(source, error) from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -1334,6 +1333,7 @@ NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 MAX_VALUES = 100_000
 """Limit on the values of a file, aliases and merge keys written out: a few lines can mean billions."""
+MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
@@ -1342,38 +1342,71 @@ class _Loader(yaml.SafeLoader):
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
-        if node is not None and _size(node, {}) > MAX_VALUES:
-            what = f"its aliases and merge keys stand for more than {MAX_VALUES:,} values"
-            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        if node is not None:
+            self._check(node, {})
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def _check(self, node: yaml.Node, sizes: dict[int, int]) -> int:
+        """The values in a node, aliases and merge keys written out.
+
+        It runs before anything is constructed: the construction writes merged keys into the nodes.
+
+        Args:
+            sizes: of the nodes that were checked, by `id`; 0 while a node is being checked.
+        """
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            if isinstance(node, yaml.MappingNode):
+                self._check_keys(node)
+            below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+            sizes[id(node)] = 1 + sum(self._check(child, sizes) for child in below)
+            if sizes[id(node)] > MAX_VALUES:
+                what = f"its aliases and merge keys stand for more than {MAX_VALUES:,} values"
+                raise _wrong(node, what, "write out the values that are needed")
+        elif not sizes[id(node)]:
+            raise _wrong(node, "an alias stands inside of what it names", "write out its values in place of the alias")
+        return sizes[id(node)]
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
         keys: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: written keys override merged ones
-                continue
+        for key_node, value in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-            key = self.construct_object(key_node, deep=True)
+                raise _wrong(key_node, "a key must be a word", "write `name: value`")
+            is_merge = key_node.tag == MERGE
+            key = key_node.value if is_merge else self.construct_object(key_node, deep=True)
             if key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+                fix = "write one list, `<<: [*a, *b]`" if is_merge else "keep one of the two lines"
+                raise _wrong(key_node, f"key {key!r} is given twice", fix)
             keys.add(key)
-        return super().construct_mapping(node, deep)
+            values = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if is_merge and (wrong := [each for each in values if not isinstance(each, yaml.MappingNode)]):
+                names = f"line {wrong[0].start_mark.line + 1} has a {'list' if wrong[0].id == 'sequence' else 'word'}"
+                fix = "`<<: *name`, where an earlier line has `&name {OPTION: VALUE, ...}`; or remove this line"
+                raise _wrong(key_node, f"`<<` takes options of another mapping, and {names}", fix)
+
+
+def _wrong(node: yaml.Node, what: str, fix: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark, note=fix)
+
+
+def _no_yaml(source: Path | str, error: Exception) -> ConfigError:
+    """The error on a file, or on the text of an option, that is no YAML. `error`: one of `NO_YAML`."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        fix = "`sana-pipe config --help` shows how to print a valid file"
+        return ConfigError(f"{source} is not valid YAML: {error}", fix=fix)
+    mark, fix = error.problem_mark, error.note or "correct it there, or just before"
+    if alias := re.fullmatch("found undefined alias '(.+)'", error.problem or ""):
+        fix = f"an earlier line has to name the value, `&{alias[1]} VALUE`; or write it in place of `*{alias[1]}`"
+    what = ": ".join(filter(None, (error.context, error.problem)))
+    line = (mark.buffer or "").rstrip("\0").splitlines()[mark.line : mark.line + 1]
+    place = f"{source}, line {mark.line + 1}" if isinstance(source, Path) else source
+    return ConfigError(f"{place}: not valid YAML: {what}", found=line[0].strip() if line else None, fix=fix)
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or 1.2 reads as something else."""
-
-
-def _size(node: yaml.Node, known: dict[int, float]) -> float:
-    """The values in a node, aliases and merge keys written out."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = math.inf  # for an alias inside of itself
-        below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_size(child, known) for child in below)
-    return known[id(node)]
 
 
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -1432,7 +1465,7 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
     try:
         meaning = from_yaml(value)
     except NO_YAML as error:
-        raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
+        raise _no_yaml(f"--set {text!r}", error) from None
     if keys[-1] in WITH_SPACES and meaning == value.strip():  # YAML drops the spaces of a text without quotes
         meaning = value
     return keys, meaning, text

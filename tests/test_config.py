@@ -203,6 +203,32 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
     assert (config.model.weights.id, config.model.weights.variant) == ("some/model", "fp16")
 
 
+def test_a_merged_mapping_may_hold_merged_keys_itself(tmp_path: Path) -> None:
+    text = MINIMAL + "encode: {order: &e {<<: {image_batch: 2}, image_batch: 3}}\nbucket: {<<: *e}\n"
+    assert "unknown key 'bucket.image_batch'" in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says", "fix"),
+    [
+        ("train: {<<: *x}", 1, "undefined alias 'x'", "&x VALUE"),
+        ("cache: &c a\ntrain:\n  <<: *c", 3, "line 1 has a word", "&name {OPTION"),
+        ("train:\n  <<:", 2, "line 2 has a word", "&name {OPTION"),
+        ("train: &t {steps: 3}\nencode:\n  <<: [*t, [*t]]", 3, "line 3 has a list", "&name {OPTION"),
+        ("train: {<<: {<<: 5}}", 1, "line 1 has a word", "&name {OPTION"),
+        ("train: &t {steps: 3}\nencode:\n  <<: *t\n  <<: *t", 4, "'<<' is given twice", "<<: [*a, *b]"),
+        ("cache: a\ntrain: {<<: {steps: 3, steps: 4}}", 2, "'steps' is given twice", "one of the two"),
+        ("cache: a\ntrain: &t\n  <<: *t", 2, "stands inside of what it names", "write out"),
+    ],
+)
+def test_a_wrong_merge_key_is_named_with_its_line_and_a_fix(
+    tmp_path: Path, text: str, line: int, says: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError, match=naming(f"mine.yaml, line {line}: not valid YAML")) as caught:
+        load(write(tmp_path, text))
+    assert says in caught.value.what and fix in str(caught.value.fix)
+
+
 @pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "1.0e-4", "0.0001", "+1e-4"])
 def test_exponents_are_numbers(tmp_path: Path, number: str) -> None:
     assert load(write(tmp_path, MINIMAL + f"train: {{optim: {{lr: {number}}}}}")).train.optim.lr == 1e-4
