@@ -134,6 +134,10 @@ def _tokenizer(config: Config) -> _Part:
         listing = None if hub.is_local(place) else hub.sizes(place)
         # a gated repository lists its files to everyone but delivers none, so one is fetched
         folder = hub.resolve(place, encoders.TOKENIZER_FILES if listing is None else ("tokenizer_config.json",))
+        settings = folder / "tokenizer_config.json"
+        if listing is not None and settings.is_file() and "auto_map" in hub.read_json(settings):
+            # it may name code: it is loaded below
+            folder = hub.resolve(place, encoders.TOKENIZER_FILES)
         local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
         available = local if listing is None else listing
         files = {name: size for name, size in available.items() if name in encoders.TOKENIZER_FILES}

@@ -74,6 +74,8 @@ def _pair(text: str) -> tuple[str, str]:
 SET_ASIDE = "moved to damaged/: only reports of snapshots read it"
 REPAIRED = ("restored", "replaced", SET_ASIDE)
 """Outcomes after which nothing is left to do."""
+FAILED = "failed"
+"""The outcome where the fix of the finding, which is printed at the end, says what to do."""
 
 
 class _Report:
@@ -122,7 +124,7 @@ class _Report:
         return [
             {
                 **vars(finding),
-                "outcome": f"failed: {finding.fix}" if finding in self.late else self._outcomes.get(finding.path),
+                "outcome": FAILED if finding in self.late else self._outcomes.get(finding.path),
             }
             for finding in self._findings
         ]
@@ -139,10 +141,10 @@ class _Report:
 def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) -> None:
     """Repair damaged documents; also write the copies that are missing, with or without findings."""
     rebuild.rebuild_documents(cache)
-    still = {finding.path: finding for finding in audit.verify_documents(cache)} if findings else {}
+    still = {finding.path for finding in audit.verify_documents(cache)} if findings else set()
     for finding in findings:
         if finding.path in still:
-            report.outcome(finding.path, f"failed: {still[finding.path].fix}")
+            report.outcome(finding.path, FAILED)
         elif cache.files.has_file(finding.path):
             report.outcome(finding.path, "restored")
         else:
@@ -197,7 +199,7 @@ def _repair_content(repairs: Repairs, finding: Finding, replaced: Replaced) -> s
         return repairs.unit(finding, replaced)
     if finding.path.startswith(f"shards/{layout.PACKED}"):
         return _repair_packed(repairs.cache, finding.path)
-    return None if finding.path.startswith(("snapshots/", "prompts/")) else f"failed: {finding.fix}"
+    return None if finding.path.startswith(("snapshots/", "prompts/")) else FAILED
 
 
 def _repair_table(cache: Cache, finding: Finding) -> str:
@@ -207,7 +209,7 @@ def _repair_table(cache: Cache, finding: Finding) -> str:
     if finding.path.endswith(".parquet") and finding.fix == layout.REPAIR:
         cache.files.set_aside(name)
         return SET_ASIDE
-    problem = BACKUP if finding.fix == layout.REPAIR else finding.fix
+    outcome = f"failed: {BACKUP}" if finding.fix == layout.REPAIR else FAILED
     for owner in (*recipe_names(cache), *packs(cache)):
         try:
             for plan in cache.plans(owner):
@@ -216,8 +218,8 @@ def _repair_table(cache: Cache, finding: Finding) -> str:
         except (AwayError, NoSpaceError):
             raise
         except CacheError as error:  # of this one; the table may be another's
-            problem = error.what
-    return f"failed: {problem}"
+            outcome = f"failed: {error.what}"
+    return outcome
 
 
 def _repair_packed(cache: Cache, path: str) -> str:
@@ -249,5 +251,5 @@ def _check_snapshots(cache: Cache, findings: list[Finding], replaced: Replaced, 
         still = list(audit.verify_snapshot(cache, name, replaced, named))
         left += still
         if name in damaged:
-            report.outcome(name, f"failed: {still[0].fix}" if still else "restored")
+            report.outcome(name, FAILED if still else "restored")
     return left

@@ -627,6 +627,14 @@ def test_an_nvlabs_file_of_the_hub(asked: Asked, repositories: Callable[[str], P
         assert "none.pth" in said and fix
 
 
+def name_code(tokenizer: Path, mark: Path) -> None:
+    """Let a tokenizer name a class in a file of its own, which writes `mark` when it is run."""
+    file = tokenizer / "tokenizer_config.json"
+    named = {"auto_map": {"AutoTokenizer": ["foreign.Foreign", None]}, "tokenizer_class": "Foreign"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
+    (tokenizer / "foreign.py").write_text(f"open({str(mark)!r}, 'w')\nclass Foreign: ...\n")
+
+
 def test_check_says_beforehand_what_is_missing(
     repositories: Callable[[str], Path],
     tmp_path: Path,
@@ -643,7 +651,9 @@ def test_check_says_beforehand_what_is_missing(
 
     other = Path(shutil.copytree(repositories(BIG), tmp_path / "other"))
     (other / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    served = {BIG: repositories(BIG), "a/broken": other, "a/closed": repositories(BIG)}
+    coded = Path(shutil.copytree(repositories(BIG), tmp_path / "coded"))
+    name_code(coded / "tokenizer", tmp_path / "ran")
+    served = {BIG: repositories(BIG), "a/broken": other, "a/closed": repositories(BIG), "a/coded": coded}
     with hub_layouts.served(hub_layouts.Hub(served, gated=frozenset({"a/closed"}))) as server:
         for name, value in (
             ("ENDPOINT", server.url),
@@ -659,6 +669,7 @@ def test_check_says_beforehand_what_is_missing(
             "text encoder": 2,
             "transformer": 2,
         }
+        assert "names code of its own" in checked("text.id=a/coded")[1]["problems"][0]
         assert not any(name.endswith(".safetensors") for name in server.fetched), "weights were fetched"
         sizes = {p["part"]: p["bytes"] for p in printed["parts"]}
         later = {p["part"]: p["to_fetch"] for p in printed["parts"]}
@@ -858,10 +869,7 @@ def test_check_refuses_a_tokenizer_that_names_code(
     repositories: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = Path(shutil.copytree(repositories(BIG), tmp_path / "model"))
-    file = root / "tokenizer" / "tokenizer_config.json"
-    named = {"auto_map": {"AutoTokenizer": ["foreign.Foreign", None]}, "tokenizer_class": "Foreign"}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
-    (file.parent / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Foreign: ...\n")
+    name_code(root / "tokenizer", tmp_path / "ran")
     own = [f"{part}.id={root}" for part in ("vae", "text", "model.weights")]
     assert check.run(load("sana_1600m_1024", [*own, "data.buckets=[[64, 64]]"])) == 2
     assert "names code of its own, which is not run" in capsys.readouterr().err

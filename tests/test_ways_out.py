@@ -153,6 +153,19 @@ def test_lists_that_are_lost_twice_are_made_again_as_they_were(folder: Path, run
     assert state(folder) == before
 
 
+@pytest.mark.parametrize("kind", AGAIN)
+def test_a_lost_list_has_one_way_out_that_is_printed_once(folder: Path, run: Run, kind: str) -> None:
+    before, name = state(folder), TWICE[kind](Cache("cache"))
+    for place in (name, Paths.copy(name)):
+        HARM["lost"](folder / "cache" / place)
+    for options in ([], ["--repair"]):
+        code, printed = run("verify", *options)
+        assert (code, printed.count("sana-pipe ")) == (4, 1)
+        assert f"\nfix: sana-pipe bucket --again {AGAIN[kind]}" in printed and " 2 damaged\n" in printed
+    assert len(follow(run)) == 1
+    assert state(folder) == before
+
+
 def test_a_scan_table_that_is_lost_twice_spoils_no_snapshot(folder: Path, run: Run) -> None:
     """Its source has changed since: `encode` makes another table, and only reports need the earlier one."""
     name = TWICE["table of an earlier scan"](Cache("cache"))

@@ -181,7 +181,7 @@ def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read
         shards = snapshot.shard_files() if snapshot.packed else {}
     except CacheError as error:
         damage_only(error)
-        return  # `verify_documents` reports the damaged head, `verify_snapshot` a damaged list
+        return  # `verify_documents` reports the damaged head, `_verify_tables` a damaged list
     for path, size in shards.items():
         if path in already_read:
             continue
@@ -393,8 +393,8 @@ def payload(reader: shard.ShardReader, recipe: str, name: str, row: dict[str, An
 
 
 def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[str, str]) -> Iterator[Finding]:
-    """What is wrong with a snapshot besides its head: damaged records that it refers to, lists, chunks, shards that
-    are missing or have another size.
+    """What is wrong with a snapshot besides its head and its tables: damaged records that it refers to, shards that are
+    missing or have another size.
 
     Args:
         name: path of the head.
@@ -417,6 +417,9 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         for number in range(len(snapshot.head.chunks)):
             snapshot.check_chunk(number)
     except CacheError as error:
+        tables = [table for table in _tables_of(cache, name) if table.endswith(".arrow")]
+        if not all(cache.files.is_intact(table) or cache.files.is_intact(Paths.copy(table)) for table in tables):
+            return  # `_verify_tables` reports it, with the command that makes it again
         pointing = named.get(PurePosixPath(name).stem)
         yield Finding(name, damage_only(error), fix=(error.fix or REPAIR) if pointing is not None else GC)
 

@@ -314,7 +314,7 @@ def load(kind: Any, folder: Path, what: str, **options: Any) -> Any:
             return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except (RuntimeError, OSError, ValueError, KeyError, ImportError) as error:
         found = " ".join(str(error).split())[:600]
-        if "trust_remote_code" in found:
+        if "trust_remote_code" in str(error):
             raise ModelError(
                 f"the {what} in {folder} names code of its own, which is not run",
                 expected="a class of transformers, and no `auto_map` in its JSON files",
