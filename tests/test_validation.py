@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import stages.bucket
+import stages.pack
 import stages.train
 from pipeline.cache.root import Cache
 from pipeline.config import Config, EmaConfig
@@ -463,6 +464,23 @@ def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config],
     # Without the option a line says that there is one.
     stages.train.run(small("train.validation=null", f"train.output={tmp_path / 'other'}"), log=printed.append)
     assert any("train.validation={}" in line for line in printed)
+
+
+def test_a_packed_snapshot_is_validated_as_its_source(small: Callable[..., Config], tmp_path: Path) -> None:
+    """Also when `bucket` has moved `latest.heldout` since: the same samples, and before the first step the same loss."""
+    config = small("bucket.heldout=0.3")
+    source = stages.bucket.run(config)
+    part = Cache(config.cache).snapshot_of("latest.heldout")
+    packed = stages.pack.run(config)
+    stages.bucket.run(small("bucket.heldout=0.3", "bucket.filter='width < height'"))
+    starts = []
+    for name in (source, packed):
+        run = small(f"train.output={tmp_path / str(name)}")
+        stages.train.run(run, snapshot=name, log=lambda line: None)
+        assert {row["snapshot"] for row in rows(run)} == {part}
+        assert [row["step"] for row in rows(run)] == [0, 1, 2]
+        starts.append(rows(run)[0]["loss"])
+    assert starts[0] == starts[1]
 
 
 def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Config]) -> None:
