@@ -14,7 +14,7 @@ from tests.support.layout_page import PAGE, examples
 
 def test_the_examples_run(small_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = examples()
-    assert len(result) == 4
+    assert len(result) == 5
     shards = sorted(small_cache.glob("shards/text-*/*/*.tar"))
     for text_shard in shards:
         exec(compile(result[0], str(PAGE), "exec"), {"text_shard": str(text_shard)})

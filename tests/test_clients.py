@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import stages.bucket
 import stages.pack
 from pipeline.cache.root import Cache
 from tests.support import synthetic
+from tests.support.layout_page import PAGE, examples
 
 TWO = (("one", 1.0), ("two", 2.0))
 
@@ -83,6 +86,27 @@ def test_a_client_of_webdataset_counts_the_samples_of_a_shard(cache: Cache, kind
     for sample in samples:
         assert {name for name in sample if not name.startswith("__")} == MEMBERS[kind]
         assert all(array(value).dtype.kind in "ui" for name, value in sample.items() if name.endswith("npy"))
+
+
+def test_joint_shards_of_different_numbers_of_captions_open_as_the_page_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = synthetic.config(tmp_path / "cache")
+    captions = (*TWO, ("three", 1.0))
+    pictures = [synthetic.Picture(f"{n}.png", f"p{n}", captions=captions[: 1 + n % 3]) for n in range(9)]
+    synthetic.add(config, "photos", pictures)
+    stages.bucket.run(config)
+    stages.pack.run(config)
+    shards = list(map(str, Path(config.cache).glob("shards/packed-*/*/*.tar")))
+    for client in ("webdataset", "wids"):
+        counts = Counter(sum(name.endswith("txt") for name in sample) for sample in CLIENTS[client](shards))
+        assert counts == {1: 3, 2: 3, 3: 3}
+    with pytest.raises(ValueError, match="same types"):  # the page says so
+        by_datasets(sorted(shards, key=os.path.getsize, reverse=True))
+    capsys.readouterr()
+    exec(compile(examples()[4], str(PAGE), "exec"), {"joint_shards": shards, "most": 3})
+    lines = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(lines) == sorted(["one", "one two", "one two three"] * 3)
 
 
 def by_duckdb(path: Path) -> int:
