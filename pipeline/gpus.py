@@ -63,9 +63,9 @@ CARDS: dict[str, Card] = {
         Card("a5000", "RTX A5000", 23.7, 111.1, 27.8, 768, 12),
         Card("a6000", "RTX A6000", 47.4, 154.8, 38.7, 768, 12),
         Card("6000-ada", "RTX 6000 Ada", 47.5, 364.2, 91.1, 960, 12),
-        Card("pro-6000", "RTX PRO 6000", 95.0, 503.8, 126.0, 1792, 25),
+        Card("pro-6000", "RTX PRO 6000", 94.9, 503.8, 126.0, 1792, 25),
         Card("a10", "A10", 22.1, 125.0, 31.2, 600, 12),
-        Card("a10g", "A10G", 22.1, 70.0, 35.0, 600, 12),
+        Card("a10g", "A10G", 22.0, 70.0, 35.0, 600, 12),
         Card("a30", "A30", 23.6, 165.0, 10.3, 933, 12),
         Card("a40", "A40", 44.5, 149.7, 37.4, 696, 12),
         Card("l4", "L4", 22.0, 121.0, 30.3, 300, 12),
@@ -80,13 +80,21 @@ CARDS: dict[str, Card] = {
         Card("h100-nvl", "H100 NVL", 93.1, 835.0, 60.0, 3938, 300),
         Card("h200", "H200", 139.8, 989.0, 67.0, 4800, 450),
         Card("h200-nvl", "H200 NVL", 139.8, 835.0, 60.0, 4800, 450),
-        Card("gh200", "GH200", 95.0, 989.0, 67.0, 4000, 450),
+        Card("gh200", "GH200", 94.5, 989.0, 67.0, 4000, 450),
         Card("b200", "B200", 178.4, 2250.0, 75.0, 8000, 900),
-        Card("gb200", "GB200", 184.9, 2500.0, 80.0, 8000, 900),
-        Card("b300", "B300", 268.5, 2250.0, 75.0, 8000, 900),
+        Card("gb200", "GB200", 184.3, 2500.0, 80.0, 8000, 900),
+        Card("b300", "B300", 267.6, 2250.0, 75.0, 8000, 900),
         Card("mi300x", "MI300X", 191.5, 1307.4, 163.4, 5300, 448),
     )
 }
+"""The cards by name. Sources of those that no data sheet gives per GPU, with the sizes that PyTorch prints for them:
+
+a10g (22.06 GiB): AWS's variant of the A10, 80 multiprocessors at 1.71 GHz. cuBLAS reached 67 TFLOPS of the 70.
+pro-6000 (94.97 GiB): the whitepaper's Workstation Edition.
+gh200 (94.50 or 94.88 GiB, by the driver): the version with 96 GB.
+b300 (267.69 GiB): an eighth of HGX B300, which has 36 PFLOPS with sparsity and 600 TFLOPS of fp32.
+gb200 (184.31 GiB): half of a superchip of GB200 NVL72, which has 5 PFLOPS dense and 16 TB/s.
+"""
 UNNAMED = "a100-80"
 """The card whose speed is assumed where only a memory size is given."""
 

@@ -172,6 +172,12 @@ def test_a_real_step_has_the_operations_that_the_trace_counts(
         assert watch.work[kind].bytes == pytest.approx(traced[kind].bytes, rel=0.02)
 
 
+def test_no_card_has_more_memory_than_pytorch_finds() -> None:
+    """What fits into the table's size fits into the card. Sizes in GiB, of messages of PyTorch."""
+    for name, printed in (("a10g", 22.06), ("pro-6000", 94.97), ("gh200", 94.50), ("b300", 267.69), ("gb200", 184.31)):
+        assert printed * 0.995 < gpus.card(name).memory_gib <= printed
+
+
 def test_devices_are_cards_by_name_and_memory() -> None:
     assert gpus.of_name("NVIDIA A100-SXM4-40GB", 42_300_000_000).name == "a100-40"  # type: ignore[union-attr]
     assert gpus.of_name("NVIDIA A100-SXM4-80GB", 85_000_000_000).name == "a100-80"  # type: ignore[union-attr]

@@ -467,7 +467,7 @@ def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config],
 
 
 def test_a_packed_snapshot_is_validated_as_its_source(small: Callable[..., Config], tmp_path: Path) -> None:
-    """Also when `bucket` has moved `latest.heldout` since: the same samples, and before the first step the same loss."""
+    """Also when `bucket` has moved `latest.heldout` since: the same samples, and at step 0 the same loss."""
     config = small("bucket.heldout=0.3")
     source = stages.bucket.run(config)
     part = Cache(config.cache).snapshot_of("latest.heldout")
