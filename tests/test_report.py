@@ -447,6 +447,7 @@ def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
     assert page.sections == [*names, "missing"]
     assert page.sections[0] == "progress", "before all data"
     assert "Decoded latents: no latents were decoded. sana-pipe report --gallery 8" in page.shown
+    assert "overflow-wrap: anywhere" not in whole.read_text(encoding="utf-8"), "words of narrow cells stay whole"
     assert whole.stat().st_size < 1 << 20
 
 
