@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest
 
 TARGETS := install browser demo test test-durations slow dist fault long fault-long nightly lowest newest versions mutants gpu lint types format bench check clean
 .PHONY: help $(TARGETS)

@@ -261,13 +261,7 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
 def encode(
-    given: _Given,
-    reassign: str | None,
-    shrink: bool,
-    text_mode: str | None,
-    dry_run: bool,
-    probe: bool,
-    **options: Any,
+    given: _Given, reassign: str | None, shrink: bool, text_mode: str | None, dry_run: bool, probe: bool, **options: Any
 ) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
@@ -465,13 +459,7 @@ def forget(given: _Given, **what: str | None) -> Any:
     metavar="FILE",
     help="Replace an unreadable record by another sample of its bucket, and write a line to FILE.",
 )
-def train(
-    given: _Given,
-    snapshot: str | None,
-    resume: str | None,
-    begin: str | None,
-    quarantine: str | None,
-) -> Any:
+def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | None, quarantine: str | None) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train.
 
     With `phases` in the configuration their runs follow one another, each from the last checkpoint of the run before;
@@ -510,13 +498,7 @@ def train(
 @click.option("--data", metavar="PATH|URL", help="With --encode: the source.")
 @click.option("--probe/--no-probe", default=True, help="Whether --encode times the encoders (about two minutes).")
 @_json
-def plan(
-    given: _Given,
-    encoding: bool,
-    data: str | None,
-    probe: bool,
-    **options: Any,
-) -> Any:
+def plan(given: _Given, encoding: bool, data: str | None, probe: bool, **options: Any) -> Any:
     """Predict memory, speed and cost of a training before it starts; needs no GPU.
 
     The training step is traced without memory on this machine's CPU, for the worst bucket. Exit code 1 if it does not
@@ -735,13 +717,7 @@ def _path(text: str | None) -> Path | None:
     help="Decode that many latents, too: loads the VAE, in a process of its own.",
 )
 @click.option("--out", default="./report.html", show_default=True, metavar="FILE", help="The page.")
-def report(
-    given: _Given,
-    run: str | None,
-    compare: str | None,
-    out: str,
-    **options: Any,
-) -> Any:
+def report(given: _Given, run: str | None, compare: str | None, out: str, **options: Any) -> Any:
     """Write one HTML page about a snapshot and a run: numbers, plots, pictures; opens without network.
 
     A section without data is left out; the page names the command that makes its data.
@@ -782,13 +758,7 @@ def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool)
 @_newest
 @click.option("--out", metavar="FILE", help="Also write an HTML page with the picture, its crop and the latent.")
 @_json
-def view(
-    given: _Given,
-    sample_name: str,
-    snapshot: str | None,
-    out: str | None,
-    as_json: bool,
-) -> Any:
+def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None, as_json: bool) -> Any:
     """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.
 
     ID is a sample id, an item (or 'source: item'), the digest of the picture's file, the key of the latent, or the

@@ -33,15 +33,6 @@ from pipeline.urls import strip_credentials
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_NAME = "sana_1600m_1024.yaml"
 LOCAL_NAME = "sana-pipe.yaml"
-RENAMED = {
-    "bucket.small": "bucket.remainder",
-    "train.loader_timeout_s": "patience_s",
-    "train.compile_max_shapes": "train.compile_max_graphs",
-}
-"""Earlier names of options, which files and `--set` may still use. The new name is in the same section or outside of
-sections."""
-
-
 Place = Annotated[str, AfterValidator(expanded)]
 """A path or a URL. `~` and `$NAME` are replaced here: no shell does it in a file, or behind `--set cache=`."""
 Positive = Annotated[int, Field(gt=0)]
@@ -95,6 +86,16 @@ class _Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_word(cls, data: Any) -> Any:
+        return cls.from_word(data) if isinstance(data, str) else data
+
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        """What a word in place of the section stands for (`storage: int8`); most sections have no such form."""
+        return word
+
 
 class Weights(_Section):
     """Pretrained weights."""
@@ -126,12 +127,21 @@ class StartWeights(Weights):
         """False if the weights are known to fail in this value of `train.precision`."""
         return self.runs_in is None or precision.removesuffix("_pure") in self.runs_in
 
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        direct = Path(expanded(word), "config.json").is_file()
+        return {"id": word, "subfolder": None if direct else "transformer"}
+
 
 class DecoderWeights(Weights):
     """Another decoder of the VAE's latents, such as a faster one: diffusers' `AutoencoderDC` or `AutoencoderTiny`."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the decoder's computation."""
+
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        return {"id": word}
 
 
 class VaeConfig(Weights):
@@ -153,13 +163,6 @@ class VaeConfig(Weights):
     """The decoder of `sample` and `report`; null: the VAE's. It must have the VAE's channels, compression and scaling
     factor; `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. `vae.decoder: ID` sets `id`.
     Not part of the recipe."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _decoder_by_id(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("decoder"), str):
-            data = {**data, "decoder": {"id": data["decoder"]}}
-        return data
 
 
 class TextConfig(Weights):
@@ -283,6 +286,10 @@ class StorageConfig(_Section):
     text: Storage = "bf16"
     """Storage of text rows."""
 
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        return {"latent": word, "text": word}
+
 
 class RayConfig(_Section):
     """Resources of one unit as a Ray task (`--engine ray`)."""
@@ -338,13 +345,6 @@ class EncodeConfig(_Section):
     ray: RayConfig = RayConfig()
     """Resources of a Ray task."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _storage_of_both_kinds(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("storage"), str):
-            data = {**data, "storage": {"latent": data["storage"], "text": data["storage"]}}
-        return data
-
 
 class SourceConfig(_Section):
     """What `bucket` takes from one source."""
@@ -382,7 +382,7 @@ class BucketConfig(_Section):
     """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
     epoch (others in the next one), and skip buckets smaller than a batch. repeat: fill the batch with second visits.
     reassign: move buckets smaller than a batch to the nearest larger one, whose latents must then be encoded (`bucket`
-    prints the command), and carry the rest. (Named `small` in older files.)"""
+    prints the command), and carry the rest."""
     order: Literal["random", "largest_first"] = "random"
     """largest_first: start the first epoch with one batch of each bucket, the largest pictures first, so that running
     out of memory shows at once."""
@@ -463,11 +463,6 @@ class ArchConfig(_Section):
         return self
 
 
-def _model_at(place: str) -> dict[str, Any]:
-    direct = Path(expanded(place), "config.json").is_file()
-    return {"id": place, "subfolder": None if direct else "transformer"}
-
-
 class ModelConfig(_Section):
     """The transformer: either `weights` (fine-tuning) or `arch` (from scratch); the other is null."""
 
@@ -476,13 +471,6 @@ class ModelConfig(_Section):
     model.weights=ID` keeps the file's `runs_in`."""
     arch: ArchConfig | None = None
     """Shape of a new model."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _weights_by_id(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("weights"), str):
-            return data
-        return {**data, "weights": _model_at(data["weights"])}
 
     @model_validator(mode="after")
     def _check_either(self) -> ModelConfig:
@@ -654,6 +642,10 @@ class ParallelConfig(_Section):
     parameters are copied to the GPU when it runs."""
     timeout_s: Positive = 600
     """Limit in seconds on every wait for another process; a process that waits for data gets `patience_s` more."""
+
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        return {"sizes": word} if word == "auto" else word
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
@@ -883,79 +875,61 @@ class TrainConfig(_Section):
             raise ValueError("'train.steps' is null, and so is 'train.epochs': give one of them")
         return data
 
-    @model_validator(mode="before")
-    @classmethod
-    def _parallel_by_word(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("parallel") == "auto":
-            data = {**data, "parallel": {"sizes": "auto"}}
-        return data
-
     @model_validator(mode="after")
-    def _check_memory(self) -> TrainConfig:
+    def _check_together(self) -> TrainConfig:
+        if (conflict := next(self._conflicts(), None)) is not None:
+            raise ValueError(conflict)
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """Options that do not go together, each with what to set."""
         if self.activation_compression != "none" and self.activation_checkpointing == "selective":
-            raise ValueError(
+            yield (
                 f"activation_compression: {self.activation_compression} does not go with activation_checkpointing: "
                 "selective; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
         if self.optim.in_backward:
             if self.recipe == "nvlabs" and self.optim.name == "came":
-                raise ValueError(
+                yield (
                     "optim.in_backward updates one parameter at a time, and CAME under recipe: nvlabs takes query, key "
                     "and value together; set recipe: default or optim.in_backward: false"
                 )
             if self.optim.clip is not None:
-                raise ValueError(
+                yield (
                     "optim.in_backward updates parameters before the norm of the gradient is known; "
                     f"set optim.clip: null (it is {self.optim.clip:g}) or optim.in_backward: false"
                 )
             if self.precision not in ("fp32", "bf16"):
                 why = {"fp16": "the loss scale decides afterwards whether a step counts"}
-                raise ValueError(
+                yield (
                     f"optim.in_backward does not go with precision: {self.precision} "
                     f"({why.get(self.precision, 'its rounding is drawn in the order of all parameters')}); "
                     "set precision to fp32 or bf16, or optim.in_backward: false"
                 )
             if self.parallel.pp_size > 1:
-                raise ValueError(
+                yield (
                     "optim.in_backward needs one backward pass per step, and a pipeline has one per microbatch; "
                     f"set parallel.pp_size: 1 (it is {self.parallel.pp_size}) or optim.in_backward: false"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_part(self) -> TrainConfig:
         if self.preserve is not None and self.adapter is None:
-            raise ValueError("preserve needs adapter: without one there is no base to be asked")
+            yield "preserve needs adapter: without one there is no base to be asked"
         if self.adapter is not None and self.only is not None:
-            raise ValueError("give either adapter or only, not both: each says what is trained")
-        return self
-
-    @model_validator(mode="after")
-    def _check_compile(self) -> TrainConfig:
+            yield "give either adapter or only, not both: each says what is trained"
         if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
-            raise ValueError(
+            yield (
                 f"compile: block does not go with activation_compression: {self.activation_compression}; set "
                 "activation_compression to none, or compile: none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_pipeline(self) -> TrainConfig:
         if self.text == "packed" and self.parallel.pp_size > 1:
-            raise ValueError(
+            yield (
                 "text: packed: the stages of a pipeline exchange padded captions; "
                 f"set text: padded or parallel.pp_size: 1 (it is {self.parallel.pp_size})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_keep_every(self) -> TrainConfig:
         if self.keep_every is not None and self.keep_every % self.save_every:
-            raise ValueError(
+            yield (
                 f"keep_every = {self.keep_every} must be a multiple of save_every = {self.save_every}, such as "
                 f"{self.save_every}, {2 * self.save_every}, {10 * self.save_every}"
             )
-        return self
 
 
 class PhaseConfig(_Section):
@@ -989,7 +963,7 @@ class PhaseConfig(_Section):
 
     def gives(self, option: str) -> bool:
         """Whether an option has another value in this phase than in the rest of the configuration."""
-        given = {*self.by_field(), *(RENAMED.get(key, key) for key in self.set)}
+        given = {*self.by_field(), *self.set}
         length = ("train.steps", "train.epochs")
         return any(within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
 
@@ -1019,30 +993,6 @@ class SampleConfig(_Section):
     """Captions to draw."""
     seed: NotNegative = 0
     """Seed of the start noise."""
-
-
-def with_current_names(text: str) -> str:
-    """A text with the current names of options in place of their earlier ones."""
-    for old, new in RENAMED.items():
-        text = re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", new, text)
-    return text
-
-
-def _rename(tree: Any) -> Any:
-    """A copy of the tree with the current names of options.
-
-    Raises:
-        ValueError: an option is given by both of its names.
-    """
-    for old, new in RENAMED.items():
-        if (value := value_at(tree, old, MISSING)) is MISSING:
-            continue
-        if value_at(tree, new, MISSING) is not MISSING:
-            raise ValueError(f"{new} and {old}, its name in older files: give {new} alone")
-        section, key = old.split(".")
-        tree = {**tree, section: {name: below for name, below in tree[section].items() if name != key}}
-        put(tree, new, value)
-    return tree
 
 
 class Config(_Section):
@@ -1111,7 +1061,7 @@ class Config(_Section):
         if phase is not self.phases[0]:
             train.pop("phase", None)
         fields = phase.by_field()
-        options = {RENAMED.get(key, key): value for key, value in phase.set.items()}
+        options = phase.set
         origin = f"phases: {name}"
         for option in options:
             if option in fields or option == "train.output":
@@ -1136,11 +1086,6 @@ class Config(_Section):
         output, place = Path(self.train.output).resolve(), Path(folder).resolve()
         inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
         return self.of_phase(inside[0]) if inside else self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _current_names(cls, data: Any) -> Any:
-        return _rename(data)
 
     @model_validator(mode="after")
     def _check_precision(self) -> Config:
@@ -1275,7 +1220,7 @@ class Given:
 
     Attributes:
         file: the configuration file.
-        tree: what the file and `--set` say together, by current names.
+        tree: what the file and `--set` say together.
         overridden: the options named in `--set`.
     """
 
@@ -1325,18 +1270,12 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     tree = _read_file(source)
     data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
     assignments = [_parse_override(text) for text in overrides]
-    names = {".".join(keys) for keys, _, _ in assignments}
-    overridden = []
+    overridden = [".".join(keys) for keys, _, _ in assignments]
     for name, other in (("steps", "epochs"), ("epochs", "steps")):  # the flag replaces what the file says of the other
-        if f"train.{name}" in names and f"train.{other}" not in names and isinstance(tree.get("train"), dict):
+        if f"train.{name}" in overridden and f"train.{other}" not in overridden and isinstance(tree.get("train"), dict):
             tree["train"].pop(other, None)
     for keys, value, text in assignments:
-        name = ".".join(keys)
-        current = RENAMED.get(name, name)
-        option = name if current in names else current  # both names of one option: Config refuses them
-        _assign(tree, option.split("."), value, text)
-        overridden.append(option)
-    tree = _current(tree)
+        _assign(tree, keys, value, text)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -1368,13 +1307,6 @@ def _read_file(source: Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: must be a mapping of sections", found=type(tree).__name__)
-    return _current(tree)
-
-
-def _current(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with current names; unchanged where an option is given by both names, which `Config` refuses."""
-    with suppress(ValueError):
-        return _rename(tree)
     return tree
 
 
@@ -1509,7 +1441,7 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
 def _assign(tree: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
     if keys == ["model", "weights"] and isinstance(value, str):
         runs_in = value_at(tree, "model.weights.runs_in", MISSING)
-        value = {**_model_at(value), **({} if runs_in is MISSING else {"runs_in": runs_in})}
+        value = {**StartWeights.from_word(value), **({} if runs_in is MISSING else {"runs_in": runs_in})}
     if keys == ["train", "parallel"] and value == "auto":
         keys = [*keys, "sizes"]
     try:

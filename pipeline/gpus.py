@@ -1,10 +1,8 @@
 """GPUs by name: memory, peaks and links.
 
-`memory_gib` is what CUDA reports as total on such a card (with ECC where it is the default), so a little less than the
-label says. Peaks are dense, 16 bit with fp32 accumulation and fp32 without TF32. `link_gbs` is what one GPU can send to
-the others of its node, in each direction: NVLink or Infinity Fabric, or the half of PCIe's rate that peers reach
-through the host.
-
+`memory_gib` is what CUDA reports as total on such a card (with ECC where it is the default). Peaks are dense, 16 bit
+with fp32 accumulation and fp32 without TF32. `link_gbs` is what one GPU can send to the others of its node, in each
+direction: NVLink or Infinity Fabric, or the half of PCIe's rate that peers reach through the host.
 Sources: NVIDIA's data sheets and architecture whitepapers (GA102, AD102, Blackwell RTX and RTX PRO, HGX and NVL72),
 AMD's data sheet of the Instinct MI300X. The shares of a peak that a step reaches are in `planning/cost.py`.
 """

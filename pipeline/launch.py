@@ -1,13 +1,10 @@
 """The launcher's variables: this process's rank, its device, and accelerate's settings.
 
-`detect()` turns the variables of torchrun, `accelerate launch` (the same names) or SLURM's `srun` into a `Launch`.
-`check_accelerate()` refuses accelerate's settings that contradict the configuration. `resolve_device()` turns `auto`
-into a device, `set_tf32()` and `prefer_expandable_segments()` set up the process for it. Only this module reads or
-writes the environment.
-
-A wrong rank would train on the wrong slice or overwrite another process's files, and a precision or FSDP option that
-is accepted but not obeyed would be another run than its owner believes. The price: variables of other launchers have
-no effect; `mpirun` is refused, not guessed.
+`detect()` turns the variables of torchrun, `accelerate launch` (the same names) or SLURM's `srun` into a `Launch`. A
+wrong rank would train on the wrong slice, and a precision or FSDP option that is accepted but not obeyed would be
+another run than its owner believes: so `check_accelerate()` refuses settings that contradict the configuration, and
+`mpirun` is refused, not guessed. `resolve_device()` turns `auto` into a device, `set_tf32()` and
+`prefer_expandable_segments()` set up the process for it. Only this module reads or writes the environment.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """Start a sana-pipe process from another, catch signals, and end a process.
 
-`sample` decodes in a second process, so that the VAE and the transformer never share one, and `demo` runs the commands
-that a user would type. The child must use this package, installed or not, from any directory; so its command line is
-not the command to copy by hand, which `shown` gives.
-
-`run_and_exit` ends every sana-pipe process. Threads of Arrow, libvips, gloo and fsspec outlive their work. If one of
-them enters the interpreter while it is torn down, the process ends with SIGABRT although all work is done. So
-`run_and_exit` joins threads, runs exit functions and flushes, as Python does, and then ends the process without tearing
-the interpreter down. `multiprocessing` ends its children in the same way.
-
-Nor does a lost line end work that may have taken days: once stdout or stderr cannot be written (its reader has ended,
-the disk of a log is full), further lines to it are dropped, and `OUTPUT_LOST` says so at the end.
+A child must use this package, installed or not, from any directory; so its command line is not the command to copy by
+hand, which `shown` gives. `run_and_exit` ends every sana-pipe process: threads of Arrow, libvips, gloo and fsspec
+outlive their work, and one that enters the interpreter while it is torn down ends the process with SIGABRT. So it joins
+threads, runs exit functions and flushes, as Python does, and does not tear the interpreter down (nor does
+`multiprocessing` in its children). A lost line ends no work: further lines are dropped, `OUTPUT_LOST` says so.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
-from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting, with_current_names
+from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.snapshots import packing, selection
@@ -484,7 +484,7 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         )
     for entry in report["left_out"]:
         keep = f"; to keep: {entry['keep']}" if entry["keep"] else ""
-        click.echo(f"left out: {entry['samples']:6d}  {with_current_names(entry['reason'])}{keep}")
+        click.echo(f"left out: {entry['samples']:6d}  {entry['reason']}{keep}")
         if "examples" in entry:
             click.echo(f"{'':18}{reasons.examples(entry['examples'], entry['samples'])}")
     for file in report["reports"]:

@@ -21,6 +21,9 @@ from PIL import Image
 from pipeline.config import Config, load
 from tests.support.forked import lose_permissions
 
+# Two threads sum in another order on a busy machine, and encoders then give other bits. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job ignores it, and so would our children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

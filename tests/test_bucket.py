@@ -92,7 +92,7 @@ def test_snapshots_come_out_the_same(root: Path) -> None:
     add(config(root), "one", one, without=["00007.png"])
     add(config(root), "two", pictures(60, "two-"))
     assert stages.bucket.run(config(root)) == "a43b35a56f955636c24dee776f48efc9"
-    dropped = config(root, "bucket.small=drop", "bucket.batch=16")
+    dropped = config(root, "bucket.remainder=drop", "bucket.batch=16")
     assert stages.bucket.run(dropped, name="dropped") == "0c5d1f20e9a3d5241f439f6ee2424cb1"
 
 
@@ -485,9 +485,9 @@ def test_nothing_is_published_when_nothing_is_left(root: Path) -> None:
     add(config(root), "one", pictures(30))
     before = files(root)
     for overrides in (
-        ("bucket.heldout=0.3", "bucket.small=drop", "bucket.batch=40"),  # the held-out part alone would be possible
+        ("bucket.heldout=0.3", "bucket.remainder=drop", "bucket.batch=40"),  # the held-out part alone would be possible
         ("bucket.sources={one: {weight: 0}}",),
-        ("bucket.sources={one: {weight: 0}}", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.small=reassign"),
+        ("bucket.sources={one: {weight: 0}}", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.remainder=reassign"),
         ("bucket.filter='width < 0'", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.subset=3"),
     ):
         with pytest.raises(UserError, match="nothing is left to train on"):
@@ -532,26 +532,24 @@ def by_bucket(snapshot: Snapshot) -> dict[tuple[int, int], list[int]]:
 
 def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(config(root), "one", pictures(40))  # 16, 8, 12 and 4 of each shape
-    summary = report(config(root, "bucket.small=drop", "bucket.batch=5"), capsys)
+    summary = report(config(root, "bucket.remainder=drop", "bucket.batch=5"), capsys)
     assert summary["samples"] == 36
     [left] = summary["left_out"]
     assert left["samples"] == 4
-    assert "bucket.small=carry" in left["reason"]  # the earlier name: the reason enters the id
-    stages.bucket.run(config(root, "bucket.small=drop", "bucket.batch=5"))
+    assert "bucket.remainder=carry" in left["reason"]
+    stages.bucket.run(config(root, "bucket.remainder=drop", "bucket.batch=5"))
     printed = capsys.readouterr().out
     assert "bucket.remainder=carry" in printed
-    assert "bucket.small" not in printed
     with pytest.raises(UserError) as caught:
-        stages.bucket.run(config(root, "bucket.small=drop", "bucket.batch=41"))
+        stages.bucket.run(config(root, "bucket.remainder=drop", "bucket.batch=41"))
     assert "bucket.remainder=carry" in str(caught.value)
-    assert "bucket.small" not in str(caught.value)
     notes = {(b["height"], b["width"]): b["note"] for b in summary["buckets"]}
     assert "left out" in notes[16, 32]
     assert notes[16, 24].startswith("3 samples, others each time, sit out")
-    summary = report(config(root, "bucket.small=repeat", "bucket.batch=5"), capsys)
+    summary = report(config(root, "bucket.remainder=repeat", "bucket.batch=5"), capsys)
     assert (summary["samples"], summary["left_out"]) == (40, [])
     assert summary["steps_per_epoch"] == 4 + 2 + 3 + 1
-    of = config(root, "bucket.small=repeat", "bucket.batch=5")
+    of = config(root, "bucket.remainder=repeat", "bucket.batch=5")
     seen = Counter(i for batch in batches(of, 10) for i in batch)
     assert len(seen) == 40
     assert set(seen.values()) == {1, 2}
@@ -559,7 +557,7 @@ def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest
 
 def test_reassign_moves_small_buckets_to_their_neighbours(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = pictures(40)  # 16x32: 4, 16x24: 8, 24x24: 16, 24x16: 12
-    of = config(root, "bucket.small=reassign", "bucket.batch=6")
+    of = config(root, "bucket.remainder=reassign", "bucket.batch=6")
     add(of, "one", one)
     summary = report(of, capsys)
     assert summary["samples"] == 36
@@ -584,7 +582,7 @@ def test_reassign_moves_small_buckets_to_their_neighbours(root: Path, capsys: py
 
 def test_reassign_merges_until_every_bucket_fills_a_batch(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(config(root), "one", pictures(40))
-    summary = report(config(root, "bucket.small=reassign", "bucket.batch=39"), capsys)
+    summary = report(config(root, "bucket.remainder=reassign", "bucket.batch=39"), capsys)
     assert [(b["height"], b["width"]) for b in summary["buckets"]] == [(24, 24)]
     [entry] = summary["reassign"]
     assert entry["items"] == 24
@@ -595,7 +593,7 @@ def test_encode_takes_the_list_and_encodes_it_alone(
     small_cache_copy: Path, photos: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With real encoders: twelve photographs in three buckets of fewer than twelve end in one bucket."""
-    of = make_config(small_cache_copy.parent, "bucket.small=reassign")
+    of = make_config(small_cache_copy.parent, "bucket.remainder=reassign")
     summary = report(of, capsys)
     assert summary["samples"] + sum(entry["items"] for entry in summary["reassign"]) == 12
     [entry] = summary["reassign"]
@@ -704,7 +702,7 @@ def test_the_largest_bucket_comes_first(root: Path) -> None:
 
 @pytest.mark.parametrize("small", ["carry", "drop", "repeat"])
 def test_every_topology_and_every_resume_sees_the_same_samples(root: Path, small: str) -> None:
-    of = config(root, f"bucket.small={small}", "bucket.sources={one: {weight: 1.5}}", "bucket.order=largest_first")
+    of = config(root, f"bucket.remainder={small}", "bucket.sources={one: {weight: 1.5}}", "bucket.order=largest_first")
     add(of, "one", pictures(40))
     add(of, "two", pictures(23, "two-"))
     opened = made(of)
@@ -983,7 +981,7 @@ def test_caches_on_disks_and_in_object_stores_mix(
     mirror = f"mirror.path={tmp_path / 'mirror'}"
     add(config(here, mirror), "one", pictures(40))
     add(config(there, mirror), "two", pictures(20, "two-"))
-    of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.small=reassign", "bucket.batch=10")
+    of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.remainder=reassign", "bucket.batch=10")
     summary = report(of, capsys)
     lists = {entry["source"]: entry for entry in summary["reassign"]}
     assert summary["samples"] == 60 - sum(entry["items"] for entry in lists.values())
@@ -1064,7 +1062,7 @@ def test_int8_records_with_other_scales_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of = config(root, "bucket.heldout=0.2", "bucket.small=reassign", "bucket.batch=6", "bucket.subset=25")
+    of = config(root, "bucket.heldout=0.2", "bucket.remainder=reassign", "bucket.batch=6", "bucket.subset=25")
     add(of, "one", pictures(40))
     before = files(root)
     dry = report(of, capsys, dry_run=True)
@@ -1147,7 +1145,7 @@ def test_every_sample_is_in_the_snapshot_or_counted(root: Path, capsys: pytest.C
         "bucket.dedup=image",
         "bucket.heldout=0.1",
         "bucket.subset=40",
-        "bucket.small=drop",
+        "bucket.remainder=drop",
         "bucket.batch=5",
         "bucket.sources={gone: {weight: 0}}",
     )

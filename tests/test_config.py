@@ -533,34 +533,6 @@ def test_the_page_of_options_is_up_to_date() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "remainder"),
-    [
-        ("bucket: {small: drop}", [], "drop"),
-        ("bucket: {remainder: drop}", [], "drop"),
-        ("", ["bucket.small=drop"], "drop"),
-        ("", ["bucket={small: drop}"], "drop"),
-        ("bucket: {small: drop}", ["bucket.remainder=repeat"], "repeat"),
-        ("bucket: {remainder: drop}", ["bucket.small=repeat"], "repeat"),
-        ("bucket: {small: drop}", ["bucket.small=repeat", "bucket.batch=3"], "repeat"),
-    ],
-)
-def test_an_option_by_its_earlier_name(tmp_path: Path, text: str, overrides: list[str], remainder: str) -> None:
-    config = load(write(tmp_path, MINIMAL + text), overrides, "bucket")
-    assert config.bucket.remainder == remainder
-    assert "small" not in dump(config) and load(write(tmp_path, dump(config))) == config
-
-
-def test_an_option_by_both_of_its_names_is_refused(tmp_path: Path) -> None:
-    for text, overrides in (
-        ("bucket: {small: drop, remainder: drop}", []),
-        ("", ["bucket.small=drop", "bucket.remainder=drop"]),
-        ("", ["bucket.remainder=drop", "bucket.small=drop"]),
-    ):
-        assert "bucket.remainder and bucket.small" in refusal(tmp_path, MINIMAL + text, *overrides)
-    assert "'bucket.remainder'" in refusal(tmp_path, MINIMAL + "bucket: {small: most}")
-
-
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_the_printed_configuration_loads_to_the_same(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -576,7 +548,7 @@ def test_the_printed_configuration_loads_to_the_same(
 
 def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, MINIMAL + "train: {steps: 7, optim: {lr: 1e-3}}\nencode: {storage: int8}\n")
-    overrides = ["train.seed=3", "bucket.small=drop", "train.parallel={tp_size: 2}", "bucket.sources.a.weight=2"]
+    overrides = ["train.seed=3", "bucket.remainder=drop", "train.parallel={tp_size: 2}", "bucket.sources.a.weight=2"]
     stages.config.run(*load_given(file, overrides), as_json=True)
     report = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in report["options"]}

@@ -652,17 +652,16 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path, capsys: pytest.Capt
         dataclasses.replace(p, height=shape[0], width=shape[1])
         for p, shape in zip(pictures(7), [s for s, n in shapes.items() for _ in range(n)], strict=True)
     ]
-    of = config(tmp_path / "cache", "bucket.small=drop")
+    of = config(tmp_path / "cache", "bucket.remainder=drop")
     add(of, "one", many)
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     assert [(b.height, b.width, b.samples) for b in snapshot.buckets] == [(16, 32, 4)]
-    reason = (
-        "bucket 16x24 has fewer samples than one batch of 4 (keep them: bucket.small=carry, or a smaller bucket.batch)"
-    )
+    keep = "(keep them: bucket.remainder=carry, or a smaller bucket.batch)"
+    reason = f"bucket 16x24 has fewer samples than one batch of 4 {keep}"
     assert snapshot.head.left_out == {reason: 3}, "reasons are part of a snapshot's id"
     capsys.readouterr()
     for small in ("drop", "repeat", "carry"):
-        settings = config(tmp_path / "cache", f"bucket.small={small}")
+        settings = config(tmp_path / "cache", f"bucket.remainder={small}")
         stages.bucket.run(settings, dry_run=True, as_json=True)
         notes = {row["samples"]: row["note"] for row in json.loads(capsys.readouterr().out)["buckets"]}
         assert notes[4] == "" and notes[3]
@@ -735,7 +734,7 @@ def test_a_bucket_without_samples_of_a_weight_has_no_part_for_it(tmp_path: Path)
 def test_growth_keeps_parts_together_and_old_samples_first_in_each(tmp_path: Path) -> None:
     root, weights = tmp_path / "cache", "bucket.sources={two: {weight: 2}, three: {weight: 2}}"
     add(config(root), "one", [*shaped(3, "few-", 16, 24), *shaped(8, "one-", 16, 32)])
-    drop = ("bucket.small=drop", "bucket.batch=4")
+    drop = ("bucket.remainder=drop", "bucket.batch=4")
     cache = Cache(root)
     old = cache.open_snapshot(stages.bucket.run(config(root, *drop), name="old"))
     add(config(root), "three", shaped(8, "three-", 16, 32))

@@ -22,8 +22,8 @@ from pipeline.cache.files import Files
 from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import RecordError, ShardReader, read_head, read_table
-from pipeline.config import MirrorConfig, load
-from pipeline.errors import AwayError, CacheError, ConfigError, ResourceError
+from pipeline.config import MirrorConfig
+from pipeline.errors import AwayError, CacheError, ResourceError
 from pipeline.work.stop import Stop, Stopped
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
@@ -466,10 +466,3 @@ def test_a_store_that_is_merely_slow_is_named_less_and_less_often(said: list[str
     for _ in range(6):
         retrying.retry(lambda: time.sleep(0.5), "s3://slow", 60)
     assert 2 <= len(said) <= 4
-
-
-def test_the_setting_of_older_files_counts() -> None:
-    assert load("tiny", ["train.loader_timeout_s=17.0"]).patience_s == 17.0
-    for both in (["train.loader_timeout_s=17.0", "patience_s=5.0"], ["patience_s=5.0", "train.loader_timeout_s=17.0"]):
-        with pytest.raises(ConfigError, match=r"patience_s and train\.loader_timeout_s"):
-            load("tiny", both)

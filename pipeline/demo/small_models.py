@@ -1,12 +1,10 @@
 """Small real models, made locally, on which the demonstration and the tests run instead of a download.
 
-What: a 4-stage (f8) `AutoencoderDC` fitted to a few pictures in a minute, a randomly initialised `Gemma2Model` with a
+A 4-stage (f8) `AutoencoderDC` fitted to a few pictures in a minute, a randomly initialised `Gemma2Model` with a
 tokenizer trained on the captions, and a scheduler, saved by `save_pretrained` in the layout of a diffusers Sana
-repository (`vae/`, `text_encoder/`, `tokenizer/`, `scheduler/`).
-Why: they have the same classes as the full-size models and are read by the same code, so the real code paths run in a
-minute without network and GPU.
-Price: the VAE reconstructs little beyond its training pictures, and the text encoder distinguishes captions without
-understanding them; neither says anything about quality at full size.
+repository. Classes and code paths are those of the full-size models, without network and GPU. The VAE reconstructs
+little beyond its training pictures, and the text encoder distinguishes captions without understanding them: neither
+says anything about quality at full size.
 """
 
 from __future__ import annotations

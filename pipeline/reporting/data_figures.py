@@ -23,7 +23,6 @@ from pipeline.cache.key_columns import fixed
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import MOVING, Cache
 from pipeline.cache.snapshot import Bucket, Snapshot
-from pipeline.config import with_current_names
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
 from pipeline.snapshots.join import epoch_steps
@@ -87,7 +86,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         "captions": _captions(snapshot, lengths, captions_per_sample),
         "duplicates": {"pictures": _repeated(picture_keys), "captions": _repeated(caption_keys)},
         "left_out": [
-            {"reason": with_current_names(reason), "samples": count}
+            {"reason": reason, "samples": count}
             for reason, count in sorted(head.left_out.items(), key=lambda pair: (-pair[1], pair[0]))
         ],
         "rejects": rejects(cache, snapshot),

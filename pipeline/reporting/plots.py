@@ -97,10 +97,7 @@ def column_plot(title: str, edges: Sequence[float], counts: Sequence[float], x_l
 
 
 def bar_plot(
-    title: str,
-    labels: Sequence[str],
-    series: Mapping[str, Sequence[float]],
-    text: Callable[[float], str] | None = None,
+    title: str, labels: Sequence[str], series: Mapping[str, Sequence[float]], text: Callable[[float], str] | None = None
 ) -> Markup:
     """Horizontal bars, the series stacked. series: by name, a value for each label; text: of a value; None: a
     number."""

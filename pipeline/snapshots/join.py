@@ -37,7 +37,7 @@ from pipeline.cache.snapshot import (
     ShardFile,
     samples_schema,
 )
-from pipeline.config import DataConfig, with_current_names
+from pipeline.config import DataConfig
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
 from pipeline.sources import caption_rules as captions
@@ -586,10 +586,9 @@ def _grouped(
         steps, note = epoch_steps(visits, batch, small)
         if small == "drop" and not steps:
             left_out[bucket] = True
-            # The reason enters the snapshot's id, so the option has its earlier name here.
             joined.leave(
                 f"bucket {height}x{width} has fewer samples than one batch of {batch} "
-                "(keep them: bucket.small=carry, or a smaller bucket.batch)",
+                "(keep them: bucket.remainder=carry, or a smaller bucket.batch)",
                 samples,
             )
         else:
@@ -625,9 +624,7 @@ def _check_samples(joined: Joined, frame: Frame) -> None:
     if not len(frame):
         left_out = joined.left_out.most_common()
         reasons = "; ".join(f"{count} items: {reason}" for reason, count in left_out) or "the scan is empty"
-        raise UserError(
-            "nothing is left to train on", found=with_current_names(reasons), fix="mend the most frequent reason"
-        )
+        raise UserError("nothing is left to train on", found=reasons, fix="mend the most frequent reason")
 
 
 def row_of_null(records: EncodedRecords) -> int:

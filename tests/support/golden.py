@@ -24,7 +24,7 @@ from tests.support.trees import unpack
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden.tar.xz"
 SETTINGS = {
     "plain": [],
-    "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.small=drop", "bucket.heldout=0.2"],
+    "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.remainder=drop", "bucket.heldout=0.2"],
     "windows": ["bucket.batch=2"],
 }
 
