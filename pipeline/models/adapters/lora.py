@@ -229,7 +229,7 @@ def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> 
 def _check_shape(option: str, key: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
     if found == expected:
         return
-    is_rank = "lora_A" in key and found[1:] == expected[1:]
+    is_rank = "lora_A" in key and found[1:] == expected[1:] and found[0] > 0
     raise ConfigError(
         f"{option}: {key} has another shape than the adapter of this model",
         expected=str(list(expected)),
