@@ -74,6 +74,7 @@ def scan_table(count: int) -> pa.Table:
             "part": pa.nulls(count, pa.string()),
             "stamp": pa.nulls(count, pa.string()),
             "where": pa.nulls(count, pa.string()),
+            "ignored": pa.nulls(count, pa.string()),
         },
         schema=SCAN,
     )

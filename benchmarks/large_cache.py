@@ -192,6 +192,7 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "part": pa.repeat(tar, count),
         "stamp": pa.repeat(stamp, count),
         "where": pc.binary_join_element_wise(pa.array(offset).cast(pa.string()), "99999", "+"),
+        "ignored": pa.nulls(count, pa.string()),
     }
     return pa.table([columns[name] for name in scanning.SCAN.names], scanning.SCAN.names).cast(scanning.SCAN)
 

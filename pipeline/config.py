@@ -1151,7 +1151,10 @@ READS: dict[str, tuple[str, ...]] = {
     "bucket": _JOIN,
     "bucket --pack": (*_JOIN, *_PACK),
     "bucket --pack --snapshot": _PACK,
-    "check": ("vae", "text", "model", "data.resolution", "data.buckets", "train.precision"),
+    "check": (
+        *("vae", "text", "model", "data.resolution", "data.buckets"),
+        *(f"train.{name}" for name in ("precision", "adapter", "only")),
+    ),
     "train": (*_CACHE, "model", "train", "data.resolution", "phases", "sample.steps", "sample.guidance", "sample.seed"),
     "plan": (
         *(*_CACHE, "model", "train", "phases", "data.resolution", "data.buckets", "text.max_length"),

@@ -1,8 +1,9 @@
 """`sana-pipe check`: whether the models of a configuration are available, of the right kind, and fit together.
 
 Prints a line for the VAE, the text encoder, its tokenizer and the transformer (files, and bytes still to be fetched),
-then compares their shapes. So a gated model, a missing file or a wrong kind shows before hours of encoding. Only lists
-and JSON files are fetched; a damaged weight file is noticed by the stage that reads it. A local tokenizer is loaded.
+then compares their shapes, and `train.adapter` with the transformer. So a gated model, a missing file or a wrong kind
+shows before hours of encoding. Only lists and JSON files are fetched; a damaged weight file is noticed by the stage
+that reads it. A local tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pipeline.config import Config, Weights
 from pipeline.errors import ConfigError, UserError
 from pipeline.images import buckets
 from pipeline.models import encoders, hub
+from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, spec_at, spec_from_arch
 
 
@@ -160,7 +162,7 @@ def _tokenizer(config: Config) -> _Part:
 def _misfits(
     config: Config, vae: tuple[int, int] | None, width: int | None, shape: ModelSpec | None
 ) -> list[UserError]:
-    """Shapes that do not agree; None: the shape is unknown."""
+    """Shapes that do not agree, and an adapter that does not fit the transformer; None: the shape is unknown."""
     transformer, problems = shape, list[UserError]()
     if transformer is None and config.model.arch is not None:
         transformer = spec_from_arch(config.model.arch, 1)
@@ -173,6 +175,11 @@ def _misfits(
             if transformer is not None:
                 transformer.check_widths("the encoders", "take all three from one released repository", **each)
         except ConfigError as error:
+            problems.append(error)
+    if transformer is not None:
+        try:
+            adapter_of(config.train, transformer)
+        except UserError as error:
             problems.append(error)
     if vae is not None:
         try:

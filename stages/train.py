@@ -392,7 +392,8 @@ def _heldout(
     if name is None:
         raise ConfigError(
             f"train.validation: nothing was held out of snapshot {snapshot.id[:12]}, as far as names show",
-            fix=f"{_hold_out(snapshot)}, or --set train.validation.snapshot=NAME, or --set train.validation=null",
+            fix=f"{_hold_out(snapshot)} (a larger share if there are few pictures), or --set "
+            "train.validation.snapshot=NAME, or --set train.validation=null",
         )
     part = cache.open_snapshot(name)
     heldout.check(snapshot, part)

@@ -277,6 +277,10 @@ def test_start_files_that_do_not_fit_name_their_keys(tmp_path: Path) -> None:
     good = diffusers_file(tmp_path / "good", trained)
     with pytest.raises(ConfigError, match=r"rank=3"):
         adapter_of(settings(rank=4, targets="all", start=str(good)), TINY)
+    empty = {name: value[:0] if name.endswith("lora_A") else value[:, :0] for name, value in trained.items()}
+    path = diffusers_file(tmp_path / "rank 0", empty)
+    with pytest.raises(ConfigError, match=r"lora_A.weight(.|\n)*\[0, (.|\n)*give a file for this model"):
+        adapter_of(settings(rank=3, targets="all", start=str(path)), TINY)
     with pytest.raises(ConfigError, match=r"magnitude(.|\n)*"):
         adapter_of(settings(kind="dora", rank=3, targets="all", start=str(good)), TINY)
     with pytest.raises(ConfigError, match=r"train\.adapter\.targets"):

@@ -698,6 +698,11 @@ def test_check_sees_parts_that_do_not_fit(
 
     assert check.run(config()) == 0
     assert "to be fetched" in capsys.readouterr().out
+    assert check.run(config("train.adapter={targets: [attn1.to_w]}")) == 2
+    said = capsys.readouterr().err
+    assert "train.adapter.targets: 'attn1.to_w' fits no name of the model" in said and "attn1.to_" in said
+    assert check.run(config("train.adapter={targets: all}")) == 0
+    capsys.readouterr()
     narrowed = (f"model.weights.id={tmp_path / 'narrow'}", "model.weights.subfolder=null")
     assert check.run(config(*narrowed)) == 2
     said = capsys.readouterr().err

@@ -443,7 +443,7 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
     page = checked(whole)
-    names = [section.id for section in SECTIONS if section.id not in ("pictures", "gallery", "trained-on")]
+    names = [section.id for section in SECTIONS if section.id not in ("pictures", "adapter", "gallery", "trained-on")]
     assert page.sections == [*names, "missing"]
     assert page.sections[0] == "progress", "before all data"
     assert "Decoded latents: no latents were decoded. sana-pipe report --gallery 8" in page.shown

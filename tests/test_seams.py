@@ -13,6 +13,7 @@ from pipeline.config import FlowConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.models import adapters
+from pipeline.models.adapters.lora import DoRA, LoRA
 from pipeline.models.sana_start import InitialValues
 from pipeline.parallel.mesh import open_mesh
 from pipeline.training import build, checkpoint, metrics
@@ -75,19 +76,21 @@ def assembled(trainable: Trainable, settings: Any, mesh: Any) -> tuple[Assembled
     return made, {name: p.detach().clone() for name, p in made.model.module.named_parameters()}
 
 
-def test_the_frozen_part_stays_bit_for_bit_and_the_first_step_is_the_bases() -> None:
+@pytest.mark.parametrize("adapter", [LowRank(), LoRA(2, 3.0, [LAYER]), DoRA(2, 3.0, [LAYER])], ids=str)
+def test_the_frozen_part_stays_bit_for_bit_and_the_first_step_is_the_bases(adapter: adapters.Adapter) -> None:
     settings = tiny_run.config(optim={"lr": 1e-2})
     spec, recipe = tiny_run.model(settings).config, build.recipe_of(settings.train)
     first = []
-    for adapter in (None, LowRank()):
+    for part in (None, adapter):
         with open_mesh(Launch(), settings.train.parallel, CPU) as mesh:
-            made, before = assembled(Trainable(spec, recipe, adapter), settings, mesh)
+            made, before = assembled(Trainable(spec, recipe, part), settings, mesh)
             outcomes = [made.step([tiny_run.global_batch(n)], n + 1) for n in range(2)]
             first.append(float(outcomes[0].loss))
     after = dict(made.model.module.named_parameters())
-    assert {name for name in after if not torch.equal(before[name], after[name])} == TRAINED
-    assert sum(len(group["params"]) for group in made.optimizer.param_groups) == 2
-    assert first[0] == first[1]
+    added = TRAINED | ({f"{LAYER}.lora_magnitude"} if isinstance(adapter, DoRA) else set())
+    assert {name for name in after if not torch.equal(before[name], after[name])} == added
+    assert sum(len(group["params"]) for group in made.optimizer.param_groups) == len(added)
+    assert first[1] == pytest.approx(first[0], rel=1e-6 if isinstance(adapter, DoRA) else 0)
 
 
 @pytest.mark.parametrize("kind", seams.KINDS)

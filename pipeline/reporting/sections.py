@@ -257,6 +257,19 @@ def _plans(run: Figures) -> Iterator[Block]:
         yield Table(columns, [{"name": name, "value": value} for name, value in sizes.items()])
 
 
+def _adapter(run: Figures) -> Iterator[Block]:
+    for part in run["parts"]:
+        if (made := part["adapter"]) is None:
+            continue
+        if "problem" in made:
+            yield f"{part['name']}: {made['problem']}"
+            continue
+        blocks = made["blocks"]
+        names = list(dict.fromkeys(name for norms in blocks.values() for name in norms))
+        title = f"{part['name']}, step {made['step']}: norm of the change by {made['adapter']}, by block"
+        yield bar_plot(title, list(blocks), {n: [norms.get(n, 0.0) for norms in blocks.values()] for n in names})
+
+
 def _phases(run: Figures) -> Iterator[Block]:
     """Each phase as a column."""
     rows: dict[str, dict[str, Any]] = {}
@@ -364,6 +377,7 @@ SECTIONS = (
     Section("ema", "EMA", "run", (_ema,)),
     Section("losses", "Losses", "run", (curves("curves.loss", "curves.grad_norm", "curves.lr", "curves.loss_scale"),)),
     Section("run", "Run", "run", (lambda run: [f"Run directory {run['folder']}"], table("parts", *_PARTS))),
+    Section("adapter", "Change by the adapter", "run", (_adapter,)),
     Section("phases", "Phases side by side", "run", (_phases,)),
     Section("throughput", "Throughput", "run", (curves("curves.images_per_s", "curves.tokens_per_s", "curves.mfu"),)),
     Section("data-wait", "Data wait", "run", (curves("curves.data_wait"),)),

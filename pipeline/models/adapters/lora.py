@@ -94,6 +94,14 @@ class LoRA(Adapter):
         a, b = (trained[f"{layer}.{part}"] for part in ("lora_A", "lora_B"))
         return updated(weight, a, b, strength * self.scale).view(weight.shape)
 
+    def change_norms(self, trained: Mapping[str, Tensor]) -> dict[str, float]:
+        """|s B A|, from the rank x rank products of each factor with itself; of DoRA without its magnitudes."""
+        norms = {}
+        for module in self.targets:
+            a, b = (trained[f"{module}.{part}"].double() for part in ("lora_A", "lora_B"))
+            norms[module] = self.scale * float(((b.T @ b) * (a @ a.T)).sum().clamp_min(0).sqrt())
+        return norms
+
     def to_dict(self) -> dict[str, Any]:
         names = ("kind", "rank", "alpha", "targets", "dropout")
         return {name: getattr(self, name) for name in names}
@@ -229,7 +237,7 @@ def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> 
 def _check_shape(option: str, key: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
     if found == expected:
         return
-    is_rank = "lora_A" in key and found[1:] == expected[1:]
+    is_rank = "lora_A" in key and found[1:] == expected[1:] and found[0] > 0
     raise ConfigError(
         f"{option}: {key} has another shape than the adapter of this model",
         expected=str(list(expected)),
