@@ -1,4 +1,4 @@
-"""Numbers of bytes and durations in messages."""
+"""Numbers, of bytes too, and durations in messages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ def amount(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def figure(value: float) -> str:
+    """Three digits, and all that stand before the point: `0.0312`, `5.99`, `1,310`."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

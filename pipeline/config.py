@@ -1204,7 +1204,7 @@ def find(path: str | Path | None) -> Path:
         local = Path(LOCAL_NAME)
         return local if local.exists() else SHIPPED / DEFAULT_NAME
     given = Path(path)
-    if given.exists():
+    if given.exists() and not given.is_dir():
         return given
     inside = SHIPPED / (given.name if given.suffix else given.name + ".yaml")
     if inside.exists() and given.parent == Path("."):

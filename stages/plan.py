@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from pipeline.amounts import amount, duration
+from pipeline.amounts import amount, duration, figure
 from pipeline.cache.root import Cache
 from pipeline.config import Config, as_yaml, written
 from pipeline.encoding import survey as surveying
@@ -208,7 +208,7 @@ def _search(config: Config, search: Search, options: Options) -> int:
     click.echo(f"{'images/s':>9} {'GiB':>6}  strategy")
     for candidate in candidates:
         total = candidate.prediction.total / GIB
-        click.echo(f"{candidate.images_per_s:9.3g} {total:6.1f}  {_described(candidate)}")
+        click.echo(f"{figure(candidate.images_per_s):>9} {total:6.1f}  {_described(candidate)}")
     if write is not None:
         click.echo(f"the first one is in {write}: sana-pipe train --config {write}")
     return 0
@@ -277,7 +277,7 @@ def batch_lines(candidate: Candidate, time: Time, search: Search) -> list[str]:
         return []
     return [
         f"note: {candidate.prediction.share} samples a GPU and step leave the GPUs idle: with bucket.batch={batch} "
-        f"{found.images_per_s:.3g} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more pictures a "
+        f"{figure(found.images_per_s)} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more pictures a "
         "step want fewer train.steps)"
     ]
 
@@ -328,7 +328,8 @@ def time_lines(time: Time | None, prediction: Prediction, price: float | None) -
     machine = prediction.machine
     name = f"speed of {machine.card.name}" + (" (assumed)" if machine.assumed else "")
     lines = [
-        f"time (an estimate, {name}): {time.images_per_s:.3g} images/s, {time.step:.3g} s a step, MFU {time.mfu:.0%}",
+        f"time (an estimate, {name}): {figure(time.images_per_s)} images/s, {time.step:.3g} s a step, "
+        f"MFU {time.mfu:.0%}",
         "  " + ", ".join(f"{name} {share:.0%}" for name, share in by_share(time.kernels) if share >= 0.005),
     ]
     if time.traffic:

@@ -416,6 +416,8 @@ def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load("other.yaml").data.resolution == 256
     assert load("sana_600m_512").data.resolution == 512  # a shipped one by its bare name
     assert find("sana_600m_512.yaml").parent == module.SHIPPED
+    (tmp_path / "tiny").mkdir()
+    assert find("tiny").parent == module.SHIPPED, "the demonstration has a folder of this name"
     write(tmp_path, MINIMAL, "tiny.yaml")
     assert find("tiny.yaml") == Path("tiny.yaml")  # a file here goes before a shipped one
     with pytest.raises(ConfigError, match=r"'absent\.yaml'"):

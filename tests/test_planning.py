@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.real_step import made_up_batch
 from pipeline import gpus
+from pipeline.amounts import figure
 from pipeline.cli import main
 from pipeline.config import SHIPPED, TrainConfig, load
 from pipeline.errors import ConfigError, UserError
@@ -348,6 +349,11 @@ def test_a_batch_that_leaves_gpus_idle_is_named_with_a_better_one(made_up: MadeU
     assert plan.batch_lines(candidate, SimpleNamespace(mfu=0.3), planner) == []  # type: ignore[arg-type]
     full = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 8, 1))
     assert plan.batch_lines(full, time, planner) == [], "eight samples a GPU"
+
+
+def test_figures_have_no_exponents() -> None:
+    values = (0.0312, 5.994, 170.4, 999.4, 999.6, 1310.2)
+    assert [figure(value) for value in values] == ["0.0312", "5.99", "170", "999", "1,000", "1,310"]
 
 
 def test_a_run_is_shown_with_its_epochs_hours_and_checkpoints() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.amounts import amount, duration
+from pipeline.amounts import amount, duration, figure
 from pipeline.config import TrainConfig
 from pipeline.models.spec import ModelSpec
 from pipeline.planning.predict import Data, checkpoint_bytes
@@ -37,11 +37,7 @@ def lines(train: TrainConfig, shape: ModelSpec, data: Data, step_s: float | None
     parts = [f"{steps:,} steps of {batch:,.0f} pictures, {pictures:,.0f} in all"]
     epochs = None if data.samples is None else pictures / data.samples
     if epochs is not None:
-        parts.append(
-            f"{epochs:,.3g} epochs of {data.samples:,}"
-            if epochs < 1000
-            else f"{epochs:,.0f} epochs of {data.samples:,}"
-        )
+        parts.append(f"{figure(epochs)} epochs of {data.samples:,}")
     if step_s is not None:
         parts.append(f"about {duration(steps * step_s)}")
     parts.append(f"checkpoints of {amount(size)}, {amount(count * size)} for the {count} that are kept")

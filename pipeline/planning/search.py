@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pipeline.amounts import figure
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.models.spec import ModelSpec
@@ -244,7 +245,7 @@ class Search:
             for name, value in best.changes.items()
             if value != smallest.changes[name] and name.partition(".")[0] not in train.undecided
         }
-        return [f"{flags(values)}   (the same result, {best.images_per_s:.3g} images/s)"]
+        return [f"{flags(values)}   (the same result, {figure(best.images_per_s)} images/s)"]
 
     def _rungs(self, smallest: Candidate) -> list[str]:
         taken, reasons, base, lines = dict[str, Any](), list[str](), smallest, list[str]()
