@@ -444,3 +444,10 @@ def test_a_checkpoint_of_the_first_version_is_continued(tmp_path: Path) -> None:
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [3, 4]
     assert [row["loss"] for row in rows] == pytest.approx([2.787405490875244, 2.900589942932129], rel=1e-6)
+
+
+def test_a_run_that_begins_anew_says_in_which_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relative path looks right in every folder."""
+    monkeypatch.chdir(tmp_path)
+    resumed, (note,) = checkpoint.choose(Path("runs/round1"), "auto", None)
+    assert resumed is None and str(tmp_path / "runs" / "round1") in note
