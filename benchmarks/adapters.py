@@ -123,9 +123,9 @@ def readers(folder: Path, kind: str, rank: int) -> dict[str, float]:
     return {name: float((output(model) - expected).abs().max()) for name, model in models.items()}
 
 
-def patched(base: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+def patched(spec: SanaConfig, base: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     """diffusers' weights with a file of ComfyUI in them, by the rule of its LoraLoader on NVlabs' names."""
-    theirs = {name: torch.cat([base[part] for part in parts]) for name, parts in nvlabs.parts(SMALL.shapes()).items()}
+    theirs = {name: torch.cat([base[part] for part in parts]) for name, parts in nvlabs.parts(spec.shapes()).items()}
     patches = load_file(path)
     for name, weight in theirs.items():
         stem, _, kind = f"diffusion_model.{name}".rpartition(".")
@@ -135,7 +135,7 @@ def patched(base: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
         for ending, of in (("diff", "weight"), ("diff_b", "bias")):
             if kind == of and f"{stem}.{ending}" in patches:
                 weight += patches[f"{stem}.{ending}"]
-    ours = nvlabs.renamed({name: nvlabs.Stored(tensor) for name, tensor in theirs.items()}, SMALL.shapes())
+    ours = nvlabs.renamed({name: nvlabs.Stored(tensor) for name, tensor in theirs.items()}, spec.shapes())
     return {name: part[(slice(None),)] for name, part in ours.items()}
 
 

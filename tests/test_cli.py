@@ -584,8 +584,9 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
         9: ("pipeline.training.step", "NonFiniteError"),
         10: ("pipeline.training.lock", "RunTaken"),
     }
-    # export and sample read checkpoints with the module that also writes them, under the run's lock
-    apart = {(10, "export"), (10, "sample")}
+    # export and sample read checkpoints with the module that also writes them, under the run's lock; inspect and report
+    # print what is wrong with one
+    apart = {(10, "export"), (10, "sample")} | {(code, name) for code in (7, 10) for name in ("inspect", "report")}
     for name in (
         "encode",
         "bucket",

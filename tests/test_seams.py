@@ -18,6 +18,7 @@ from pipeline.models.sana_start import InitialValues
 from pipeline.parallel.mesh import open_mesh
 from pipeline.training import build, checkpoint, metrics
 from pipeline.training.assemble import Assembled, Trainable, assemble
+from pipeline.training.base_weights import whole_weights
 from pipeline.training.metadata_reader import CheckpointError, read_metadata
 from tests.support.launched import run_worker
 from tests.support.low_rank import LAYER, Aligned, LowRank
@@ -204,6 +205,41 @@ def test_two_processes_are_one(launched: Path, kind: str, name: str) -> None:
 def test_in_bf16_they_train_alike(launched: Path, kind: str) -> None:
     one, bf16 = losses(launched / f"{kind}, one"), losses(launched / f"{kind}, bf16")
     assert bf16 == pytest.approx(one, rel=2e-2)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_readers_draw_what_another_number_of_processes_has_resumed(launched: Path, tmp_path: Path) -> None:
+    """One process began it, two went on: diffusers, ComfyUI's rule and merged weights give one output."""
+    from diffusers import SanaPipeline, SanaTransformer2DModel
+
+    import stages.export
+    from benchmarks.adapters import patched
+
+    pytest.importorskip("peft")
+    given, spec = seams.settings(launched, "dora, resumed"), tiny_run.model(seams.settings(launched, "dora")).config
+    for form in ("diffusers", "comfyui"):
+        stages.export.run(given, "auto", tmp_path / form, form=form)
+    stored = checkpoint.ModelTensors(launched / "dora, resumed" / LAST)
+    for name, strength in (("base", 0.0), ("merged", 1.0)):
+        spec.save(whole_weights(given, stored, strength), tmp_path / name, torch.float32)
+    base, merged, comfyui, loaded = (
+        SanaTransformer2DModel.from_pretrained(tmp_path / name).eval() for name in ("base", "merged", "base", "base")
+    )
+    comfyui.load_state_dict(patched(spec, comfyui.state_dict(), tmp_path / "comfyui/comfyui_lora.safetensors"))
+    pipe = SanaPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=loaded, scheduler=None)
+    pipe.load_lora_weights(tmp_path / "diffusers")
+    batch = tiny_run.global_batch(0)
+
+    @torch.no_grad()
+    def output(model: Any) -> torch.Tensor:
+        inputs = (batch.latents.float(), batch.captions.float(), batch.logit.abs() * 500)
+        return model(*inputs, encoder_attention_mask=batch.mask.long(), return_dict=False)[0]
+
+    expected = output(merged)
+    assert (output(base) - expected).abs().max() > 1e-3
+    for model in (loaded, comfyui):
+        assert (output(model) - expected).abs().max() <= 1e-5
 
 
 # ------------------------------------------------------------------------------------------------ another architecture

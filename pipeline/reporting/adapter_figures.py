@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.models.adapters import adapter_from
-from pipeline.training import checkpoint
 
 
 def adapter_figures(run: Path) -> dict[str, Any] | None:
@@ -19,6 +17,11 @@ def adapter_figures(run: Path) -> dict[str, Any] | None:
         `adapter` in words, `step`, `blocks`: for each block, by the first part of its modules' names, the norm
         (Frobenius) of their changes. Of a checkpoint that cannot be read only `problem`.
     """
+    if not (run / "checkpoints").is_dir():
+        return None
+    from pipeline.models.adapters import adapter_from  # torch and its checkpoints: two seconds
+    from pipeline.training import checkpoint
+
     folders = checkpoint.complete(run / "checkpoints")
     if not folders:
         return None
