@@ -1397,7 +1397,7 @@ def _wrong(node: yaml.Node, what: str, fix: str) -> yaml.MarkedYAMLError:
 def _no_yaml(source: Path | str, error: Exception) -> ConfigError:
     """The error on a file, or on the text of an option, that is no YAML. `error`: one of `NO_YAML`."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        fix = "`sana-pipe config --help` shows how to print a valid file"
+        fix = "`sana-pipe config` prints a valid file"
         return ConfigError(f"{source} is not valid YAML: {error}", fix=fix)
     mark, fix = error.problem_mark, error.note or "correct it there, or just before"
     if alias := re.fullmatch("found undefined alias '(.+)'", error.problem or ""):
