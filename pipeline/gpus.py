@@ -89,8 +89,8 @@ CARDS: dict[str, Card] = {
 }
 """The cards by name. Sources of those that no data sheet gives per GPU, with the sizes that PyTorch prints for them:
 
-a10g (22.06 GiB): AWS's variant of the A10, 80 multiprocessors at 1.71 GHz. cuBLAS reached 67 TFLOPS of the 70.
-pro-6000 (94.97 GiB): the whitepaper's Workstation Edition.
+a10g (22.06 GiB): AWS's variant of the A10; its peaks as third parties quote them.
+pro-6000 (94.97 GiB): the Workstation Edition, as third parties quote NVIDIA.
 gh200 (94.50 or 94.88 GiB, by the driver): the version with 96 GB.
 b300 (267.69 GiB): an eighth of HGX B300, which has 36 PFLOPS with sparsity and 600 TFLOPS of fp32.
 gb200 (184.31 GiB): half of a superchip of GB200 NVL72, which has 5 PFLOPS dense and 16 TB/s.
