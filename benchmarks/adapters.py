@@ -124,17 +124,24 @@ def readers(folder: Path, kind: str, rank: int) -> dict[str, float]:
 
 
 def patched(spec: SanaConfig, base: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """diffusers' weights with a file of ComfyUI in them, by the rule of its LoraLoader on NVlabs' names."""
+    """diffusers' weights with a file of ComfyUI in them, by the rules of its LoraLoader on NVlabs' names: W + alpha /
+    rank * B A, and W + diff.
+
+    Raises:
+        KeyError: keys that ComfyUI does not know.
+    """
     theirs = {name: torch.cat([base[part] for part in parts]) for name, parts in nvlabs.parts(spec.shapes()).items()}
     patches = load_file(path)
     for name, weight in theirs.items():
         stem, _, kind = f"diffusion_model.{name}".rpartition(".")
         if kind == "weight" and f"{stem}.lora_A.weight" in patches:
-            a, b, alpha = (patches[f"{stem}.{part}"] for part in ("lora_A.weight", "lora_B.weight", "alpha"))
+            a, b, alpha = (patches.pop(f"{stem}.{part}") for part in ("lora_A.weight", "lora_B.weight", "alpha"))
             weight += (alpha / b.shape[1] * b.flatten(1) @ a.flatten(1)).reshape(weight.shape)
         for ending, of in (("diff", "weight"), ("diff_b", "bias")):
             if kind == of and f"{stem}.{ending}" in patches:
-                weight += patches[f"{stem}.{ending}"]
+                weight += patches.pop(f"{stem}.{ending}")
+    if patches:
+        raise KeyError(", ".join(sorted(patches)))
     ours = nvlabs.renamed({name: nvlabs.Stored(tensor) for name, tensor in theirs.items()}, spec.shapes())
     return {name: part[(slice(None),)] for name, part in ours.items()}
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.models import nvlabs
+from benchmarks.adapters import patched
 from pipeline.models.adapters import Merged, files
 from pipeline.models.adapters.lora import DoRA, LoRA
 from pipeline.models.sana_config import SanaConfig
@@ -132,27 +132,10 @@ def test_a_reader_without_the_header_draws_it_too(dora: bool, tmp_path: Path) ->
 
 
 def comfyui(folder: Path) -> Any:
-    """The base with a file of ComfyUI, by the rules of its LoraLoader: W + alpha / rank * B A, and W + diff."""
-    spec = SanaConfig(**SHAPE, qk_norm="rms_norm_across_heads")
-    base = plain().state_dict()
-    theirs = {name: torch.cat([base[part] for part in parts]) for name, parts in nvlabs.parts(spec.shapes()).items()}
-    patches = load_file(folder / files.COMFYUI_FILE)
-    used = set()
-    for name in theirs:
-        key, kind = f"diffusion_model.{name.rpartition('.')[0]}", name.rpartition(".")[2]
-        if kind == "weight" and f"{key}.lora_A.weight" in patches:
-            a, b, alpha = (patches[f"{key}.{part}"] for part in ("lora_A.weight", "lora_B.weight", "alpha"))
-            theirs[name] = theirs[name] + (alpha / b.shape[1] * b.flatten(1) @ a.flatten(1)).reshape(theirs[name].shape)
-            used |= {f"{key}.{part}" for part in ("lora_A.weight", "lora_B.weight", "alpha")}
-        for end in ("diff", "diff_b"):
-            if kind == {"diff": "weight", "diff_b": "bias"}[end] and f"{key}.{end}" in patches:
-                theirs[name] = theirs[name] + patches[f"{key}.{end}"]
-                used.add(f"{key}.{end}")
-    assert used == patches.keys(), "keys that ComfyUI does not know"
-    stored = {name: nvlabs.Stored(tensor) for name, tensor in theirs.items()}
+    """The base with a file of ComfyUI."""
     model = plain()
-    ours = nvlabs.renamed(stored, spec.shapes())
-    model.load_state_dict({name: part[(slice(None),)] for name, part in ours.items()})
+    spec = SanaConfig(**SHAPE, qk_norm="rms_norm_across_heads")
+    model.load_state_dict(patched(spec, model.state_dict(), folder / files.COMFYUI_FILE))
     return model
 
 
