@@ -126,6 +126,7 @@ def run(
             assert adapter is not None and isinstance(weights, Merged)
             adapter.save(form, weights, work, DTYPES[dtype])
             pictures = copy_pictures(folder.parents[1], document.state.step, work)
+            pictures["before"] = first_drawing(document)
             about |= {"form": form, "adapter": adapter, **_base(config), **pictures}
             text = readme("adapter", config, architecture, **about)
         else:
@@ -135,6 +136,12 @@ def run(
         _mark(config, state, work)
     print(f"exported {stored} to {out}; the call is in its README.md", flush=True)
     return out
+
+
+def first_drawing(document: checkpoints.Document) -> str:
+    """What a run drew before its first step, in words: the base, unless it continued an adapter."""
+    continued = document.began_from is not None or value_at(document.config, "train.adapter.start") is not None
+    return "before this run" if continued else "base"
 
 
 def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:

@@ -13,6 +13,8 @@ from pipeline.cache import layout
 from pipeline.config import load
 from pipeline.models.adapters.lora import LoRA
 from pipeline.reporting.export_readme import copy_pictures, readme
+from pipeline.training.checkpoint import Document
+from stages.export import first_drawing
 from tests.support.drawings import draw, paint
 from tests.support.hub_layouts import SMALL
 
@@ -33,6 +35,7 @@ def written(run: Path, folder: Path, step: int, *overrides: str) -> str:
         weights="last weights",
         state=SimpleNamespace(step=step, snapshot="0" * 32, seed=3),
         **copy_pictures(run, step, folder),
+        before="base",
     )
 
 
@@ -60,3 +63,12 @@ def test_the_call_defines_the_instruction_that_it_passes(tmp_path: Path) -> None
     exec(code.replace("from diffusers import SanaPipeline\n", ""), names)
     assert "complex_human_instruction=json.loads(INSTRUCTION)," in text
     assert names["json"].loads(names["INSTRUCTION"]) == ["Draw this: "]
+
+
+def test_a_run_that_continued_an_adapter_did_not_first_draw_the_base() -> None:
+    def drawn(began: dict[str, Any] | None, start: str | None) -> str:
+        config = {"train": {"adapter": {"start": start}}}
+        return first_drawing(Document(SimpleNamespace(), SMALL, config, {}, began))  # type: ignore[arg-type]
+
+    assert drawn(None, None) == "base"
+    assert drawn({"total": 3}, None) == drawn(None, "lora.safetensors") == "before this run"

@@ -78,7 +78,8 @@ def call_arguments(config: Config, sample_size: int, compression: int) -> dict[s
 
 
 def copy_pictures(run: Path, step: int, folder: Path) -> dict[str, Any]:
-    """Copy what a run drew before its first step, which is the base, and last up to `step` into `folder`/pictures.
+    """Copy what a run drew before its first step and last up to `step` into `folder`/pictures. The first is the base,
+    unless the run continued an adapter.
 
     Returns:
         Values of `adapter.md`: `pictures`, cells of each row of its table (none without both drawings), and
