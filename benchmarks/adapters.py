@@ -114,7 +114,7 @@ def readers(folder: Path, kind: str, rank: int) -> dict[str, float]:
     pipe = SanaPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=models["diffusers"], scheduler=None)
     pipe.load_lora_weights(folder / "diffusers")
     models["comfyui"].load_state_dict(
-        patched(models["comfyui"].state_dict(), next((folder / "comfyui").glob("*.safe*")))
+        patched(SMALL, models["comfyui"].state_dict(), next((folder / "comfyui").glob("*.safe*")))
     )
     models["merged"] = SanaTransformer2DModel.from_pretrained(folder / "merged").eval()
     expected = output(module, theirs=False)
