@@ -30,7 +30,6 @@ class RealStep:
         self, architecture: SanaConfig, train: TrainConfig, shape: Shape, device: torch.device, mesh: DeviceMesh
     ):
         whole = SanaTransformer.on_meta(architecture, numerics(train))
-        whole.reset_buffers()
         self.model = parallelize(whole, mesh, train)
         with torch.no_grad():
             for parameter in self.model.module.parameters():

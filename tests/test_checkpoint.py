@@ -24,8 +24,7 @@ from pipeline.config import Config, ParallelConfig
 from pipeline.errors import ConfigError, NoSpaceError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
-from pipeline.models.sana_files import save_weights
-from pipeline.models.sana_start import InitialValues, Stored
+from pipeline.models.sana_files import WeightFiles, save_weights
 from pipeline.parallel import data_parallel, mesh
 from pipeline.training import assemble, checkpoint, host_copy, metrics, optimizers
 from pipeline.training.host_copy import HostCopy
@@ -330,7 +329,7 @@ def test_the_model_has_no_memory_until_it_is_parallelized(tmp_path: Path, monkey
 def test_any_box_of_a_stored_parameter(tmp_path: Path, dtype: torch.dtype) -> None:
     model = tiny_run.model(tiny_run.config())
     save_weights(model.state_dict(), model.config, tmp_path, dtype, max_shard_bytes=20_000)
-    files, drawn = Stored(tmp_path), InitialValues(model.config, 0)
+    files, drawn = WeightFiles(tmp_path), model.config.initial(0)
     chance = torch.Generator().manual_seed(0)
     for name, whole in model.state_dict().items():
         for _ in range(4):
@@ -371,15 +370,15 @@ def test_a_disk_that_does_not_read_is_not_called_damage(tmp_path: Path, monkeypa
 
 def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
     model = tiny_run.model(tiny_run.config())
-    prints = [InitialValues(model.config, 0).fingerprint(), InitialValues(model.config, 1).fingerprint()]
+    prints = [model.config.initial(0).fingerprint(), model.config.initial(1).fingerprint()]
     for name, change in (("a", 0.0), ("b", 1.0)):
         state = {key: value.clone() for key, value in model.state_dict().items()}
         state["transformer_blocks.1.attn1.to_q.weight"][0, 0] += change
         save_weights(state, model.config, tmp_path / name, torch.float32)
-        prints.append(Stored(tmp_path / name).fingerprint())
+        prints.append(WeightFiles(tmp_path / name).fingerprint())
     assert len(set(prints)) == 4
     save_weights(model.state_dict(), model.config, tmp_path / "c", torch.float32, max_shard_bytes=20_000)
-    assert Stored(tmp_path / "c").fingerprint() == prints[2], "the cut into files does not matter"
+    assert WeightFiles(tmp_path / "c").fingerprint() == prints[2], "the cut into files does not matter"
 
 
 # --------------------------------------------------------------------------------------------------- random numbers

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from pipeline.cli import cli
 from pipeline.config import load, shipped
-from pipeline.models.sana_files import expected_shapes
 from pipeline.training import optimizers
 from stages import demo
 from tests.support import hub_layouts
@@ -78,7 +77,7 @@ def derived(name: str) -> list[str]:
     train, batch = config.train, config.bucket.batch
     side = config.data.resolution // 32
     latent, row = 32 * side * side * 2, shape.caption_channels * 2
-    parameters = sum(_size(sizes) for sizes in expected_shapes(shape).values())
+    parameters = sum(_size(sizes) for sizes in shape.shapes().values())
     state = 16 * parameters / 1e9
     inputs = shape.num_layers * side * side * shape.inner_dim * 4 / 1e9
     assert (train.optim.lr, train.optim.warmup_steps) == (lr, warmup)

@@ -27,7 +27,6 @@ from pipeline.models import encoders
 from pipeline.models import sampler as sampling
 from pipeline.models.sampler import noise_of
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_files import load_transformer
 from pipeline.reporting import draw_latents, encoder_process
 from pipeline.reporting import source_pictures as reading
 from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
@@ -36,6 +35,7 @@ from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
 from tests.support.messages import naming
+from tests.support.tiny_sana import load_transformer
 
 CAPTIONS = ("A red square", "a green square", "a blue field", "a yellow wall", "a grey road", "a white door")
 
@@ -541,7 +541,6 @@ def test_new_prompts_are_drawn_as_in_training(
     architecture, weights = checkpoints.load_model_state(trained.checkpoint)
     model = SanaTransformer.on_meta(architecture)
     model.load_state_dict(weights, assign=True)
-    model.reset_buffers()
     alone = sampling.sample(
         model.eval(),
         captions[1:],

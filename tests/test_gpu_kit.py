@@ -24,7 +24,6 @@ from benchmarks.gpu.__main__ import headline, measured
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.sizes import Sizes
 from pipeline.launch import Launch
-from pipeline.models.sana_flops import training_flops
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
@@ -235,7 +234,7 @@ def test_operations_on_padding_count_only_where_padding_is_computed() -> None:
     mask = steps.batch_of(sizes, 4, packed=True).mask
     assert int(mask.sum()) < mask.numel() == 4 * sizes.rows
     for packed, rows in ((False, mask.numel()), (True, int(mask.sum()))):
-        assert steps.step_flops(sizes, 4, packed) == training_flops(sizes.config, 4, sizes.side**2, rows)
+        assert steps.step_flops(sizes, 4, packed) == sizes.config.training_flops(4, sizes.side**2, rows)
 
 
 def test_the_page_names_rows_that_exist_for_every_path() -> None:

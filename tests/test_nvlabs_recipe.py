@@ -15,10 +15,11 @@ from pipeline.kernels.linear_attention import linear_attention
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import deinterleave, load_transformer, save_weights
+from pipeline.models.sana_files import deinterleave, save_weights
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
 from tests.support import nvlabs_reference as nvlabs
+from tests.support.tiny_sana import load_transformer
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -29,19 +29,13 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub, nvlabs
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import (
-    WeightFiles,
-    expected_shapes,
-    load_transformer,
-    load_weights,
-    save_nvlabs,
-    save_weights,
-)
+from pipeline.models.sana_files import WeightFiles, save_nvlabs, save_weights
 from pipeline.reporting import encoder_process
 from stages import bucket, check, encode, export, sample, train
 from tests.support import hub_layouts
 from tests.support.hub_layouts import RELEASED, Set
 from tests.support.messages import naming
+from tests.support.tiny_sana import load_transformer, load_weights
 
 BIG = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
 SMALL = "Efficient-Large-Model/Sana_600M_512px_diffusers"
@@ -242,7 +236,7 @@ def test_names_and_shapes_of_nvlabs_both_ways(name: str) -> None:
         cross_attention_head_dim=heads[1],
         qk_norm="rms_norm_across_heads" if norm else None,
     )
-    ours = expected_shapes(config)
+    ours = config.shapes()
     read = nvlabs.renamed({key: one for key, one in stored.items() if key != "pos_embed"}, ours)
     assert {key: tuple(one.get_shape()) for key, one in read.items()} == ours
     written = {key: (sum(ours[p][0] for p in parts), *ours[parts[0]][1:]) for key, parts in nvlabs.parts(ours).items()}

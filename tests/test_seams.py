@@ -14,7 +14,6 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.models import adapters
 from pipeline.models.adapters.lora import DoRA, LoRA
-from pipeline.models.sana_start import InitialValues
 from pipeline.parallel.mesh import open_mesh
 from pipeline.training import build, checkpoint, metrics
 from pipeline.training.assemble import Assembled, Trainable, assemble
@@ -107,7 +106,7 @@ def test_another_base_and_another_part_are_refused(folder: Path, monkeypatch: py
     whole = tiny_run.task(given)
     with pytest.raises(CheckpointError, match="adapter"):
         seams.fit(given, whole, Launch(), resume="auto", log=lambda line: None)
-    monkeypatch.setattr(build, "start_values", lambda config, spec: InitialValues(spec, 7))
+    monkeypatch.setattr(build, "start_values", lambda config, spec: spec.initial(7))
     with pytest.raises(CheckpointError, match="another base"):
         seams.run("low rank", given, resume="auto")
 

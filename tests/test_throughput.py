@@ -22,7 +22,6 @@ from pipeline.cli import plan
 from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
-from pipeline.models.sana_flops import forward_flops, training_flops
 from pipeline.parallel.mesh import Layout, open_mesh
 from pipeline.training import build, checks, memory, metrics, remedies, throughput, trackers
 from pipeline.training.step import Outcome
@@ -45,10 +44,10 @@ def test_flops_from_shapes_are_those_that_the_counter_sees(patch: int) -> None:
     tokens = 6 * 12 // patch**2
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
         out = model(*given)
-    assert forward.get_total_flops() == forward_flops(config, 3, tokens, 30)
+    assert forward.get_total_flops() == config.forward_flops(3, tokens, 30)
     with FlopCounterMode(display=False) as backward:
         out.sum().backward()
-    assert forward.get_total_flops() + backward.get_total_flops() == training_flops(config, 3, tokens, 30)
+    assert forward.get_total_flops() + backward.get_total_flops() == config.training_flops(3, tokens, 30)
 
 
 def test_peaks_are_found_by_the_names_that_torch_gives() -> None:
@@ -87,7 +86,7 @@ def test_a_row_counts_tokens_flops_and_memory(tmp_path: Path) -> None:
     batches = [tiny_run.global_batch(step) for step in (0, 1)]
     shown = sum(int(batch.mask.sum()) for batch in batches)
     tokens = shown + sum(8 * batch.latents[0, 0].numel() for batch in batches)
-    flops = sum(training_flops(model.config, 8, b.latents[0, 0].numel(), b.mask.numel()) for b in batches)
+    flops = sum(model.config.training_flops(8, b.latents[0, 0].numel(), b.mask.numel()) for b in batches)
     elapsed = 16 / row["images_per_s"]
     assert row["tokens_per_s"] * elapsed == pytest.approx(tokens)
     assert row["mfu"] * elapsed * 1e9 == pytest.approx(flops)
@@ -139,7 +138,7 @@ def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch:
     counts.add(Outcome(2, torch.tensor(2.0), torch.tensor(9.0), 8, (8, 4), skipped=True), pieces[1:], 0.25)
     row = counts.row(3)
     computed = (9, 2, 2) if packed else (15, 5, 5)
-    flops = sum(training_flops(shape, n, 8, rows) for n, rows in zip((3, 1, 1), computed))
+    flops = sum(shape.training_flops(n, 8, rows) for n, rows in zip((3, 1, 1), computed))
     expected = {"loss": 1.5, "grad_norm": 3.0, "images_per_s": 4.0, "data_wait": 0.375, "forward_tokens": 24}
     expected |= {"tokens_per_s": (5 * 8 + 9 + 2 + 2) * 1.5 / 4, "padded_tokens": 18, "quarantined": 4}
     expected |= {"model_tflops": flops * 1.5 / 4 / 1e12, "mfu": flops * 1.5 / 4 / 0.5e12 / 2}

@@ -33,7 +33,6 @@ from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.models.adapters import adapter_of
 from pipeline.models.objective import FlowMatching
-from pipeline.models.sana_flops import training_flops
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.shards import local
@@ -68,7 +67,7 @@ def lengths_of(sizes: Sizes, samples: int) -> Tensor:
 def step_flops(sizes: Sizes, samples: int, packed: bool) -> int:
     """Operations of the model in one step. Padding counts where it is computed, so not in packed captions."""
     rows = int(lengths_of(sizes, samples).sum()) if packed else samples * sizes.rows
-    return training_flops(sizes.config, samples, sizes.side**2, rows)
+    return sizes.config.training_flops(samples, sizes.side**2, rows)
 
 
 def batch_of(sizes: Sizes, samples: int, packed: bool, shape: tuple[int, int] | None = None) -> Batch:

@@ -97,24 +97,6 @@ class SanaTransformer(SanaEnds):
             hidden = block(hidden, context, bias, modulation, height, width)
         return self.head(hidden, embedded, height, width)
 
-    @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Overwrite every parameter with NVlabs' from-scratch initialisation (see `initial_value`). The values depend
-        only on the seed and the parameter's name, not on the device or the order."""
-        for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(name, tuple(parameter.shape), seed, self.config))
-
-    def reset_buffers(self) -> None:
-        """Call it after `to_empty`, which leaves buffers undefined. This model has none (it computes its position
-        embedding in the forward pass).
-
-        Raises:
-            RuntimeError: a buffer was added from outside; its content is unknown here.
-        """
-        names = [name for name, _ in self.named_buffers()]
-        if names:
-            raise RuntimeError(f"buffers that the model did not create cannot be restored: {', '.join(names)}")
-
     @classmethod
     def on_meta(cls, config: SanaConfig, numerics: Numerics = DIFFUSERS) -> SanaTransformer:
         """The model without memory: names and shapes only."""
@@ -122,16 +104,12 @@ class SanaTransformer(SanaEnds):
             return cls(config, numerics)
 
     @classmethod
+    @torch.no_grad()
     def from_scratch(
-        cls,
-        config: SanaConfig,
-        seed: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        numerics: Numerics = DIFFUSERS,
+        cls, config: SanaConfig, seed: int, dtype: torch.dtype = torch.float32, numerics: Numerics = DIFFUSERS
     ) -> SanaTransformer:
-        """A model with `initialise(seed)` weights, without initialising it twice."""
-        model = cls.on_meta(config, numerics).to(dtype).to_empty(device=device)
-        model.initialise(seed)
-        model.reset_buffers()
+        """A model on the CPU with the values of `initial_value`."""
+        model = cls.on_meta(config, numerics).to(dtype).to_empty(device="cpu")
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, tuple(parameter.shape), seed, config))
         return model

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 from pipeline.config import ArchConfig, TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.models.spec import SANA, ModelSpec, Values, read_json
+from pipeline.models.spec import SANA, DrawnValues, ModelSpec, Values, read_json
 
 CLASS_NAME = SANA
+_SINUSOID = 256
+"""Width of the timestep's embedding before its layers."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,28 @@ class SanaConfig(ModelSpec):
             )
         return replace(self, sample_size=sample_size)
 
+    def forward_flops(self, samples: int, tokens: int, text_rows: int) -> int:
+        """Operations of the matrix products and convolutions of a forward pass, as torch's `flop_counter` counts them;
+        from shapes alone, since it is done for every step. Arguments as in `training_flops`."""
+        dim, hidden = self.inner_dim, self.glu_channels
+        image = samples * tokens
+        attention = 4 * dim**2 + 2 * (self.attention_head_dim + 1) * dim  # projections; two products per head
+        glu = 2 * dim * hidden + 9 * 2 * hidden + hidden * dim
+        block = image * (attention + 2 * dim**2 + glu) + text_rows * (2 * dim**2 + 2 * tokens * dim)
+        ends = 2 * image * self._patch_values * dim + samples * (_SINUSOID * dim + dim**2 + 6 * dim**2)
+        text = text_rows * (self.caption_channels * dim + dim**2)
+        return 2 * (self.num_layers * block + ends + text)
+
+    def training_flops(self, samples: int, tokens: int, text_rows: int) -> int:
+        """Three forward passes (each product's gradient is two products of its size) without the gradients of the
+        model's inputs. Recomputation does not count: "model FLOPs" (PaLM, arXiv 2204.02311, app. B)."""
+        inputs = samples * tokens * self._patch_values + text_rows * self.caption_channels + samples * _SINUSOID
+        return 3 * self.forward_flops(samples, tokens, text_rows) - 2 * inputs * self.inner_dim
+
+    @property
+    def _patch_values(self) -> int:
+        return self.in_channels * self.patch_size**2
+
     @property
     def described(self) -> str:
         norm = "true" if self.qk_norm else "false"
@@ -178,24 +203,19 @@ class SanaConfig(ModelSpec):
         return SanaTransformer.on_meta(self, DIFFUSERS if train is None else numerics(train))
 
     def stored(self, place: Path, variant: str | None = None) -> Values:
-        from pipeline.models.sana_start import Stored
+        from pipeline.models.sana_files import WeightFiles
 
-        return Stored(place, variant)
+        return WeightFiles(place, variant)
 
     def initial(self, seed: int) -> Values:
-        from pipeline.models.sana_start import InitialValues
+        from pipeline.models.sana_init import initial_value
 
-        return InitialValues(self, seed)
+        return DrawnValues(self.shapes(), partial(initial_value, config=self), seed, largest=1 << 16)
 
     def rows_from_file(self, name: str, tensor: Tensor) -> Tensor:
         from pipeline.models.sana_files import interleave
 
         return interleave(name, tensor)
-
-    def training_flops(self, samples: int, tokens: int, text_rows: int) -> int:
-        from pipeline.models.sana_flops import training_flops
-
-        return training_flops(self, samples, tokens, text_rows)
 
     def rows_to_file(self, name: str, tensor: Tensor) -> Tensor:
         from pipeline.models.sana_files import deinterleave

@@ -1,8 +1,8 @@
 """Sana's weights in and out of a diffusers folder, and of files with NVlabs' names.
 
-What: `WeightFiles` reads any slice of a parameter from safetensors in one file or in shards with an index;
-`load_weights` and `load_transformer` read all of them, `save_weights` writes them one at a time. `interleave` and
-`deinterleave` convert between diffusers' channel order, which exists only in files, and ours.
+What: `WeightFiles` reads any slice of a parameter, so that a process reads only its shards; `save_weights` writes them
+one at a time. `interleave` and `deinterleave` convert between diffusers' channel order, which exists only in files,
+and ours.
 Why not safetensors' writer: it needs all tensors of a file at once (5 GB by default). The tests read what is written
 here with safetensors and diffusers.
 """
@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from pipeline.errors import UserError, writing
 from pipeline.models import hub, nvlabs
-from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, read_config
+from pipeline.models.spec import raw_bytes
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 MAX_SHARD_BYTES = 5_000_000_000  # diffusers' default, "5GB"
@@ -48,11 +49,6 @@ def deinterleave(name: str, tensor: Tensor) -> Tensor:
     if not name.endswith(_GLU_PARAMETERS):
         return tensor
     return tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1).contiguous()
-
-
-def expected_shapes(config: SanaConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, in the model's order (nothing is allocated)."""
-    return {name: tuple(parameter.shape) for name, parameter in SanaTransformer.on_meta(config).named_parameters()}
 
 
 def _slices(paths: Sequence[Path]) -> dict[str, Any]:
@@ -93,7 +89,7 @@ class WeightFiles:
         place = Path(place)
         if place.is_file():
             self.config, stored, note = nvlabs.read(place, variant)
-            self._slices = nvlabs.renamed(stored, expected_shapes(self.config))
+            self._slices = nvlabs.renamed(stored, self.config.shapes())
             names: tuple[str, ...] = (place.name,)
         else:
             self.config = read_config(place)
@@ -102,7 +98,7 @@ class WeightFiles:
             names = chosen.files
             note = f"; {chosen.instead_of} beside it is not used" if chosen.instead_of else ""
         self.shapes = {name: tuple(part.get_shape()) for name, part in self._slices.items()}
-        expected = expected_shapes(self.config)
+        expected = self.config.shapes()
         _check_names(expected, self.shapes, str(place))
         for name, shape in expected.items():
             _check_shape(name, shape, self.shapes[name], str(place))
@@ -130,6 +126,18 @@ class WeightFiles:
             )
         return box
 
+    def fingerprint(self) -> str:
+        """Covers dtype, shape and up to 64 values of the first, middle and last row of every parameter: it
+        distinguishes models, not single flipped bits."""
+        digest = xxhash.xxh3_128()
+        for name, shape in sorted(self.shapes.items()):
+            digest.update(f"{name} {shape} {self.dtype(name)}\0".encode())
+            for row in sorted({0, shape[0] // 2, shape[0] - 1}):
+                lengths = [1, *(min(side, 64) for side in shape[1:])]
+                box = self.read(name, [row] + [0] * (len(shape) - 1), lengths)
+                digest.update(raw_bytes(box.flatten()[:64]))
+        return digest.hexdigest()
+
     def _box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         stored, rest = self._slices[name], [slice(a, a + n) for a, n in zip(offsets, lengths, strict=True)][1:]
         begin, end = offsets[0], offsets[0] + lengths[0]
@@ -138,31 +146,6 @@ class WeightFiles:
         half, first, last = self.shapes[name][0] // 2, begin // 2, (end + 1) // 2  # the pairs of value and gate
         values, gates = stored[(slice(first, last), *rest)], stored[(slice(half + first, half + last), *rest)]
         return interleave(name, torch.cat([values, gates]))[begin - 2 * first : end - 2 * first]
-
-
-def load_weights(folder: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor]]:
-    """The configuration, and every parameter on the CPU in the file's dtype and our layout. Arguments and errors as in
-    `WeightFiles`."""
-    files = WeightFiles(folder, variant)
-    return files.config, {name: files.read(name, [0] * len(shape), shape) for name, shape in files.shapes.items()}
-
-
-def load_transformer(
-    folder: Path,
-    dtype: torch.dtype | None = torch.float32,
-    device: torch.device | str = "cpu",
-    variant: str | None = None,
-) -> SanaTransformer:
-    """Build from a diffusers transformer folder; `dtype=None` keeps the file's. Errors as in `load_weights`."""
-    config, weights = load_weights(folder, variant)
-    for name in list(weights):
-        # a copy: the loaded tensor maps the file, which may change or shrink later
-        weights[name] = weights[name].to(device=device, dtype=dtype, copy=True)
-    model = SanaTransformer.on_meta(config)
-    model.load_state_dict(weights, assign=True)
-    model.requires_grad_(True)
-    model.reset_buffers()
-    return model
 
 
 def save_weights(
@@ -189,7 +172,7 @@ def save_weights(
         UserError: parameters missing, unexpected or of another shape (named); the folder cannot be written.
     """
     folder = Path(folder)
-    shapes = expected_shapes(config)
+    shapes = config.shapes()
     _check_names(shapes, state_dict, "the model to be saved")
     shards: list[list[str]] = [[]]
     free, total = max_shard_bytes, 0
@@ -238,7 +221,7 @@ def save_nvlabs(
     Args:
         text_rows: of a caption (`text.max_length`, their `model_max_length`).
     """
-    shapes = expected_shapes(config)
+    shapes = config.shapes()
     _check_names(shapes, state_dict, "the model to be saved")
     buffers = nvlabs.buffers(config, text_rows)
     tensors = nvlabs.parts(shapes) | {name: [name] for name in buffers}
@@ -277,7 +260,7 @@ def write_file(
         for name in (name for names in tensors.values() for name in names):
             whole = state_dict[name].detach()
             _check_shape(name, shapes[name], tuple(whole.shape), "the model to be saved")
-            stored = deinterleave(name, whole).to(device="cpu", dtype=dtype).contiguous()
+            stored = deinterleave(name, whole).to(device="cpu", dtype=dtype)
             if dtype == torch.float16 and not torch.isfinite(stored).all() and torch.isfinite(whole).all():
                 raise UserError(
                     f"parameter {name} has values that float16 cannot hold",
@@ -285,7 +268,7 @@ def write_file(
                     found=f"{float(whole.abs().max()):g}",
                     fix="another --dtype",
                 )
-            out.write(stored.flatten().view(torch.uint8).numpy().data)
+            out.write(raw_bytes(stored))
     os.replace(temporary, path)
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -49,6 +51,37 @@ class Values(Protocol):
     def description(self) -> str:
         """For the log; empty for values that are drawn."""
         ...
+
+
+class DrawnValues:
+    """Values that `draw(name, shape, seed)` makes, on the CPU.
+
+    Args:
+        largest: size of the largest parameter that the fingerprint covers, since it has to be drawn.
+    """
+
+    description = ""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        draw: Callable[[str, tuple[int, ...], int], Tensor],
+        seed: int,
+        largest: int = sys.maxsize,
+    ):
+        self.shapes, self._draw, self._seed, self._largest = shapes, draw, seed, largest
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        whole = self._draw(name, self.shapes[name], self._seed)
+        return whole[tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))]
+
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128(f"{self._seed}".encode())
+        for name, shape in sorted(self.shapes.items()):
+            digest.update(f"{name} {shape}\0".encode())
+            if math.prod(shape) <= self._largest:
+                digest.update(raw_bytes(self._draw(name, shape, self._seed)))
+        return digest.hexdigest()
 
 
 class ModelSpec(ABC):
@@ -232,8 +265,13 @@ def digest_of(values: Values) -> str:
     for name, shape in sorted(values.shapes.items()):
         whole = values.read(name, [0] * len(shape), shape)
         digest.update(f"{name} {tuple(shape)} {whole.dtype}\0".encode())
-        digest.update(whole.contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(raw_bytes(whole))
     return digest.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the CPU, row by row."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def reset_buffers(module: nn.Module) -> None:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import Adapter
-from pipeline.models.spec import ModelSpec, Values, reset_buffers
+from pipeline.models.spec import DrawnValues, ModelSpec, Values, reset_buffers
 from pipeline.parallel.parallelize import EXTRA, ParallelModel, parallelize
 from pipeline.training import optimizers
 from pipeline.training.ema import EMA
@@ -66,30 +65,11 @@ class Trainable:
         """Start values of all parameters of `module`: the model's, the adapter's, the recipe's."""
         added = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in base.shapes}
         own = {name: shape for name, shape in added.items() if name.startswith(f"{EXTRA}.")}
-        parts: list[Values] = [base, _Drawn(own, self.recipe.initial, seed)]
+        parts: list[Values] = [base, DrawnValues(own, self.recipe.initial, seed)]
         if self.adapter is not None:
             shapes = {name: shape for name, shape in added.items() if name not in own}
-            parts.append(_Drawn(shapes, partial(self.adapter.initial, base=base), seed))
+            parts.append(DrawnValues(shapes, partial(self.adapter.initial, base=base), seed))
         return _Joined(parts)
-
-
-class _Drawn:
-    """Values that depend on name, shape and seed."""
-
-    description = ""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], draw: Callable[..., Tensor], seed: int):
-        self.shapes, self._draw, self._seed = shapes, draw, seed
-
-    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        whole = self._draw(name, self.shapes[name], self._seed)
-        return whole[tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))]
-
-    def fingerprint(self) -> str:
-        digest = xxhash.xxh3_128(f"{self._seed}".encode())
-        for name, shape in sorted(self.shapes.items()):
-            digest.update(f"{name} {shape} {float(self._draw(name, shape, self._seed).double().sum())}\0".encode())
-        return digest.hexdigest()
 
 
 class _Joined:

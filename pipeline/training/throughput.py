@@ -4,7 +4,7 @@ What: `Throughput` counts on each process; `row` combines the counts of all proc
 Price: one small gather per row.
 
 Units: a token is an image token (a patch of the latent) or an unmasked caption row; padding does not count. MFU is
-model FLOPs (`pipeline.models.sana_flops`: forward and backward pass, without recomputation) per second over the GPUs'
+model FLOPs (`ModelSpec.training_flops`: forward and backward pass, without recomputation) per second over the GPUs'
 peak in the run's precision, without sparsity.
 """
 

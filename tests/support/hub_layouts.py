@@ -35,7 +35,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import expected_shapes
 
 SMALL = SanaConfig(
     in_channels=16,
@@ -98,9 +97,7 @@ def build(root: Path, name: str, models: Path, config: SanaConfig = SMALL, seed:
         config: of the transformer, whose weights are drawn.
     """
     generator = torch.Generator().manual_seed(seed)
-    weights = {
-        key: torch.randn(shape, generator=generator) * 0.1 for key, shape in sorted(expected_shapes(config).items())
-    }
+    weights = {key: torch.randn(shape, generator=generator) * 0.1 for key, shape in sorted(config.shapes().items())}
     for part, sets in RELEASED[name].items():
         folder = root / part
         folder.mkdir(parents=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_files import WeightFiles
 
 TINY = SanaConfig(
     in_channels=4,
@@ -40,3 +43,20 @@ def inputs(shape: tuple[int, int], seed: int = 4) -> tuple[Tensor, Tensor, Tenso
     captions = torch.randn(3, 10, 24, generator=generator)
     mask = torch.arange(10)[None] < torch.tensor([[5], [0], [10]])  # the second sample masks everything
     return latents, captions, mask, torch.tensor([873.0, 1.0, 500.0])
+
+
+def load_weights(folder: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor]]:
+    """The configuration, and every parameter in the file's dtype and our layout."""
+    files = WeightFiles(folder, variant)
+    return files.config, {name: files.read(name, [0] * len(shape), shape) for name, shape in files.shapes.items()}
+
+
+def load_transformer(
+    folder: Path, dtype: torch.dtype | None = torch.float32, variant: str | None = None
+) -> SanaTransformer:
+    """The model in a folder; `dtype=None` keeps the file's."""
+    config, weights = load_weights(folder, variant)
+    copies = {name: value.to(dtype=dtype, copy=True) for name, value in weights.items()}
+    model = SanaTransformer.on_meta(config)
+    model.load_state_dict(copies, assign=True)
+    return model.requires_grad_(True)

@@ -25,8 +25,7 @@ from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import load_weights, save_weights
-from pipeline.models.sana_start import InitialValues, Stored
+from pipeline.models.sana_files import WeightFiles, save_weights
 from pipeline.models.spec import Values
 from pipeline.parallel import collectives, mesh
 from pipeline.parallel.load_sharded import load_sharded
@@ -34,6 +33,7 @@ from pipeline.parallel.parallelize import parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
+from tests.support.tiny_sana import load_weights
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.strategies import DDP, FSDP2, TP
 
@@ -176,8 +176,8 @@ def filled(name: str, world: int, parallel: dict[str, Any]) -> None:
         result = {}
         with mesh.open_mesh(own, settings.train.parallel, torch.device("cpu")) as group:
             sources: dict[str, tuple[Values, dict[str, Tensor]]] = {
-                "drawn": (InitialValues(config, 3), dict(SanaTransformer.from_scratch(config, 3).named_parameters())),
-                "stored": (Stored(FOLDER / "stored"), load_weights(FOLDER / "stored")[1]),
+                "drawn": (config.initial(3), dict(SanaTransformer.from_scratch(config, 3).named_parameters())),
+                "stored": (WeightFiles(FOLDER / "stored"), load_weights(FOLDER / "stored")[1]),
             }
             for kind, (source, expected) in sources.items():
                 module = parallelize(SanaTransformer.on_meta(config), group, settings.train).module
@@ -217,14 +217,14 @@ def memory() -> None:
 
         with mesh.open_mesh(own, settings.train.parallel, torch.device("cpu")) as group:
             result: dict[str, Any] = {}
-            for kind, source in (("drawn", InitialValues(LARGE, 0)), ("stored", Stored(FOLDER / "large"))):
+            for kind, source in (("drawn", LARGE.initial(0)), ("stored", WeightFiles(FOLDER / "large"))):
                 handed[0], seen[0], before = 0, 0, resident()
                 module = parallelize(SanaTransformer.on_meta(LARGE), group, settings.train).module
                 load_sharded(module, counted(source))
                 result[kind] = {"grown": max(seen[0], resident()) - before, "read": handed[0]}
                 del module
             everyone = collectives.all_gather_objects(result)
-        elements = sum(torch.Size(shape).numel() for shape in InitialValues(LARGE, 0).shapes.values())
+        elements = sum(torch.Size(shape).numel() for shape in LARGE.initial(0).shapes.values())
         return {"processes": everyone, "model": 4 * elements, "file": file_size()}
 
     def file_size() -> int:
