@@ -24,6 +24,7 @@ from pipeline.images import buckets
 from pipeline.models import encoders, hub
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, spec_at, spec_from_arch
+from pipeline.models.text import TOKENIZER_FILES, load_tokenizer, text_width
 
 
 @dataclass
@@ -54,7 +55,7 @@ def run(config: Config, as_json: bool = False) -> int:
         0, or the exit code of an error in the configuration.
     """
     vae = _inspect(_Part("VAE", config.vae, "encode"), encoders.vae_shape)
-    text = _inspect(_Part("text encoder", config.text, "encode"), encoders.text_width)
+    text = _inspect(_Part("text encoder", config.text, "encode"), text_width)
     parts = [vae, text, _tokenizer(config)]
     if config.vae.decoder is not None:
         parts.append(_inspect(_Part("decoder", config.vae.decoder, "sample"), encoders.decoder_shape))
@@ -135,14 +136,14 @@ def _tokenizer(config: Config) -> _Part:
     try:
         listing = None if hub.is_local(place) else hub.sizes(place)
         # a gated repository lists its files to everyone but delivers none, so one is fetched
-        folder = hub.resolve(place, encoders.TOKENIZER_FILES if listing is None else ("tokenizer_config.json",))
+        folder = hub.resolve(place, TOKENIZER_FILES if listing is None else ("tokenizer_config.json",))
         settings = folder / "tokenizer_config.json"
         if listing is not None and settings.is_file() and "auto_map" in hub.read_json(settings):
             # it may name code: it is loaded below
-            folder = hub.resolve(place, encoders.TOKENIZER_FILES)
+            folder = hub.resolve(place, TOKENIZER_FILES)
         local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
         available = local if listing is None else listing
-        files = {name: size for name, size in available.items() if name in encoders.TOKENIZER_FILES}
+        files = {name: size for name, size in available.items() if name in TOKENIZER_FILES}
         if not {"tokenizer.json", "tokenizer.model"} & set(files):
             raise hub.ModelError(
                 f"{place.id}/{place.subfolder or ''} holds no tokenizer",
@@ -153,7 +154,7 @@ def _tokenizer(config: Config) -> _Part:
         part.files, part.size = tuple(files), sum(files.values())
         part.to_fetch = sum(size for name, size in files.items() if local.get(name) != size)
         if not part.to_fetch:
-            encoders.load_tokenizer(folder)
+            load_tokenizer(folder)
     except UserError as error:
         part.problem = error
     return part

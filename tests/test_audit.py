@@ -23,6 +23,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.loader.loader import Loader
 from pipeline.models import encoders
+from pipeline.models.text import TextEncoder
 from pipeline.work.stop import Stopped
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
@@ -68,7 +69,7 @@ def test_one_flipped_byte_is_named_and_exactly_it_is_restored(
     assert finding["records"] == [row["key"].hex()]
     assert finding["path"] == path.relative_to(cache.root).as_posix()
     seen = []
-    for cls in (encoders.LatentEncoder, encoders.TextEncoder):
+    for cls in (encoders.LatentEncoder, TextEncoder):
         real = cls.encode
         monkeypatch.setattr(cls, "encode", lambda self, batch, real=real: seen.append(len(batch)) or real(self, batch))
     assert stages.verify.run(config, repair=True) == 0
@@ -88,10 +89,8 @@ def test_a_caption_is_made_again_in_the_mode_that_made_it(
     whole = path.read_bytes()
     flip(path, row["offset"] + 5)
     modes = []
-    real = encoders.TextEncoder.encode
-    monkeypatch.setattr(
-        encoders.TextEncoder, "encode", lambda self, some: (modes.append(self.mode), real(self, some))[1]
-    )
+    real = TextEncoder.encode
+    monkeypatch.setattr(TextEncoder, "encode", lambda self, some: (modes.append(self.mode), real(self, some))[1])
     assert stages.verify.run(other, repair=True) == 0
     assert modes == [mode]
     assert path.read_bytes() == whole
@@ -105,10 +104,8 @@ def test_where_the_bytes_differ_the_new_plan_names_the_mode_that_made_it(
     cache = Cache(config.cache)
     path, row = a_record(cache, "text")
     flip(path, row["offset"] + 5)
-    real = encoders.TextEncoder.encode
-    monkeypatch.setattr(
-        encoders.TextEncoder, "encode", lambda self, some: [rows ^ np.uint16(1) for rows in real(self, some)]
-    )
+    real = TextEncoder.encode
+    monkeypatch.setattr(TextEncoder, "encode", lambda self, some: [rows ^ np.uint16(1) for rows in real(self, some)])
     assert stages.verify.run(config, repair=True) == 0
     recipe = cache.recipes("text")[0].name
     [commit] = index.commits(cache.files, recipe, 1)

@@ -34,6 +34,7 @@ from pipeline.encoding import rebuild, repair, unit_records
 from pipeline.errors import IntegrityError
 from pipeline.images import buckets
 from pipeline.models import encoders
+from pipeline.models.text import TextEncoder
 from tests.support import synthetic, tiny_cache
 from tests.support.damage import flip
 from tests.support.lowered import lower_limits
@@ -563,7 +564,7 @@ def test_repair_loads_one_encoder_at_a_time(config: Config, monkeypatch: pytest.
     for path in cache.root.glob("shards/*/*/*.tar"):
         path.unlink()
     alive: list[weakref.ref[object]] = []
-    for cls in (encoders.LatentEncoder, encoders.TextEncoder):
+    for cls in (encoders.LatentEncoder, TextEncoder):
         real = cls.load
 
         def load(*arguments: Any, real: Callable[..., Any] = real) -> Any:

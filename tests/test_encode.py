@@ -33,6 +33,8 @@ from pipeline.config import Config
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.images import vips_decoder
 from pipeline.models import encoders
+from pipeline.models.frozen import NonFiniteOutputError
+from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
@@ -60,7 +62,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model was loaded although there is nothing to encode")
 
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
-    monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
+    monkeypatch.setattr(TextEncoder, "load", refuse)
 
 
 def picture(path: Path, seed: int, size: tuple[int, int] = (90, 70)) -> None:
@@ -675,7 +677,7 @@ def test_non_finite_output_is_rejected_never_stored(
     def encode(self: encoders.LatentEncoder, images: np.ndarray) -> np.ndarray:
         bad = [i for i, image in enumerate(images) if abs(image.mean() - poisoned.mean()) < 1.0]
         if bad:
-            raise encoders.NonFiniteOutputError("image encoder", bad, "fp32")
+            raise NonFiniteOutputError("image encoder", bad, "fp32")
         return real(self, images)
 
     monkeypatch.setattr(encoders.LatentEncoder, "encode", encode)
@@ -738,7 +740,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
         return real(self, temporary, name)
 
     monkeypatch.setattr(Files, "publish", publish)
-    originals = encoders.LatentEncoder.load, encoders.TextEncoder.load
+    originals = encoders.LatentEncoder.load, TextEncoder.load
     loaded = {
         kind: load(section, *rest, "cpu")
         for kind, load, section, rest in (
@@ -747,7 +749,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
         )
     }
     monkeypatch.setattr(encoders.LatentEncoder, "load", lambda *a: loaded["latent"])
-    monkeypatch.setattr(encoders.TextEncoder, "load", lambda *a: loaded["text"])
+    monkeypatch.setattr(TextEncoder, "load", lambda *a: loaded["text"])
     kills = 0
     first = random.randint(1, step)
     for instant in range(first, 200, step):

@@ -27,6 +27,7 @@ from pipeline.encoding import unit_records
 from pipeline.encoding.fragments import Fragments
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
+from pipeline.models.text import TextEncoder
 from pipeline.sources.tars import TarSource
 from tests.support.http_server import serve
 from tests.support.lowered import lower_limits
@@ -296,7 +297,7 @@ def test_the_same_pictures_elsewhere_are_not_encoded_again(
         raise AssertionError("a model was loaded although there is nothing to encode")
 
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
-    monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
+    monkeypatch.setattr(TextEncoder, "load", refuse)
     for data in ("tars", "set.parquet", "list.jsonl"):
         assert stages.encode.run(config, data=str(pictures / data), source_name=data[:4])["images"] == 0
     stages.bucket.run(config)

@@ -22,6 +22,8 @@ from pipeline.config import TextConfig, VaeConfig, Weights
 from pipeline.demo import photographs, small_models
 from pipeline.errors import UserError
 from pipeline.models import encoders, hub
+from pipeline.models.frozen import NonFiniteOutputError, bf16_bits, from_bits, provenance_of
+from pipeline.models.text import TextEncoder, count_rows, describe_text
 from pipeline.sources import caption_rules as rules
 from tests.support import tiny_models
 from tests.support.messages import naming
@@ -57,8 +59,8 @@ def pipe(folder: Path):
 
 
 @pytest.fixture(scope="module")
-def text(folder: Path) -> encoders.TextEncoder:
-    return encoders.TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), INSTRUCTION, "cpu")
+def text(folder: Path) -> TextEncoder:
+    return TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), INSTRUCTION, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def images() -> np.ndarray:
 
 
 @torch.inference_mode()
-def exact(encoder: encoders.TextEncoder, captions: list[str]) -> list[torch.Tensor]:
+def exact(encoder: TextEncoder, captions: list[str]) -> list[torch.Tensor]:
     """The rows before they are rounded to bf16."""
     encoder.encode(captions)
     return encoder.run(encoder.token_ids(captions)[0])
@@ -99,7 +101,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("mode", ["auto", "exact"])
 def test_rows_equal_those_of_sana_pipeline(folder: Path, pipe, mode: Literal["auto", "exact"], max_length: int) -> None:
     config = TextConfig(id=str(folder), dtype="fp32", max_length=max_length, mode=mode)
-    encoder = encoders.TextEncoder.load(config, INSTRUCTION, "cpu")
+    encoder = TextEncoder.load(config, INSTRUCTION, "cpu")
     mine = exact(encoder, [rules.normalise(c, "diffusers") for c in CAPTIONS])
     theirs = reference(pipe, CAPTIONS, max_sequence_length=max_length)
     assert [len(rows) for rows in mine] == [len(rows) for rows in theirs]
@@ -110,7 +112,7 @@ def test_rows_equal_those_of_sana_pipeline(folder: Path, pipe, mode: Literal["au
 
 def test_the_comparison_notices_a_wrong_rule(folder: Path, pipe) -> None:
     """Sabotage: one position further, another quote in the instruction, no lowering; each must differ."""
-    encoder = encoders.TextEncoder.load(TextConfig(id=str(folder), dtype="fp32", mode="exact"), INSTRUCTION, "cpu")
+    encoder = TextEncoder.load(TextConfig(id=str(folder), dtype="fp32", mode="exact"), INSTRUCTION, "cpu")
     theirs = reference(pipe, ["A Red circle"])[0]
     assert relative(exact(encoder, ["a red circle"])[0], theirs) < 1e-5
     wrong = exact(encoder, ["A Red circle"])[0]
@@ -125,7 +127,7 @@ def test_the_comparison_notices_a_wrong_rule(folder: Path, pipe) -> None:
 
 def test_without_an_instruction(folder: Path, pipe) -> None:
     config = TextConfig(id=str(folder), dtype="fp32", max_length=12)
-    encoder = encoders.TextEncoder.load(config, "", "cpu")
+    encoder = TextEncoder.load(config, "", "cpu")
     mine = exact(encoder, ["a red circle", "", "two small dogs run " * 9])
     theirs = reference(pipe, ["a red circle", "", "two small dogs run " * 9], instruction=None, max_sequence_length=12)
     # The pipeline strips; the trailing space of the cut caption lies beyond the cut.
@@ -133,7 +135,7 @@ def test_without_an_instruction(folder: Path, pipe) -> None:
     assert max(relative(a, b) for a, b in zip(mine, theirs, strict=True)) < 1e-5
 
 
-def test_rows_do_not_depend_on_the_batch(text: encoders.TextEncoder) -> None:
+def test_rows_do_not_depend_on_the_batch(text: TextEncoder) -> None:
     batch = exact(text, ["a red circle", "two small dogs run through green grass by the sea"])
     alone = exact(text, ["a red circle"])[0]
     assert relative(batch[0], alone) < 1e-5
@@ -141,7 +143,7 @@ def test_rows_do_not_depend_on_the_batch(text: encoders.TextEncoder) -> None:
     assert text.lengths(["a red circle"])[0] < text.lengths(["a red circle on a white table"])[0]
 
 
-def test_a_caption_that_fills_its_place_exactly_is_not_cut(text: encoders.TextEncoder) -> None:
+def test_a_caption_that_fills_its_place_exactly_is_not_cut(text: TextEncoder) -> None:
     many = [" ".join(["x"] * count) + end for count in range(1, text.max_ids) for end in ("", "a", "ab", ".")]
     lengths = [len(ids) for ids in text.tokenize(many, truncation=False)]
     full, longer = (many[lengths.index(text.max_ids + more)] for more in (0, 1))
@@ -150,35 +152,33 @@ def test_a_caption_that_fills_its_place_exactly_is_not_cut(text: encoders.TextEn
     assert cut == 1 and len(row) == text.max_ids
 
 
-def test_null_is_the_empty_caption_with_all_its_rows(text: encoders.TextEncoder, pipe) -> None:
+def test_null_is_the_empty_caption_with_all_its_rows(text: TextEncoder, pipe) -> None:
     with torch.no_grad():
         _, _, rows, mask = pipe.encode_prompt("a", negative_prompt="", max_sequence_length=300)
     bits, valid = text.null()
     assert bits.shape == (300, small_models.TEXT_WIDTH) and bits.dtype == np.uint16
     assert valid == int(mask.sum()) == 1
-    difference = (encoders.from_bits(bits).float() - rows[0]).abs() / rows[0].abs().clamp_min(1e-2)
+    difference = (from_bits(bits).float() - rows[0]).abs() / rows[0].abs().clamp_min(1e-2)
     assert float(difference.max()) <= 2**-8 + 1e-4  # bf16 rounding
-    first = encoders.from_bits(text.encode(["a red circle"])[0])[0]
-    assert torch.equal(first, encoders.from_bits(bits)[0])  # <bos> sees only itself
+    first = from_bits(text.encode(["a red circle"])[0])[0]
+    assert torch.equal(first, from_bits(bits)[0])  # <bos> sees only itself
 
 
-def test_captions_are_distinguished(text: encoders.TextEncoder) -> None:
+def test_captions_are_distinguished(text: TextEncoder) -> None:
     """What a small Sana needs of a random Gemma-2: captions that differ give rows that differ by their own size."""
-    means = torch.stack(
-        [encoders.from_bits(rows).float()[1:].mean(0) for rows in text.encode(list(tiny_models.CAPTIONS))]
-    )
+    means = torch.stack([from_bits(rows).float()[1:].mean(0) for rows in text.encode(list(tiny_models.CAPTIONS))])
     apart = torch.cdist(means, means) + torch.eye(len(means)) * 1e9
     assert float(apart.min()) > 0.3 * float(means.norm(dim=1).mean())
 
 
-def test_a_bf16_encoder_runs_in_bf16(folder: Path, text: encoders.TextEncoder) -> None:
-    half = encoders.TextEncoder.load(TextConfig(id=str(folder), dtype="bf16"), INSTRUCTION, "cpu")
+def test_a_bf16_encoder_runs_in_bf16(folder: Path, text: TextEncoder) -> None:
+    half = TextEncoder.load(TextConfig(id=str(folder), dtype="bf16"), INSTRUCTION, "cpu")
     assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
-    a, b = (encoders.from_bits(e.encode(["a red circle"])[0]).float() for e in (half, text))
+    a, b = (from_bits(e.encode(["a red circle"])[0]).float() for e in (half, text))
     assert 0 < relative(a, b) < 0.05
 
 
-def test_a_language_models_folder_serves_as_well(folder: Path, tmp_path: Path, text: encoders.TextEncoder) -> None:
+def test_a_language_models_folder_serves_as_well(folder: Path, tmp_path: Path, text: TextEncoder) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     model = Gemma2ForCausalLM(Gemma2Config.from_pretrained(folder / "text_encoder"))
@@ -187,9 +187,9 @@ def test_a_language_models_folder_serves_as_well(folder: Path, tmp_path: Path, t
     shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
     assert (tmp_path / "lm" / "model.safetensors.index.json").is_file()
     config = TextConfig(id=str(tmp_path), subfolder="lm", dtype="fp32")
-    mine = encoders.TextEncoder.load(config, INSTRUCTION, "cpu").encode(["a red circle"])[0]
+    mine = TextEncoder.load(config, INSTRUCTION, "cpu").encode(["a red circle"])[0]
     assert np.array_equal(mine, text.encode(["a red circle"])[0])
-    assert encoders.describe_text(config, "x") == encoders.describe_text(TextConfig(id=str(folder), dtype="fp32"), "x")
+    assert describe_text(config, "x") == describe_text(TextConfig(id=str(folder), dtype="fp32"), "x")
 
 
 def test_a_tokenizer_without_bos_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_tokenizer_without_bos_is_refused(folder: Path, tmp_path: Path) -> Non
     tokenizer = copy / "tokenizer" / "tokenizer.json"
     tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "post_processor": None}))
     with pytest.raises(UserError, match="<bos>"):
-        encoders.TextEncoder.load(TextConfig(id=str(copy)), INSTRUCTION, "cpu")
+        TextEncoder.load(TextConfig(id=str(copy)), INSTRUCTION, "cpu")
 
 
 def test_missing_text_weights_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -211,14 +211,14 @@ def test_missing_text_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     tensors.pop("layers.1.mlp.up_proj.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj"):
-        encoders.TextEncoder.load(TextConfig(id=str(copy)), INSTRUCTION, "cpu")
+        TextEncoder.load(TextConfig(id=str(copy)), INSTRUCTION, "cpu")
 
 
 def test_text_that_is_not_finite_names_its_rows(folder: Path) -> None:
-    encoder = encoders.TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), INSTRUCTION, "cpu")
+    encoder = TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), INSTRUCTION, "cpu")
     (only_here,) = set(encoder.tokenizer("zzz")["input_ids"]) - set(encoder.tokenizer("a red circle")["input_ids"])
     encoder.model.embed_tokens.weight.data[only_here] = float("nan")  # type: ignore[union-attr]
-    with pytest.raises(encoders.NonFiniteOutputError) as caught:
+    with pytest.raises(NonFiniteOutputError) as caught:
         encoder.encode(["a red circle", "zzz", "snow"])
     assert caught.value.rows == (1,)
     assert len(encoder.encode(["a red circle", "snow"])) == 2  # the prefix is not touched by it
@@ -237,7 +237,7 @@ def test_latents_equal_the_autoencoders(folder: Path, images: np.ndarray) -> Non
     encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
     bits = encoder.encode(images)
     assert bits.dtype == np.uint16 and bits.shape == (3, small_models.LATENT_CHANNELS, 6, 10)
-    got = encoders.from_bits(bits)
+    got = from_bits(bits)
     # The same module on weights that lie elsewhere in memory differs in the last bits of fp32, so now and then a
     # value at a tie is rounded the other way.
     assert torch.all(((want - 1e-5).to(torch.bfloat16) <= got) & (got <= (want + 1e-5).to(torch.bfloat16)))
@@ -245,7 +245,7 @@ def test_latents_equal_the_autoencoders(folder: Path, images: np.ndarray) -> Non
     assert np.array_equal(bits, encoder.encode(images))
     assert (encoder.compression, encoder.channels) == (8, small_models.LATENT_CHANNELS)
     doubled = VaeConfig(id=str(folder), scaling_factor=2 * whole.config.scaling_factor)
-    twice = encoders.from_bits(encoders.LatentEncoder.load(doubled, "cpu").encode(images))
+    twice = from_bits(encoders.LatentEncoder.load(doubled, "cpu").encode(images))
     assert torch.equal(twice.float(), 2 * got.float())
 
 
@@ -277,7 +277,7 @@ def test_tf32_and_channels_last_reach_the_encoder_and_nothing_else(
 
         monkeypatch.setattr(encoder.model, "encode", spy)
         got = encoder.encode(images)
-        a, b = (encoders.from_bits(bits).float() for bits in (got, plain))
+        a, b = (from_bits(bits).float() for bits in (got, plain))
         assert float((a - b).norm() / b.norm()) < 1e-3
     assert seen == [(False, False, True, False), (True, True, True, False), (False, False, True, True)]
     assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
@@ -287,7 +287,7 @@ def test_decoding_equals_the_autoencoders(folder: Path, images: np.ndarray, one_
     from diffusers import AutoencoderDC
 
     config = VaeConfig(id=str(folder))
-    latents = encoders.from_bits(encoders.LatentEncoder.load(config, "cpu").encode(images))
+    latents = from_bits(encoders.LatentEncoder.load(config, "cpu").encode(images))
     whole = AutoencoderDC.from_pretrained(folder / "vae").eval()
     with torch.no_grad():
         want = whole.decode(latents.float() / whole.config.scaling_factor).sample
@@ -320,7 +320,7 @@ def test_another_decoder_of_the_same_latents_takes_the_place_of_the_vaes(
     path = other_decoder(folder, kind)
     config = VaeConfig.model_validate({"id": str(folder), "decoder": str(path)})
     assert encoders.describe_vae(config) == encoders.describe_vae(VaeConfig(id=str(folder))), "the same recipe"
-    latents = encoders.from_bits(encoders.LatentEncoder.load(config, "cpu").encode(images)).float()
+    latents = from_bits(encoders.LatentEncoder.load(config, "cpu").encode(images)).float()
     decoder = encoders.LatentDecoder.load(config, "cpu")
     assert {name.split(".")[0] for name, _ in decoder.model.named_parameters()} == {"decoder"}
     whole = getattr(diffusers, kind).from_pretrained(path).eval()
@@ -367,16 +367,16 @@ def test_a_decoder_of_another_class_is_refused(folder: Path) -> None:
 def test_bf16_rounds_to_nearest_even() -> None:
     # 1 + 2^-8 lies half way between 1 and 1 + 2^-7: to even, down; the next half way goes up.
     values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -0.0, 3.0e38])
-    assert encoders.bf16_bits(values).tolist() == [0x3F80, 0x3F82, 0x8000, 0x7F62]
+    assert bf16_bits(values).tolist() == [0x3F80, 0x3F82, 0x8000, 0x7F62]
     everything = np.arange(65536, dtype=np.uint16)
-    assert np.array_equal(encoders.bf16_bits(encoders.from_bits(everything)), everything)
+    assert np.array_equal(bf16_bits(from_bits(everything)), everything)
 
 
 def test_a_bf16_vae_runs_in_bf16(folder: Path, images: np.ndarray) -> None:
     half = encoders.LatentEncoder.load(VaeConfig(id=str(folder), dtype="bf16"), "cpu")
     assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
     full = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
-    a, b = (encoders.from_bits(e.encode(images)).float() for e in (half, full))
+    a, b = (from_bits(e.encode(images)).float() for e in (half, full))
     assert 0 < relative(a, b) < 0.1
 
 
@@ -391,7 +391,7 @@ def test_latents_that_are_not_finite_name_their_rows(folder: Path, images: np.nd
     encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder), scaling_factor=1.0), "cpu")
     inner = encoder.model.encoder
     encoder.model.encoder = torch.nn.Sequential(inner, Spoil({0: float("nan"), 2: 3.4e38}))
-    with pytest.raises(encoders.NonFiniteOutputError) as caught:
+    with pytest.raises(NonFiniteOutputError) as caught:
         encoder.encode(images)
     assert caught.value.rows == (0, 2)  # 3.4e38 is finite in fp32 and infinite in bf16
 
@@ -412,9 +412,7 @@ class Spoil(torch.nn.Module):
 
 
 def describe(folder: Path) -> tuple[dict, dict]:
-    return encoders.describe_vae(VaeConfig(id=str(folder))), encoders.describe_text(
-        TextConfig(id=str(folder)), INSTRUCTION
-    )
+    return encoders.describe_vae(VaeConfig(id=str(folder))), describe_text(TextConfig(id=str(folder)), INSTRUCTION)
 
 
 def change(path: Path, name: str) -> None:
@@ -522,9 +520,9 @@ def test_a_folder_that_is_not_the_model_is_refused(folder: Path, tmp_path: Path)
     with pytest.raises(UserError, match="AutoencoderDC"):
         encoders.describe_vae(VaeConfig(id=str(folder), subfolder="text_encoder"))
     with pytest.raises(UserError, match="gemma2"):
-        encoders.describe_text(TextConfig(id=str(folder), subfolder="vae"), "")
+        describe_text(TextConfig(id=str(folder), subfolder="vae"), "")
     with pytest.raises(UserError, match="tokenizer"):
-        encoders.describe_text(TextConfig(id=str(folder), tokenizer_subfolder="scheduler"), "")
+        describe_text(TextConfig(id=str(folder), tokenizer_subfolder="scheduler"), "")
     with pytest.raises(UserError, match="'nothing'") as caught:
         hub.resolve(Weights(id=str(folder), subfolder="nothing"))
     assert "text_encoder" in str(caught.value)
@@ -553,11 +551,11 @@ def test_code_of_a_model_folder_is_neither_run_nor_asked_for(
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
     with suppress(hub.ModelError):
-        encoders.TextEncoder.load(TextConfig(id=str(copy)), "", "cpu")
+        TextEncoder.load(TextConfig(id=str(copy)), "", "cpu")
     assert not asked and not (tmp_path / "was run").exists()
     if place.name == "tokenizer_config.json":
         with pytest.raises(hub.ModelError, match=naming("copy/tokenizer")) as caught:
-            encoders.count_rows(TextConfig(id=str(copy)), "", ["a"])
+            count_rows(TextConfig(id=str(copy)), "", ["a"])
         assert caught.value.fix and "trust_remote_code" not in str(caught.value)
 
 
@@ -643,8 +641,8 @@ def test_hub_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     plain = config.model_copy(update={"variant": None})
     assert encoders.describe_vae(plain) == encoders.describe_vae(VaeConfig(id=str(folder)))
-    assert encoders.provenance_of(plain) == {"model": "owner/sana", "revision": "abc"}
-    assert encoders.provenance_of(VaeConfig(id=str(folder))) == {}
+    assert provenance_of(plain) == {"model": "owner/sana", "revision": "abc"}
+    assert provenance_of(VaeConfig(id=str(folder))) == {}
 
     for error, words in (
         (errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
@@ -673,7 +671,7 @@ def test_small_models_are_reproducible_and_readable_by_the_libraries(folder: Pat
     assert scheduler.config.use_flow_sigmas and scheduler.config.prediction_type == "flow_prediction"
 
 
-def test_the_tokenizer_merges_the_instructions_space(text: encoders.TextEncoder) -> None:
+def test_the_tokenizer_merges_the_instructions_space(text: TextEncoder) -> None:
     prefix = text.tokenizer.encode(INSTRUCTION)
     whole = text.tokenizer.encode(INSTRUCTION + "a red circle")
     assert whole[: len(prefix) - 1] == prefix[:-1] and whole[len(prefix) - 1] != prefix[-1]
@@ -729,7 +727,7 @@ def test_a_fitted_vae_begins_as_the_best_linear_code_and_improves(tmp_path: Path
 
     config = VaeConfig(id=str(tmp_path / "fitted"), subfolder=None)
     encoder, decoder = encoders.LatentEncoder.load(config, "cpu"), encoders.LatentDecoder.load(config, "cpu")
-    latents = encoders.from_bits(encoder.encode(np.stack(images)))
+    latents = from_bits(encoder.encode(np.stack(images)))
     assert 0.98 < float(latents.float().square().mean().sqrt()) < 1.02  # the scaling factor was measured
     error = (decoder.decode(latents).astype(np.float32) - np.stack(images)) ** 2
     psnr = float(np.mean(10 * np.log10(255**2 / error.mean(axis=(1, 2, 3)))))
@@ -756,6 +754,6 @@ def test_any_multiple_of_eight_goes_through_and_back(folder: Path, size: tuple[i
     images = np.random.default_rng(1).integers(0, 256, (2, *size, 3), dtype=np.uint8)
     bits = encoders.LatentEncoder.load(config, "cpu").encode(images)
     assert bits.shape[2:] == (size[0] // 8, size[1] // 8)
-    assert encoders.LatentDecoder.load(config, "cpu").decode(encoders.from_bits(bits)).shape == images.shape
+    assert encoders.LatentDecoder.load(config, "cpu").decode(from_bits(bits)).shape == images.shape
     with pytest.raises(UserError, match=naming(f"{size[0] + 4}x{size[1]}")):
         small_models.make_vae(folder / "none", [], steps=0, sizes=[(size[0] + 4, size[1])])

@@ -29,7 +29,7 @@ from pipeline.encoding.survey import recipes, survey
 from pipeline.errors import CacheError, NoSpaceError, RejectRateError
 from pipeline.images import buckets
 from pipeline.models import encoders
-from pipeline.models.text import TextEncoder
+from pipeline.models.text import TextEncoder, count_rows
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from pipeline.work.engine import missing_units
@@ -100,7 +100,7 @@ def test_text_bytes_are_exact(tiny_repo: Path, make_config: MakeConfig, tmp_path
     some = ["a red circle", "", "日本の猫", "two small dogs run through green grass " * 80]
     for instruction in (caption_rules.instruction(config), ""):
         encoder = TextEncoder.load(config, instruction, "cpu")
-        assert encoders.count_rows(config, instruction, some) == [len(rows) for rows in encoder.encode(some)]
+        assert count_rows(config, instruction, some) == [len(rows) for rows in encoder.encode(some)]
 
 
 def test_buckets_and_their_crop_loss(
@@ -206,7 +206,7 @@ def test_the_probe_keeps_to_its_time(
 ) -> None:
     """Without time left, one picture a bucket and one caption are what is measured."""
     sizes: list[int] = []
-    for kind in (encoders.LatentEncoder, encoders.TextEncoder):
+    for kind in (encoders.LatentEncoder, TextEncoder):
         real = kind.encode
         monkeypatch.setattr(
             kind, "encode", lambda self, batch, real=real: (sizes.append(len(batch)), real(self, batch))[1]

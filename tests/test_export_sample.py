@@ -23,10 +23,11 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.demo import small_models
 from pipeline.errors import AwayError, ConfigError, NoSpaceError, UserError
-from pipeline.models import encoders
 from pipeline.models import sampler as sampling
+from pipeline.models.frozen import from_bits
 from pipeline.models.sampler import noise_of
 from pipeline.models.sana import SanaTransformer
+from pipeline.models.text import TextEncoder
 from pipeline.reporting import draw_latents, encoder_process
 from pipeline.reporting import source_pictures as reading
 from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
@@ -534,8 +535,8 @@ def test_new_prompts_are_drawn_as_in_training(
         assert picture.size == (48, 32)
 
     opened = Cache(trained.config.cache).open_snapshot()
-    text = encoders.TextEncoder.load(trained.config.text, opened.text_recipe.instruction, "cpu")
-    captions = [encoders.from_bits(bits).float() for bits in text.encode([p.lower() for p in PROMPTS[:2]])]
+    text = TextEncoder.load(trained.config.text, opened.text_recipe.instruction, "cpu")
+    captions = [from_bits(bits).float() for bits in text.encode([p.lower() for p in PROMPTS[:2]])]
     null, valid = text.null()
     del text
     architecture, weights = checkpoints.load_model_state(trained.checkpoint)
@@ -544,7 +545,7 @@ def test_new_prompts_are_drawn_as_in_training(
     alone = sampling.sample(
         model.eval(),
         captions[1:],
-        encoders.from_bits(null[:valid]).float(),
+        from_bits(null[:valid]).float(),
         sampling.prompt_noise(PROMPTS[1:2], tuple(drawn[1].shape), trained.config.sample.seed),
         replace(sampling.Sampling.of(trained.config), steps=2),
     )

@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError, IntegrityError
 from pipeline.loader.batch_prefetch import BatchPrefetch, OnRead
 from pipeline.loader.loader import Batch, Loaded, Loader, LoaderSettings, LoaderState, bf16
 from pipeline.models import encoders
+from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
 from tests.support.loading import loader_settings
 from tests.support.waiting import until
@@ -195,7 +196,7 @@ def mispaired(config: Config, ids: dict[int, str], batches: list[Batch]) -> int:
 
     source = Path(config.cache).parent / "numbers"
     vae = encoders.LatentEncoder.load(config.vae, "cpu")
-    text = encoders.TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
+    text = TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
     pictures, words = {}, {}
     for sample_id, name in ids.items():
         with Image.open(source / f"{name}.png") as opened:

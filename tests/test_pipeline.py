@@ -24,6 +24,7 @@ from pipeline.models import encoders
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
+from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
 from tests.support.loading import loader_settings
 
@@ -38,7 +39,7 @@ class InTheLoop:
         self.snapshot, self.sources = snapshot, sources
         self.recipe = config.text.recipe
         self.vae = encoders.LatentEncoder.load(config.vae, "cpu")
-        self.text = encoders.TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
+        self.text = TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
         self.rows = {snapshot.sample_id(row): row for row in range(len(snapshot))}
 
     def batch(self, cached: Batch) -> Batch:

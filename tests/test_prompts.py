@@ -29,6 +29,7 @@ from pipeline.encoding.plan import read_targets
 from pipeline.encoding.repair import Repairs
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders, hub
+from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
 from tests.support import tiny_cache
 from tests.support.messages import naming
@@ -98,7 +99,7 @@ def test_prompts_alone_are_encoded_once_and_without_the_vae(
     opened = prompts.open_prompts(cache, None, recipe)
     assert opened.texts == ("A red cube", "a lighthouse\u2028at sea") and opened.id == done["prompts"]["id"]
 
-    encoder = encoders.TextEncoder.load(config.text, recipe.instruction, unit_encoder.device(config))
+    encoder = TextEncoder.load(config.text, recipe.instruction, unit_encoder.device(config))
     direct = encoder.encode([caption_rules.normalise(text, recipe.normalisation) for text in opened.texts])
     for number, rows in enumerate(direct):
         assert opened.rows(number).tobytes() == rows.tobytes() and opened.rows(number).shape == rows.shape
@@ -107,7 +108,7 @@ def test_prompts_alone_are_encoded_once_and_without_the_vae(
     assert rows.tobytes() == null.tobytes() and mask.sum() == valid and mask[:valid].all()
     del encoder
 
-    monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
+    monkeypatch.setattr(TextEncoder, "load", refuse)
     before = sorted(cache.root.rglob("*"))
     cache.files.path(layout.Paths.copy(layout.Paths.recipe(recipe.name))).unlink()
     assert stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
@@ -143,7 +144,7 @@ def test_the_text_encoder_is_loaded_once_for_captions_and_prompts(
     make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = []
-    for of in (encoders.TextEncoder, encoders.LatentEncoder):
+    for of in (TextEncoder, encoders.LatentEncoder):
         real = of.load
         monkeypatch.setattr(of, "load", lambda *args, of=of, real=real: loads.append(of.__name__) or real(*args))
     stages.encode.run(make_config(tmp_path), str(photos), prompts=str(file))

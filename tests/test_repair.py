@@ -31,6 +31,7 @@ from pipeline.encoding import unit_records
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.models import encoders
+from pipeline.models.text import TextEncoder
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.synthetic import with_another
@@ -366,7 +367,7 @@ def test_a_repair_of_both_kinds_has_one_encoder_in_memory_at_a_time(
     verify_contents = audit.verify_contents
     monkeypatch.setattr(audit, "verify_contents", alternating)
     monkeypatch.setattr(encoders.LatentEncoder, "load", watched("latent", encoders.LatentEncoder.load))
-    monkeypatch.setattr(encoders.TextEncoder, "load", watched("text", encoders.TextEncoder.load))
+    monkeypatch.setattr(TextEncoder, "load", watched("text", TextEncoder.load))
     if out_of_memory:
         monkeypatch.setattr(encoders.LatentEncoder, "encode", exhausted)
         with pytest.raises(UserError):

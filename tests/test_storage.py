@@ -28,6 +28,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.loader.loader import Loader
+from pipeline.models.text import TextEncoder
 from pipeline.reporting import draw_latents
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
@@ -486,7 +487,7 @@ def test_a_second_run_loads_nothing_and_measures_nothing(
         raise AssertionError("a model was loaded although there is nothing to encode")
 
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
-    monkeypatch.setattr(encoders.TextEncoder, "load", refuse)
+    monkeypatch.setattr(TextEncoder, "load", refuse)
     assert stages.encode.run(copy[1], data=str(photos))["images"] == 0
 
 

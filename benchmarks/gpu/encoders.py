@@ -18,8 +18,10 @@ from benchmarks.gpu.sizes import Sizes
 from pipeline.config import TextConfig, VaeConfig
 from pipeline.demo import small_models
 from pipeline.encoding import image_batch
-from pipeline.models.encoders import LatentEncoder, TextEncoder, footprint, from_bits
+from pipeline.models.encoders import LatentEncoder, footprint
+from pipeline.models.frozen import from_bits
 from pipeline.models.hub import no_progress_bars
+from pipeline.models.text import TextEncoder
 
 VAE = {
     "encoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,

@@ -34,6 +34,7 @@ from pipeline.encoding import plan as planning
 from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
+from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reasons import Kinds
@@ -343,7 +344,7 @@ def probe(
     token_s = None
     if work.captions:
         began = time.monotonic()
-        text = encoders.TextEncoder.load(config.text, caption_rules.instruction(config.text), device)
+        text = TextEncoder.load(config.text, caption_rules.instruction(config.text), device)
         load_s += time.monotonic() - began
         token_s, texts = _probe_text(text, work, config, began + load_s + budget_s / 3)
         del text
@@ -364,7 +365,7 @@ def probe(
     return Speed(image_s, decode_s, token_s, load_s, images, texts, str(device))
 
 
-def _probe_text(encoder: encoders.TextEncoder, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
+def _probe_text(encoder: TextEncoder, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
     by_length = sorted(caption for caption, _ in work.sample)
     by_length.sort(key=len)
     take = min(len(by_length), config.encode.text_batch)

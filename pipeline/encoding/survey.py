@@ -30,6 +30,7 @@ from pipeline.encoding.reading import Reading, settled
 from pipeline.errors import IntegrityError, escaped
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
+from pipeline.models.text import count_rows, describe_text
 from pipeline.sources import caption_rules
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Source
@@ -127,7 +128,7 @@ def survey(
     if cache is not None:
         scanning.gone(cache, source.name, scan, config.encode.max_shrink)
     work = estimate.wanted(scan, cache, latent, text, table)
-    count = partial(encoders.count_rows, config.text, text.instruction)
+    count = partial(count_rows, config.text, text.instruction)
     return Survey(config, source, cache, latent, text, table, scan, work, count)
 
 
@@ -232,7 +233,7 @@ def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
 
 def text_recipe(config: Config) -> layout.TextRecipe:
     """The text recipe of the configuration."""
-    text = encoders.describe_text(config.text, caption_rules.instruction(config.text))
+    text = describe_text(config.text, caption_rules.instruction(config.text))
     return layout.TextRecipe(**text, storage=config.encode.storage.text)
 
 

@@ -24,6 +24,8 @@ from pipeline.encoding import calibrate, estimate, unit_records
 from pipeline.encoding.scan import reopen
 from pipeline.errors import CacheError, is_out_of_memory
 from pipeline.models import encoders
+from pipeline.models.frozen import from_bits, provenance_of
+from pipeline.models.text import TextEncoder, describe_text
 from pipeline.sources import caption_rules
 from pipeline.sources.source import Source
 from pipeline.work.disk_space import DiskSpace
@@ -63,7 +65,7 @@ class UnitEncoder:
         batches = self._batches(recipe, unit, self.cache.unit_rows(plan, unit), None)
         assert batches is not None
         self.limits.halved = 0
-        provenance = encoders.provenance_of(self.config.text if recipe.kind == "text" else self.config.vae)
+        provenance = provenance_of(self.config.text if recipe.kind == "text" else self.config.vae)
         if recipe.kind == "text":
             provenance["text_mode"] = self._encoder.mode
         commit = unit_records.write_unit(
@@ -131,10 +133,10 @@ class UnitEncoder:
         self._check(recipe, lambda: encoders.describe_vae(config.vae), "vae")
         return self._loaded(recipe, lambda: encoders.LatentEncoder.load(config.vae, device(config)))
 
-    def _text_encoder(self, recipe: layout.TextRecipe) -> encoders.TextEncoder:
+    def _text_encoder(self, recipe: layout.TextRecipe) -> TextEncoder:
         config, instruction = self.config, caption_rules.instruction(self.config.text)
-        self._check(recipe, lambda: encoders.describe_text(config.text, instruction), "text")
-        return self._loaded(recipe, lambda: encoders.TextEncoder.load(config.text, instruction, device(config)))
+        self._check(recipe, lambda: describe_text(config.text, instruction), "text")
+        return self._loaded(recipe, lambda: TextEncoder.load(config.text, instruction, device(config)))
 
     def _loaded(self, recipe: layout.Recipe, load: Callable[[], Any]) -> Any:
         if self._kind != recipe.kind:
@@ -229,7 +231,7 @@ class _Numerics:
                 raise
             click.echo(f"vae in {', '.join(chosen)}: not compared with fp32, for which the memory does not suffice")
             return
-        ours, theirs = (encoders.from_bits(bits).double().flatten(1) for bits in (self._latents, wanted))
+        ours, theirs = (from_bits(bits).double().flatten(1) for bits in (self._latents, wanted))
         errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
         click.echo(
             f"vae in {', '.join(chosen)}: the latents of {len(errors)} pictures differ from those in fp32 by "

@@ -29,7 +29,7 @@ from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
-from pipeline.models.encoders import NonFiniteOutputError
+from pipeline.models.frozen import NonFiniteOutputError
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.source import Source
 

@@ -1,8 +1,7 @@
-"""The frozen networks: pictures to latents, latents back to pictures, and (from `text`) captions to rows.
+"""The frozen networks of pictures: to latents, and back.
 
 What: `LatentEncoder` (DC-AE's encoder alone), `LatentDecoder` (a decoder alone: DC-AE's, or that of `vae.decoder`), and
-`describe_vae`, which reads from the files what decides a latent's values. `TextEncoder` and `describe_text` come from
-the module `text`.
+`describe_vae`, which reads from the files what decides a latent's values.
 Latents and rows are computed once and read for weeks, so each value has one definition, nothing is tiled or padded
 unnecessarily, and a recipe changes exactly when a value could change.
 Price: describing a model reads all of its weights to digest them.
@@ -23,52 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config import VaeConfig, Weights
-from pipeline.models.frozen import (
-    DTYPES,
-    NonFiniteOutputError,
-    bf16_bits,
-    digest,
-    finite_bits,
-    from_bits,
-    provenance_of,
-)
+from pipeline.models.frozen import DTYPES, NonFiniteOutputError, digest, finite_bits
 from pipeline.models.hub import ModelError, open_tensors, read_settings, resolve, weight_files
-from pipeline.models.text import (
-    SELECTION,
-    TOKENIZER_FILES,
-    TextEncoder,
-    count_rows,
-    describe_text,
-    load_tokenizer,
-    text_width,
-)
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, AutoencoderTiny
 
-__all__ = [
-    "DTYPES",
-    "SELECTION",
-    "TOKENIZER_FILES",
-    "Footprint",
-    "LatentDecoder",
-    "LatentEncoder",
-    "NonFiniteOutputError",
-    "TextEncoder",
-    "bf16_bits",
-    "count_rows",
-    "decoder_shape",
-    "describe_text",
-    "describe_vae",
-    "exact",
-    "footprint",
-    "from_bits",
-    "is_exact",
-    "load_tokenizer",
-    "provenance_of",
-    "text_width",
-    "vae_shape",
-]
 
 _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations written before a key existed
     "in_channels": 3,

@@ -225,7 +225,8 @@ class Watcher:
     def _decode(self, drawing: Drawing, latents: dict[str, torch.Tensor]) -> None:
         from PIL import Image
 
-        from pipeline.models.encoders import LatentDecoder, NonFiniteOutputError
+        from pipeline.models.encoders import LatentDecoder
+        from pipeline.models.frozen import NonFiniteOutputError
 
         self._check(drawing)
         if self._decoder is None:
