@@ -142,8 +142,7 @@ def patched(spec: SanaConfig, base: dict[str, Tensor], path: Path) -> dict[str, 
                 weight += patches.pop(f"{stem}.{ending}")
     if patches:
         raise KeyError(", ".join(sorted(patches)))
-    ours = nvlabs.renamed({name: nvlabs.Stored(tensor) for name, tensor in theirs.items()}, spec.shapes())
-    return {name: part[(slice(None),)] for name, part in ours.items()}
+    return nvlabs.renamed(theirs, spec.shapes())
 
 
 # ------------------------------------------------------------------------------------------------------------ figures

@@ -134,22 +134,27 @@ def build(folder: Path, tokenizer: Any, shape: Mapping[str, int] = SHAPE, dtype:
     tokenizer.save_pretrained(folder / "tokenizer")
 
 
+def token_counts(encoder: TextEncoder, captions: Sequence[str]) -> list[int]:
+    """Tokens of instruction + caption, uncut."""
+    return [len(ids) for ids in encoder.tokenize(captions, truncation=False)]
+
+
 def of_length(encoder: TextEncoder, words: Sequence[str], tokens: int, count: int) -> list[str]:
     """Captions of exactly `tokens` tokens after the instruction's, made of words that are one token each."""
     draw = random.Random(tokens)
-    bare = encoder.lengths([""])[0] - 1
+    bare = token_counts(encoder, [""])[0] - 1
     made = []
     while len(made) < count:
         caption = " ".join(draw.choices(words, k=tokens))
-        if encoder.lengths([caption])[0] - bare == tokens:
+        if token_counts(encoder, [caption])[0] - bare == tokens:
             made.append(caption)
     return made
 
 
 def single_words(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
     words = sorted({word for caption in captions for word in normalise(caption, "diffusers").split()})
-    bare = encoder.lengths([""])[0] - 1
-    lengths = encoder.lengths([f"{word} {word}" for word in words])
+    bare = token_counts(encoder, [""])[0] - 1
+    lengths = token_counts(encoder, [f"{word} {word}" for word in words])
     return [word for word, length in zip(words, lengths, strict=True) if length - bare == 2]
 
 
@@ -210,7 +215,7 @@ def main() -> None:
                 model = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=dtype)
             pipe = SanaPipeline(AutoTokenizer.from_pretrained(folder / "tokenizer"), model, None, None, None)
             words = single_words(encoder, [*short, *long])
-            bare = encoder.lengths([""])[0] - 1
+            bare = token_counts(encoder, [""])[0] - 1
             cases = {str(n): of_length(encoder, words, n, count) for n in (80, 280)}
             if name == "bf16":
                 cases["mixed"] = mixed
@@ -228,7 +233,7 @@ def main() -> None:
                     times.append((theirs / ours, theirs, ours))
                 errors[name] = max(errors[name], largest_error(encoder, captions, rows))
                 ratio, theirs, ours = (statistics.median(column) for column in zip(*times, strict=True))
-                tokens = statistics.mean(encoder.lengths(captions)) - bare
+                tokens = statistics.mean(token_counts(encoder, captions)) - bare
                 result[f"speedup_{case}" + ("" if name == "bf16" else "_fp32")] = round(ratio, 2)
                 lines.append(
                     f"{name} {case:>7} {tokens:8.1f} {len(captions):9d} {(bare + 299) / tokens:10.2f}x"

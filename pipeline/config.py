@@ -773,7 +773,7 @@ class TrainConfig(_Section):
     selective: as full, but the results of matrix products that are no wider than their inputs are saved, too. every-K
     (every-2): full for each K-th block. auto: on a GPU the fastest of none, selective and full that fits, chosen as
     with `microbatch: auto`; otherwise full."""
-    activation_compression: Literal["none", "int8", "fp8"] = "none"
+    activation_compression: Literal["none", "int8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
     caption_drop: Share = 0.1

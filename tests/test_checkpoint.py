@@ -301,11 +301,12 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_after_it(
     final = root / "step-00000001"
     at = calls.index(("rename", final))
     before, after = calls[:at], calls[at + 1 :]
-    work = {path.parent for kind, path in before if path.name == checkpoint.DOCUMENT}.pop()
+    document = f".{checkpoint.DOCUMENT}.{os.getpid()}.partial"
+    work = {path.parent for kind, path in before if path.name == document}.pop()
     for path in final.iterdir():
-        names = {path.name, path.name + ".tmp"}  # torch renames its own
+        names = {path.name, path.name + ".tmp", f".{path.name}.{os.getpid()}.partial"}  # torch renames its own, too
         assert {("sync", work / name) for name in names} & set(before), path.name
-    assert before.index(("sync", work)) > before.index(("sync", work / checkpoint.DOCUMENT))
+    assert before.index(("sync", work)) > before.index(("sync", work / document))
     assert ("sync", root) in after
 
 

@@ -139,8 +139,7 @@ def test_rows_do_not_depend_on_the_batch(text: TextEncoder) -> None:
     batch = exact(text, ["a red circle", "two small dogs run through green grass by the sea"])
     alone = exact(text, ["a red circle"])[0]
     assert relative(batch[0], alone) < 1e-5
-    assert text.encode([]) == [] and text.lengths([]) == []
-    assert text.lengths(["a red circle"])[0] < text.lengths(["a red circle on a white table"])[0]
+    assert text.encode([]) == []
 
 
 def test_a_caption_that_fills_its_place_exactly_is_not_cut(text: TextEncoder) -> None:
@@ -378,13 +377,6 @@ def test_a_bf16_vae_runs_in_bf16(folder: Path, images: np.ndarray) -> None:
     full = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
     a, b = (from_bits(e.encode(images)).float() for e in (half, full))
     assert 0 < relative(a, b) < 0.1
-
-
-@pytest.mark.parametrize("shape", [(1, 60, 64, 3), (1, 64, 70, 3), (1, 64, 64, 4), (64, 64, 3)])
-def test_other_shapes_are_refused(folder: Path, shape: tuple[int, ...]) -> None:
-    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
-    with pytest.raises(UserError):
-        encoder.encode(np.zeros(shape, np.uint8))
 
 
 def test_latents_that_are_not_finite_name_their_rows(folder: Path, images: np.ndarray) -> None:

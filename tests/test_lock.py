@@ -306,6 +306,7 @@ def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
 
     monkeypatch.setattr(dcp, "save", late)
     monkeypatch.setattr(checkpoint, "sync_path", synced)
+    monkeypatch.setattr(local_files, "sync_path", synced)
     with pytest.raises(lock.RunTaken):
         train(run, steps=4, save_every=2, keep_checkpoints=1, async_save=False, touch=touch)
     left = {name for name in names(run) if not name.startswith("step-00000004.")}

@@ -223,8 +223,8 @@ def test_names_and_shapes_of_nvlabs_both_ways(name: str) -> None:
     depth, width, norm = SHAPES[name]
     theirs = of_nvlabs(depth, width, norm)
     side = load(name).data.resolution // 32
-    stored: dict[str, Any] = {key: nvlabs.Stored(torch.empty(shape, device="meta")) for key, shape in theirs.items()}
-    stored["pos_embed"] = nvlabs.Stored(torch.zeros(1).expand(1, side * side, width))
+    stored: dict[str, Any] = {key: torch.empty(shape, device="meta") for key, shape in theirs.items()}
+    stored["pos_embed"] = torch.zeros(1).expand(1, side * side, width)
     config = nvlabs.config_of(Path("absent.pth"), stored)
     heads = {1152: (16, 72), 2240: (20, 112)}[width]
     assert config == SanaConfig(
@@ -238,7 +238,7 @@ def test_names_and_shapes_of_nvlabs_both_ways(name: str) -> None:
     )
     ours = config.shapes()
     read = nvlabs.renamed({key: one for key, one in stored.items() if key != "pos_embed"}, ours)
-    assert {key: tuple(one.get_shape()) for key, one in read.items()} == ours
+    assert {key: tuple(one.shape) for key, one in read.items()} == ours
     written = {key: (sum(ours[p][0] for p in parts), *ours[parts[0]][1:]) for key, parts in nvlabs.parts(ours).items()}
     assert written == theirs
     parameters = {

@@ -742,7 +742,7 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
         ({"phase": 2}, "5eed", "train.phase: the checkpoint has 0, this run 2"),
         ({"length_window": 4}, "5eed", "train.length_window: the checkpoint has 0, this run 4"),
         ({}, "0ther", "snapshot: the checkpoint has 5eed, this run 0ther"),
-        ({"layers": 4}, "5eed", "model num_layers: the checkpoint has 3, this run 4"),
+        ({"layers": 4}, "5eed", "model.num_layers: the checkpoint has 3, this run 4"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(run: Path, train: dict[str, Any], snapshot: str, named: str) -> None:

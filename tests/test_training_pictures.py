@@ -24,7 +24,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import stages.bucket
 import stages.sample
 import stages.train
-from pipeline.cache import layout, prompts
+from pipeline.cache import layout, local_files, prompts
 from pipeline.cache.root import Cache
 from pipeline.config import Config, SampleConfig, TrainConfig
 from pipeline.errors import CacheError, ConfigError, UserError
@@ -256,17 +256,17 @@ def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_pa
 @pytest.mark.parametrize("moment", ["drawing", "writing"])
 def test_a_run_that_was_taken_over_writes_no_file(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path / "run", 4, every=2)
-    writes, theirs = itertools.count(), tmp_path / "run/pictures/step-00000002.safetensors.abc.tmp"
+    theirs = tmp_path / "run/pictures/.step-00000002.safetensors.1.partial"
 
     def take_over() -> None:
         plant(tmp_path / "run", ELSEWHERE)
         theirs.write_bytes(b"of the other training")
 
-    def written(descriptor: int) -> None:
-        if next(writes) == 1 and moment == "writing":
+    def written(path: Path) -> None:
+        if path.name.startswith(".step-00000002") and moment == "writing":
             take_over()
 
-    monkeypatch.setattr(in_training, "os", SimpleNamespace(fsync=written))
+    monkeypatch.setattr(local_files, "sync_path", written)
     with at_model_call(7 if moment == "drawing" else -1, take_over), pytest.raises(lock.RunTaken):
         run(config)
     theirs.unlink()
@@ -277,19 +277,20 @@ def test_a_run_that_was_taken_over_writes_no_file(moment: str, tmp_path: Path, m
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path / "run", 2, every=2)
     (tmp_path / "run/pictures").mkdir(parents=True)
-    (tmp_path / "run/pictures/step-00000002.safetensors.abc.tmp").write_bytes(b"of a killed attempt")
+    (tmp_path / "run/pictures/.step-00000002.safetensors.1.partial").write_bytes(b"of a killed attempt")
     present: list[list[str]] = []
 
-    def full(descriptor: int) -> None:
-        present.append(sorted(path.name.partition(".")[2] for path in (tmp_path / "run/pictures").iterdir()))
-        raise OSError(28, "No space left on device")
+    def full(path: Path) -> None:
+        if path.name.startswith(".step-"):
+            present.append(sorted(other.name for other in path.parent.iterdir()))
+            raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(in_training, "os", SimpleNamespace(fsync=full))
+        patched.setattr(local_files, "sync_path", full)
         with pytest.raises(UserError, match=naming("step-00000000.safetensors", "No space")):
             run(config)
-    assert [len(names) for names in present] == [1]
-    assert present[0][0] not in ("safetensors", "safetensors.abc.tmp")
+    assert [len(names) for names in present] == [1], "nothing is left of the killed attempt"
+    assert present[0][0].startswith(".step-00000000.")
     assert files(config) == {}
     run(config)
     assert sorted(files(config)) == [0, 2]

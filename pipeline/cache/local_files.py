@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -217,13 +217,18 @@ def now_in(folder: Path) -> float:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """A path beside `path` to write to. At the end it is synced and replaces `path`; after an error it is removed and
-    `path` stays as it is. For files outside a cache, which `Files` publishes."""
+    `path` stays as it is. For files outside a cache, which `Files` publishes.
+
+    Args:
+        check: called between the two; an error from it is one more.
+    """
     work = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield work
         sync_path(work)
+        check()
         os.replace(work, path)
         sync_path(path.parent)
     except OSError as error:

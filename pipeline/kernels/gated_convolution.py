@@ -40,15 +40,10 @@ def _operation(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("sana_pipe::gated_convolution_backward", mutates_args=())
 def _gradients(
-    gradient: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    of_input: bool = True,
-    of_weights: bool = True,
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_weights: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     module = kernels("gated_convolution", gradient, u, weight, bias)
-    return (module.backward if module else backward)(gradient, u, weight, bias, of_input, of_weights)
+    return (module.backward if module else backward)(gradient, u, weight, bias, of_weights)
 
 
 @_operation.register_fake
@@ -58,15 +53,10 @@ def _(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @_gradients.register_fake
 def _(
-    gradient: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    of_input: bool = True,
-    of_weights: bool = True,
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_weights: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = (u, of_input), (weight, of_weights), (bias, of_weights)
-    return tuple(x.new_empty(x.shape if given else 0) for x, given in wanted)  # type: ignore[return-value]
+    of_weight, of_bias = (x.new_empty(x.shape if of_weights else 0) for x in (weight, bias))
+    return u.new_empty(u.shape), of_weight, of_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -74,10 +64,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    of_input, *needed = ctx.needs_input_grad
-    of_weights = any(needed)
-    of_u, of_weight, of_bias = _gradients(gradient, *ctx.saved_tensors, of_input, of_weights)
-    return of_u if of_input else None, *((of_weight, of_bias) if of_weights else (None, None))
+    of_weights = any(ctx.needs_input_grad[1:])
+    of_u, of_weight, of_bias = _gradients(gradient, *ctx.saved_tensors, of_weights)
+    return of_u, *((of_weight, of_bias) if of_weights else (None, None))
 
 
 _operation.register_autograd(_backward, setup_context=_save)
@@ -105,14 +94,9 @@ def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def backward(
-    gradient: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    of_input: bool = True,
-    of_weights: bool = True,
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_weights: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `u`, weight and bias, contiguous; empty where they are not wanted."""
+    """Gradients of `u`, and of weight and bias (empty if not wanted), contiguous."""
     silu_backward = torch.ops.aten.silu_backward
     with without_autocast(u.device):
         active = F.silu(u)
@@ -124,9 +108,9 @@ def backward(
             weight.to(u.dtype),
             list(bias.shape),
             *([1, 1], [1, 1], [1, 1]),
-            *(False, [0, 0], weight.shape[0], [of_input, of_weights, of_weights]),
+            *(False, [0, 0], weight.shape[0], [True, of_weights, of_weights]),
         )
-        of_u = silu_backward(of_active.permute(0, 2, 3, 1), u).contiguous() if of_input else u.new_empty(0)
+        of_u = silu_backward(of_active.permute(0, 2, 3, 1), u).contiguous()
         if not of_weights:
             return of_u, weight.new_empty(0), bias.new_empty(0)
         return of_u, of_weight.to(weight.dtype).contiguous(), of_bias.to(bias.dtype)

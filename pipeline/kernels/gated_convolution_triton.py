@@ -202,16 +202,11 @@ def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def backward(
-    gradient: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    of_input: bool = True,
-    of_weights: bool = True,
+    gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_weights: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `u`, weight and bias; empty where they are not wanted."""
+    """Gradients of `u`, and of weight and bias (empty if not wanted)."""
     channels = u.shape[3]
-    out = torch.empty(u.shape if of_input else (0,), dtype=u.dtype, device=u.device)
+    out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     of_weight = torch.empty(weight.shape if of_weights else (0,), dtype=weight.dtype, device=u.device)
     of_bias = torch.empty(bias.shape if of_weights else (0,), dtype=bias.dtype, device=u.device)
     if not u.numel():
@@ -221,8 +216,7 @@ def backward(
     parts = torch.empty(grid[1] * grid[2], 10, channels, dtype=torch.float32, device=u.device)
     sizes = u.shape[1:]
     _gate_backward[grid](gradient.contiguous(), u, weight, bias.contiguous(), inner, parts, *sizes, **CONSTANTS)
-    if of_input:
-        _input_backward[grid](inner, u, weight, out, *sizes, **CONSTANTS)
+    _input_backward[grid](inner, u, weight, out, *sizes, **CONSTANTS)
     if of_weights:
         whole = triton.cdiv(channels, SUM_CONSTANTS["SUM_BLOCK"]), 10
         _sum_parts[whole](parts, of_weight, of_bias, len(parts), channels, **SUM_CONSTANTS)

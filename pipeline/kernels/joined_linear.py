@@ -40,19 +40,12 @@ def _operation(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tenso
 
 @torch.library.custom_op("sana_pipe::joined_linear_backward", mutates_args=())
 def _gradients(
-    gradient: Tensor,
-    x: Tensor,
-    first: Tensor,
-    second: Tensor,
-    third: Tensor,
-    of_input: bool = True,
-    of_weights: bool = True,
+    gradient: Tensor, x: Tensor, first: Tensor, second: Tensor, third: Tensor, of_weights: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `x` and of the joined matrices (3*O, I); empty where they are not wanted."""
-    of_x, of_joined = x.new_empty(0), first.new_empty(0)
+    """Gradients of `x`, and of the joined matrices (3*O, I), empty if not wanted."""
+    of_joined = first.new_empty(0)
     with without_autocast(x.device):
-        if of_input:
-            of_x = gradient.matmul(torch.cat([first, second, third]).to(x.dtype))
+        of_x = gradient.matmul(torch.cat([first, second, third]).to(x.dtype))
         if of_weights:
             of_joined = (gradient.flatten(0, -2).t() @ x.flatten(0, -2)).to(first.dtype)
     return of_x, of_joined
@@ -65,16 +58,10 @@ def _(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
 
 @_gradients.register_fake
 def _(
-    gradient: Tensor,
-    x: Tensor,
-    first: Tensor,
-    second: Tensor,
-    third: Tensor,
-    of_input: bool = True,
-    of_weights: bool = True,
+    gradient: Tensor, x: Tensor, first: Tensor, second: Tensor, third: Tensor, of_weights: bool = True
 ) -> tuple[Tensor, Tensor]:
     joined = (3 * first.shape[0], first.shape[1]) if of_weights else (0,)
-    return x.new_empty(x.shape if of_input else (0,)), first.new_empty(joined)
+    return x.new_empty(x.shape), first.new_empty(joined)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -82,11 +69,9 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    of_input, *needed = ctx.needs_input_grad
-    of_weights = any(needed)
-    of_x, of_joined = _gradients(gradient, *ctx.saved_tensors, of_input, of_weights)
-    parts = of_joined.chunk(3) if of_weights else (None, None, None)
-    return of_x if of_input else None, *parts
+    of_weights = any(ctx.needs_input_grad[1:])
+    of_x, of_joined = _gradients(gradient, *ctx.saved_tensors, of_weights)
+    return of_x, *(of_joined.chunk(3) if of_weights else (None, None, None))
 
 
 _operation.register_autograd(_backward, setup_context=_save)
@@ -104,8 +89,7 @@ def _backward_flops(
     first: tuple[int, ...],
     second: Any,
     third: Any,
-    of_input: bool = True,
     of_weights: bool = True,
     **kwargs: Any,
 ) -> int:
-    return (of_input + of_weights) * _forward_flops(x, first)
+    return (1 + of_weights) * _forward_flops(x, first)

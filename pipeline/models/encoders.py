@@ -46,12 +46,8 @@ _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations
 
 
 def describe_vae(config: VaeConfig) -> dict[str, Any]:
-    """What decides the value of a latent, from files, without building the module.
-
-    Returns:
-        weights (32 hex digits over the encoder's tensors and its architecture, not the decoder or the origin),
-        compression (pixels per latent side), channels, dtype, tf32, channels_last, scaling_factor, tiling (always
-        False).
+    """What decides the value of a latent, from files, without building the module. weights: 32 hex digits over the
+    encoder's tensors and architecture; compression: pixels per latent side.
 
     Raises:
         ModelError: no such model, another class of model, weights that cannot be read.
@@ -81,21 +77,13 @@ def exact(config: VaeConfig) -> VaeConfig:
 
 
 def vae_shape(folder: Path) -> tuple[int, int]:
-    """Pixels per latent side, and latent channels, of the VAE whose `config.json` is in a folder.
-
-    Raises:
-        ModelError: it is missing, or of another class of model.
-    """
+    """Pixels per latent side, and latent channels, of the VAE whose `config.json` is in a folder."""
     settings = _vae_settings(folder)
     return _compression(settings), int(_vae_architecture(settings)["latent_channels"])
 
 
 def decoder_shape(folder: Path) -> tuple[int, int]:
-    """Pixels per latent side, and latent channels, of the decoder whose `config.json` is in a folder.
-
-    Raises:
-        ModelError: it is missing, or of another class of model.
-    """
+    """The same of a decoder."""
     settings = _decoder_settings(folder)
     if settings["_class_name"] == "AutoencoderDC":
         stages = settings.get("decoder_block_out_channels") or _VAE_ARCHITECTURE["encoder_block_out_channels"]
@@ -214,12 +202,7 @@ class Footprint:
 
 def footprint(config: VaeConfig, height: int, width: int) -> Footprint:
     """Of pictures of height x width pixels, from one on the meta device: no weights are read, no memory is used.
-
-    Tensors of a batch are this much for each of its pictures. Workspaces of cuDNN are not in it.
-
-    Raises:
-        ModelError: no such model, another class of model.
-    """
+    Workspaces of cuDNN are not in it."""
     model = torch.nn.Module.to(_half_on_meta(resolve(config), "encoder"), DTYPES[config.dtype])
     parameters = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
     with torch.inference_mode(), _LiveTensors() as live:
@@ -277,11 +260,7 @@ class LatentEncoder:
 
     @classmethod
     def load(cls, config: VaeConfig, device: str | torch.device) -> LatentEncoder:
-        """Read the encoder's weights alone.
-
-        Raises:
-            ModelError: no such model, or one of another class, or weights that do not fit.
-        """
+        """Read the encoder's weights alone. Raises ModelError where they do not fit."""
         folder = resolve(config)
         settings = _vae_settings(folder)
         model = _half_autoencoder(config, "encoder", config.dtype, _layout(config), device)
@@ -293,7 +272,7 @@ class LatentEncoder:
         """One forward pass.
 
         Args:
-            images: uint8 (b, H, W, 3), RGB, H and W multiples of `compression`.
+            images: uint8 (b, H, W, 3), RGB, b at least 1, H and W multiples of `compression`, as all buckets' are.
 
         Returns:
             uint16 (b, channels, H/compression, W/compression): bits of bf16(latent * scaling_factor), the product in
@@ -301,21 +280,8 @@ class LatentEncoder:
             global, so a tiled encoding would be another latent.
 
         Raises:
-            ModelError: pictures of another type or shape.
             NonFiniteError: with the batch rows.
         """
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-            raise ModelError("pictures must be uint8 (b, H, W, 3)", found=f"{images.dtype} {images.shape}")
-        height, width = images.shape[1:3]
-        if not height or not width or height % self.compression or width % self.compression:
-            raise ModelError(
-                f"a picture of {height}x{width} pixels has no whole number of latents",
-                expected=f"height and width multiples of {self.compression}",
-                fix="choose buckets whose sides are multiples of the VAE's compression",
-            )
-        if not len(images):
-            bottom = (height // self.compression, width // self.compression)
-            return np.zeros((0, self.channels, *bottom), np.uint16)
         pixels = torch.from_numpy(np.ascontiguousarray(images)).to(self.device)
         x = self._levels[pixels.permute(0, 3, 1, 2).to(torch.int32)].contiguous(memory_format=_layout(self._config))
         with _arithmetic(self._config):

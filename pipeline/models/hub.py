@@ -78,18 +78,17 @@ def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: 
         ModelError: neither a folder nor a hub id; no such repository, revision or subfolder; a gated repository; no
             network and the hub's cache lacks some of it.
     """
-    place, weights = _place(weights)
+    place, weights, file = _place(weights)
     if place is not None:
         return place
-    what = f"the hub repository {weights.id!r}"
-    if (file := _HUB_FILE.match(f"{weights.id}/{weights.subfolder or ''}")) is not None:
-        root = _download(weights.model_copy(update={"id": file[1], "subfolder": None}), (file[2], _config_of(file[2])))
-        if not (root / file[2]).is_file():
-            raise _no_file(file[1], file[2])
-        return root / file[2]
+    if file is not None:
+        path = _download(weights, (file, "config.json")) / (weights.subfolder or "") / file
+        if not path.is_file():
+            raise _no_file(weights, file)
+        return path
     if patterns is None:
         patterns = ("*.json", *look(weights, widest=widest).files)
-    return _below(_download(weights, tuple(patterns)), weights, what)
+    return _below(_download(weights, patterns), weights)
 
 
 @dataclass(frozen=True)
@@ -111,17 +110,13 @@ class Look:
 
 def look(weights: Weights, *, widest: bool = False) -> Look:
     """Inspect weights; fetches JSON files only. Arguments and errors as in `resolve`."""
-    place, weights = _place(weights)
+    place, weights, file = _place(weights)
     if place is not None and place.is_file():
         return Look(place, (place.name,), place.stat().st_size, 0)
-    if (file := _HUB_FILE.match(f"{weights.id}/{weights.subfolder or ''}")) is not None:
-        return _look_at_file(weights, file[1], file[2])
-    listing = None
-    if place is None:
-        folder = _below(_download(weights, ("*.json",)), weights, f"the hub repository {weights.id!r}")
-        listing = sizes(weights)
-    else:
-        folder = place
+    if file is not None:
+        return _look_at_file(weights, file)
+    folder = place or _below(_download(weights, ("*.json",)), weights)
+    listing = None if place is not None else sizes(weights)
     local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     try:
         chosen = choose(folder, weights.variant, listing, widest=widest)
@@ -139,51 +134,51 @@ def look(weights: Weights, *, widest: bool = False) -> Look:
     return Look(folder, chosen.files, sum(sizes_of.values()), to_fetch)
 
 
-def _look_at_file(weights: Weights, repository: str, file: str) -> Look:
-    name, parent = Path(file).name, Path(file).parent.as_posix()
-    folder = weights.model_copy(update={"id": repository, "subfolder": None if parent == "." else parent})
-    listing = sizes(folder)
-    if listing is not None and name not in listing:
-        raise _no_file(repository, file)
-    root = _download(folder.model_copy(update={"subfolder": None}), (_config_of(file),) if listing else (file,))
-    present, size = (root / file).is_file(), (listing or {}).get(name, 0)
-    return Look(root / file, (name,), (root / file).stat().st_size if present else size, 0 if present else size)
+def _look_at_file(weights: Weights, file: str) -> Look:
+    listing = sizes(weights)
+    if listing is not None and file not in listing:
+        raise _no_file(weights, file)
+    path = _download(weights, ("config.json",) if listing else (file,)) / (weights.subfolder or "") / file
+    size = path.stat().st_size if path.is_file() else (listing or {}).get(file, 0)
+    return Look(path, (file,), size, 0 if path.is_file() else size)
 
 
-def _no_file(repository: str, file: str) -> ModelError:
-    return ModelError(f"the hub repository {repository!r} has no file {file!r}", fix="correct `id`")
+def _no_file(weights: Weights, file: str) -> ModelError:
+    return ModelError(f"the hub repository {weights.id!r} has no file {_inside(weights, file)!r}", fix="correct `id`")
 
 
-def _config_of(file: str) -> str:
-    return Path(file).with_name("config.json").as_posix()
+def _inside(weights: Weights, name: str) -> str:
+    return f"{weights.subfolder}/{name}" if weights.subfolder else name
 
 
-def _place(weights: Weights) -> tuple[Path | None, Weights]:
-    """The folder or file on this machine; None if on the hub. A file's path on the hub is moved to `subfolder`.
+def _place(weights: Weights) -> tuple[Path | None, Weights, str | None]:
+    """The folder or file on this machine (None: it is on the hub), the repository with the folder in it, and the name
+    if a file in that folder is meant.
 
     Raises:
         ModelError: neither, or no such subfolder.
     """
     root = Path(weights.id)
     if root.is_file():
-        return root, weights
+        return root, weights, None
     if root.is_dir():
-        return _below(root, weights, f"the folder {weights.id!r}"), weights
-    if (file := _HUB_FILE.match(weights.id)) is not None:
-        return None, weights.model_copy(update={"id": file[1], "subfolder": file[2]})
+        return _below(root, weights), weights, None
+    if (match := _HUB_FILE.match(weights.id)) is not None:
+        folder, _, name = match[2].rpartition("/")
+        return None, weights.model_copy(update={"id": match[1], "subfolder": folder or None}), name
     if not _HUB_ID.match(weights.id):
         raise ModelError(
             f"there is no folder {weights.id!r}, and it is not a hub id",
             expected="an existing folder, or OWNER/NAME on the hub",
             fix="correct `id` in the configuration",
         )
-    return None, weights
+    return None, weights, None
 
 
 def fetch_command(weights: Weights) -> str:
     """The command that fetches all files of `weights.subfolder`."""
     revision = f" --revision {weights.revision}" if weights.revision else ""
-    return f"hf download {weights.id}{revision} --include '{f'{weights.subfolder}/' if weights.subfolder else ''}*'"
+    return f"hf download {weights.id}{revision} --include '{_inside(weights, '*')}'"
 
 
 def sizes(weights: Weights) -> dict[str, int] | None:
@@ -195,7 +190,7 @@ def sizes(weights: Weights) -> dict[str, int] | None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    prefix = f"{weights.subfolder}/" if weights.subfolder else ""
+    prefix = _inside(weights, "")
     with _explained(weights):
         try:
             info = HfApi().model_info(weights.id, revision=weights.revision, files_metadata=True)
@@ -213,28 +208,25 @@ def sizes(weights: Weights) -> dict[str, int] | None:
     return {name: size for name, size in files.items() if "/" not in name}
 
 
-def _below(root: Path, weights: Weights, what: str) -> Path:
-    folder = root / weights.subfolder if weights.subfolder else root
+def _below(root: Path, weights: Weights) -> Path:
+    folder = root / (weights.subfolder or "")
     if folder.is_dir():
         return folder
     inside = sorted(p.name for p in root.iterdir() if p.is_dir())
     raise ModelError(
-        f"{what} has no subfolder {weights.subfolder!r}",
+        f"the {'folder' if is_local(weights) else 'hub repository'} {weights.id!r} has no subfolder "
+        f"{weights.subfolder!r}",
         found=", ".join(inside) if inside else "no subfolders",
         fix="set `subfolder` to one of those, or to null if the files lie directly in it",
     )
 
 
-def _download(weights: Weights, patterns: tuple[str, ...]) -> Path:
+def _download(weights: Weights, patterns: Sequence[str]) -> Path:
     import huggingface_hub
 
-    prefix = f"{weights.subfolder}/" if weights.subfolder else ""
+    names = [_inside(weights, pattern) for pattern in patterns]
     with _explained(weights):
-        return Path(
-            huggingface_hub.snapshot_download(
-                weights.id, revision=weights.revision, allow_patterns=[prefix + p for p in patterns]
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(weights.id, revision=weights.revision, allow_patterns=names))
 
 
 def _is_network(error: BaseException) -> bool:
@@ -245,58 +237,55 @@ def _is_network(error: BaseException) -> bool:
 @contextlib.contextmanager
 def _explained(weights: Weights) -> Iterator[None]:
     """Turn the hub's errors into ModelErrors with a fix."""
-    from huggingface_hub import errors
-
-    prefix = f"{weights.subfolder}/" if weights.subfolder else ""
-    repository = f"{weights.id!r}" + (f" at revision {weights.revision!r}" if weights.revision else "")
-    copy = f"or copy the model to this machine and set `id` to its folder; looked for {weights.id}/{prefix}"
     try:
         yield
-    except errors.GatedRepoError as error:
-        raise ModelError(
-            f"the hub repository {repository} is gated: its licence has to be accepted first",
-            found=_first_line(error),
-            fix=f"accept it on https://huggingface.co/{weights.id}, then `hf auth login` (or set HF_TOKEN)",
-        ) from None
-    except errors.RevisionNotFoundError as error:
-        raise ModelError(
-            f"the hub repository {weights.id!r} has no revision {weights.revision!r}",
-            found=_first_line(error),
-            fix="correct `revision`, or leave it out for the newest",
-        ) from None
-    except errors.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"there is no folder and no hub repository {repository} that this login may read",
-            found=_first_line(error),
-            fix="correct `id`, or `hf auth login` if the repository is private",
-        ) from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
-        raise ModelError(
-            f"there is no folder {weights.id!r}; the hub repository {repository} is not in the local cache, "
-            "and the hub cannot be reached",
-            found=_first_line(error),
-            fix=f"check the network (and HF_HUB_OFFLINE), {copy}",
-        ) from None
-    except errors.HFValidationError as error:
-        raise ModelError(f"{weights.id!r} is not a hub id", found=_first_line(error), fix="correct `id`") from None
-    except OSError as error:  # the hub's other HTTP errors
-        raise machine_error(error, f"the hub repository {repository} could not be fetched") or ModelError(
-            f"the hub repository {repository} could not be fetched",
-            found=f"{type(error).__name__}: {_first_line(error)}",
-            fix=f"try again: what was fetched is kept; {copy}",
-        ) from None
     except Exception as error:
-        if not _is_network(error):
+        if (explained := _explanation(error, weights)) is None:
             raise
-        raise ModelError(
-            f"the hub repository {repository} could not be fetched: the network failed",
-            found=f"{type(error).__name__}: {_first_line(error)}",
-            fix=f"check the network and the proxy, {copy}",
-        ) from None
+        raise explained from None
+
+
+def _explanation(error: Exception, weights: Weights) -> UserError | None:
+    from huggingface_hub import errors
+
+    place = weights.id + (f" at revision {weights.revision}" if weights.revision else "")
+    copy = (
+        f"or copy the model to this machine and set `id` to its folder; looked for {weights.id}/{_inside(weights, '')}"
+    )
+    unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError
+    known: tuple[tuple[Any, str, str], ...] = (
+        (
+            errors.GatedRepoError,
+            "is gated: its licence has to be accepted first",
+            f"accept it on https://huggingface.co/{weights.id}, then `hf auth login` (or set HF_TOKEN)",
+        ),
+        (errors.RevisionNotFoundError, "has no such revision", "correct `revision`, or leave it out for the newest"),
+        (
+            errors.RepositoryNotFoundError,
+            "does not exist, or this login may not read it; nor is there such a folder",
+            "correct `id`, or `hf auth login` if the repository is private",
+        ),
+        (
+            unreachable,
+            "is not in the local cache, and the hub cannot be reached; nor is there such a folder",
+            f"check the network (and HF_HUB_OFFLINE), {copy}",
+        ),
+        (errors.HFValidationError, "has no valid name", "correct `id`"),
+        (OSError, "could not be fetched", f"try again: what was fetched is kept; {copy}"),  # other errors of HTTP
+    )
+    what = f"the hub repository {place}"
+    for kind, happened, fix in known:
+        if isinstance(error, kind):
+            full = machine_error(error, f"{what} could not be fetched") if kind is OSError else None
+            return full or ModelError(f"{what} {happened}", found=_first_line(error), fix=fix)
+    if not _is_network(error):
+        return None
+    fix = f"check the network and the proxy, {copy}"
+    return ModelError(f"{what} could not be fetched: the network failed", found=_first_line(error), fix=fix)
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def load(kind: Any, folder: Path, what: str, **options: Any) -> Any:
@@ -369,8 +358,9 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing", fix="give a folder that `save_pretrained` wrote") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        fix = "give a folder that `save_pretrained` wrote; name the subfolder, too, such as transformer"
+        raise ModelError(f"{path} is missing", fix=fix) from None
+    except (OSError, ValueError, RecursionError) as error:
         raise not_permitted(path) or ModelError(f"{path} cannot be read as JSON", found=_first_line(error)) from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object", found=type(value).__name__)

@@ -111,8 +111,8 @@ def buffers(config: SanaConfig, text_rows: int) -> dict[str, Tensor]:
     return dict(zip(BUFFERS, (table[None], rows / config.caption_channels**0.5), strict=True))
 
 
-def read(path: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Any], str]:
-    """The model's shape, lazy slices (safetensors' interface) by NVlabs' names, and what else the file holds, in words.
+def read(path: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor], str]:
+    """The model's shape, its tensors (mapped from the file) by NVlabs' names, and what else the file holds, in words.
 
     Args:
         variant: of several models in one `.pth`, the name of the one to be read, such as `state_dict_ema`.
@@ -124,7 +124,7 @@ def read(path: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, 
     return config_of(path, stored), {name: part for name, part in stored.items() if name not in BUFFERS}, note
 
 
-def plain_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+def plain_names(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Without the names of wrappers, and without what all names begin with, such as `module.`."""
     names = {_WRAPPERS.sub("", name): part for name, part in stored.items()}
     while all("." in name for name in names) and len({name.partition(".")[0] for name in names}) == 1:
@@ -132,57 +132,22 @@ def plain_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     return names
 
 
-def renamed(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Slices by our names, in diffusers' channel order; tensors without a counterpart keep their names."""
-    slices = dict(stored)
+def renamed(stored: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Views by our names, in diffusers' channel order; tensors without a counterpart keep their names."""
+    tensors = dict(stored)
     for theirs, ours in parts(names).items():
-        if (whole := slices.pop(theirs, None)) is None:
+        if (whole := tensors.pop(theirs, None)) is None:
             continue
-        rows = int(whole.get_shape()[0])
+        rows = len(whole)
         for i, name in enumerate(ours):
-            slices[name] = _Rows(whole, i * rows // len(ours), (i + 1) * rows // len(ours))
-    return slices
+            tensors[name] = whole[i * rows // len(ours) : (i + 1) * rows // len(ours)]
+    return tensors
 
 
-class Stored:
-    """A tensor of a `.pth` file with safetensors' interface of slices."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def get_dtype(self) -> str:
-        kind = self.tensor.dtype
-        return {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}.get(kind, str(kind))
-
-    def __getitem__(self, key: Any) -> Tensor:
-        return self.tensor[key]
-
-
-class _Rows:
-    """Rows of a stored tensor."""
-
-    def __init__(self, stored: Any, start: int, stop: int):
-        self.stored, self.start, self.stop = stored, start, stop
-
-    def get_shape(self) -> list[int]:
-        return [self.stop - self.start, *self.stored.get_shape()[1:]]
-
-    def get_dtype(self) -> str:
-        return str(self.stored.get_dtype())
-
-    def __getitem__(self, key: tuple[slice, ...]) -> Tensor:
-        first, *rest = key
-        start, stop, _ = first.indices(self.stop - self.start)
-        return self.stored[(slice(self.start + start, self.start + max(start, stop)), *rest)]
-
-
-def _open(path: Path, variant: str | None) -> tuple[dict[str, Any], str]:
+def _open(path: Path, variant: str | None) -> tuple[dict[str, Tensor], str]:
     if path.suffix == ".safetensors":
         file = hub.open_tensors(path)
-        return plain_names({name: file.get_slice(name) for name in file.keys()}), ""
+        return plain_names({name: file.get_tensor(name) for name in file.keys()}), ""
     try:
         with torch.serialization.safe_globals(_ARRAYS):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -204,8 +169,7 @@ def _open(path: Path, variant: str | None) -> tuple[dict[str, Any], str]:
         )
     others = " and ".join(name for name in models if name != chosen)
     note = f"; its {others} is not used (model.weights.variant={others.split(' ')[0]} takes it)" if others else ""
-    tensors = models.get(chosen or "", {})
-    return plain_names({name: Stored(tensor) for name, tensor in tensors.items()}), note
+    return plain_names(models.get(chosen or "", {})), note
 
 
 def _models(content: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -219,8 +183,8 @@ def _models(content: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str,
         yield from _models(value, f"{name}.{key}" if name else str(key), depth - 1)
 
 
-def config_of(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
-    shapes = {name: tuple(part.get_shape()) for name, part in stored.items()}
+def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaConfig:
+    shapes = {name: tuple(part.shape) for name, part in stored.items()}
     try:
         width, channels, patch = shapes["x_embedder.proj.weight"][:3]
         depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
@@ -275,7 +239,7 @@ def config_of(path: Path, stored: Mapping[str, Any]) -> SanaConfig:
     )
 
 
-def _positions(path: Path, stored: Mapping[str, Any]) -> tuple[int, float | None]:
+def _positions(path: Path, stored: Mapping[str, Tensor]) -> tuple[int, float | None]:
     """`sample_size` and `interpolation_scale`, from the buffer `pos_embed` (1, tokens, width): zeros in a model that
     adds none; else its second row begins with sin(1 / scale)."""
     if "pos_embed" not in stored:
@@ -283,7 +247,6 @@ def _positions(path: Path, stored: Mapping[str, Any]) -> tuple[int, float | None
             f"{path} has no pos_embed, which says whether the model adds a position embedding",
             fix=f"put the model's diffusers config.json at {path.with_name('config.json')}",
         )
-    table = stored["pos_embed"][slice(0, 1), slice(0, 2), slice(0, 2)].float()
-    side = math.isqrt(stored["pos_embed"].get_shape()[1])
-    value = float(table[0, -1, 0])
-    return side, round(1 / math.asin(value), 1) if value else None
+    table = stored["pos_embed"]
+    value = float(table[0, :2][-1, 0])
+    return math.isqrt(table.shape[1]), round(1 / math.asin(value), 1) if value else None

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from pipeline.config import ArchConfig, TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.models.spec import SANA, DrawnValues, ModelSpec, Values, read_json
+from pipeline.models import hub
+from pipeline.models.spec import SANA, DrawnValues, ModelSpec, Values
 
 CLASS_NAME = SANA
 _SINUSOID = 256
@@ -274,4 +275,5 @@ def read_config(folder: Path) -> SanaConfig:
     Raises:
         UserError: missing, not JSON, or of a model that this class does not implement.
     """
-    return SanaConfig.from_dict(read_json(Path(folder)), source=str(Path(folder) / "config.json"))
+    path = folder / "config.json"
+    return SanaConfig.from_dict(hub.read_json(path), source=str(path))

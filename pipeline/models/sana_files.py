@@ -51,20 +51,16 @@ def deinterleave(name: str, tensor: Tensor) -> Tensor:
     return tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
-def _slices(paths: Sequence[Path]) -> dict[str, Any]:
-    slices: dict[str, Any] = {}
-    source: dict[str, str] = {}
+def _mapped(paths: Sequence[Path]) -> dict[str, Tensor]:
+    """The tensors of safetensors files; their bytes are read on access."""
+    tensors: dict[str, Tensor] = {}
     for path in paths:
         handle = hub.open_tensors(path)
-        part = {name: handle.get_slice(name) for name in handle.keys()}
-        for name in part:
-            if name in source:
-                raise UserError(
-                    f"{path.parent}: parameter {name} is in two files", found=f"{source[name]}, {path.name}"
-                )
-            source[name] = path.name
-        slices |= part
-    return nvlabs.plain_names(slices)
+        for name in handle.keys():
+            if name in tensors:
+                raise UserError(f"{path}: parameter {name} is in another file, too")
+            tensors[name] = handle.get_tensor(name)
+    return nvlabs.plain_names(tensors)
 
 
 class WeightFiles:
@@ -89,15 +85,15 @@ class WeightFiles:
         place = Path(place)
         if place.is_file():
             self.config, stored, note = nvlabs.read(place, variant)
-            self._slices = nvlabs.renamed(stored, self.config.shapes())
+            self._tensors = nvlabs.renamed(stored, self.config.shapes())
             names: tuple[str, ...] = (place.name,)
         else:
             self.config = read_config(place)
             chosen = hub.choose(place, variant, widest=True)
-            self._slices = _slices([place / name for name in chosen.files])
+            self._tensors = _mapped([place / name for name in chosen.files])
             names = chosen.files
             note = f"; {chosen.instead_of} beside it is not used" if chosen.instead_of else ""
-        self.shapes = {name: tuple(part.get_shape()) for name, part in self._slices.items()}
+        self.shapes = {name: tuple(part.shape) for name, part in self._tensors.items()}
         expected = self.config.shapes()
         _check_names(expected, self.shapes, str(place))
         for name, shape in expected.items():
@@ -108,7 +104,8 @@ class WeightFiles:
 
     def dtype(self, name: str) -> str:
         """The file's dtype of a parameter, as safetensors names it (`F32`, `BF16`)."""
-        return str(self._slices[name].get_dtype())
+        kind = self._tensors[name].dtype
+        return _STORED_AS.get(kind, str(kind))
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """A box of a parameter, in the file's dtype and our layout, on the CPU. Only its bytes are read.
@@ -139,7 +136,7 @@ class WeightFiles:
         return digest.hexdigest()
 
     def _box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        stored, rest = self._slices[name], [slice(a, a + n) for a, n in zip(offsets, lengths, strict=True)][1:]
+        stored, rest = self._tensors[name], [slice(a, a + n) for a, n in zip(offsets, lengths, strict=True)][1:]
         begin, end = offsets[0], offsets[0] + lengths[0]
         if not name.endswith(_GLU_PARAMETERS):
             return stored[(slice(begin, end), *rest)]

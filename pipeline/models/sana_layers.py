@@ -263,14 +263,13 @@ def position_embedding(
     Coordinates are stretched so that any grid spans `base / scale` units. The first half of the channels carries the
     column and the second half the row, each half sines then cosines. Angles in float64.
     """
-    place = torch.device("cpu") if device is not None and device.type == "mps" else device  # mps has no float64
     count = dim // 4
-    omega = 1.0 / 10_000 ** (torch.arange(count, dtype=torch.float64, device=place) / count)
+    omega = 1.0 / 10_000 ** (torch.arange(count, dtype=torch.float64, device=device) / count)
 
     def table(length: int) -> Tensor:
-        position = torch.arange(length, dtype=torch.float32, device=place) / (length / base) / scale
+        position = torch.arange(length, dtype=torch.float32, device=device) / (length / base) / scale
         angle = position.double()[:, None] * omega[None]
-        return torch.cat([angle.sin(), angle.cos()], dim=1).float().to(device)
+        return torch.cat([angle.sin(), angle.cos()], dim=1).float()
 
     by_row = table(height)[:, None].expand(-1, width, -1)
     by_column = table(width)[None].expand(height, -1, -1)

@@ -10,7 +10,6 @@ A new architecture is a subclass in a file of its own and a line in `KINDS`. Its
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -24,7 +23,8 @@ import xxhash
 from torch import Tensor, nn
 
 from pipeline.config import ArchConfig, TrainConfig
-from pipeline.errors import ConfigError, UserError, not_permitted
+from pipeline.errors import ConfigError
+from pipeline.models import hub
 
 SANA = "SanaTransformer2DModel"
 KINDS: dict[str, str] = {SANA: "pipeline.models.sana_config:SanaConfig"}
@@ -310,29 +310,7 @@ def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
         from pipeline.models import nvlabs
 
         return nvlabs.read(place, variant)[0]
-    return spec_of(read_json(place), str(place / "config.json"))
-
-
-def read_json(folder: Path) -> dict[str, Any]:
-    """`config.json` of a diffusers transformer folder.
-
-    Raises:
-        UserError: missing, or no JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder} is not a transformer folder: there is no config.json",
-            expected="a folder written by `save_pretrained`",
-            fix="name the subfolder too, e.g. model.weights.subfolder: transformer",
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise not_permitted(path) or UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path} is not a JSON object", found=type(data).__name__)
-    return data
+    return spec_of(hub.read_json(place / "config.json"), str(place / "config.json"))
 
 
 def spec_from_arch(arch: ArchConfig, sample_size: int) -> ModelSpec:

@@ -59,15 +59,8 @@ def tolerance(dtype: str, layers: int) -> float:
 
 
 def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
-    """What decides the rows of a caption, from files, without building the module.
-
-    Args:
-        instruction: the text before every caption (`config.instruction`, or the recipe's default).
-
-    Returns:
-        weights (32 hex digits; with or without the language model's head), tokenizer (32
-        hex digits over its files), dtype, attention, instruction, normalisation, max_length, selection, width (of a
-        row).
+    """What decides the rows of a caption, from files, without building the module. weights: 32 hex digits, the same
+    with and without a language model's head; tokenizer: 32 hex digits over its files.
 
     Raises:
         ModelError: no such model or tokenizer, another class of model, weights that cannot be read.
@@ -88,11 +81,7 @@ def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
 
 
 def text_width(folder: Path) -> int:
-    """Values per row of the text encoder whose `config.json` is in a folder.
-
-    Raises:
-        ModelError: it is missing, or of another class of model.
-    """
+    """Values per row of the text encoder in a folder. Raises ModelError for another class of model."""
     return int(_text_architecture(folder)["hidden_size"])
 
 
@@ -164,11 +153,8 @@ def _ordered(value: Any) -> Any:
 
 
 class _KeysAndValues:
-    """Replaces transformers' cache: records the keys and values of the first tokens, layer by layer.
-
-    It stores every position in every layer (masks decide what a sliding window sees) and is read-only after recording,
-    so it serves every batch of any size.
-    """
+    """Replaces transformers' cache: records the keys and values of the first tokens, layer by layer. Every position is
+    in every layer: masks decide what a sliding window sees."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -181,8 +167,6 @@ class _KeysAndValues:
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.recording:
-            if layer != len(self.layers):
-                raise RuntimeError(f"layer {layer} asked for its cache after layer {len(self.layers) - 1}")
             self.layers.append((keys, values))
         return keys, values
 
@@ -202,11 +186,8 @@ def _attention_after_prefix(
     after_prefix: _KeysAndValues,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' eager attention of Gemma-2, operation by operation, over the keys and values of a prefix and new
-    ones.
-
-    It multiplies the prefix's keys with all captions' queries at once, without a copy for each caption, and does not
-    repeat keys and values for the query heads that share them.
+    """transformers' eager attention of Gemma-2, operation by operation, over a prefix and new tokens, without copies of
+    the prefix for each caption and of keys for the query heads that share them.
 
     Args:
         query: (batch, heads, n, d). key, value: (batch, key heads, n, d), of the new tokens alone.
@@ -325,40 +306,25 @@ class TextEncoder:
     The rule (NVlabs/Sana `train_scripts/train.py`, diffusers `SanaPipeline.encode_prompt`): instruction + caption is
     cut and padded on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last
     `max_length - 1` positions are kept, without padding. The 2 stands for <bos> and the instruction's trailing space,
-    which merges with the caption's first word. Attention is causal, so rows do not depend on the padding to their
-    right, which is left out.
+    which merges with the caption's first word.
 
-    Verification: the instruction's last token merges with the caption's first word, so the shared prefix ends one token
-    earlier, and each caption is checked to begin with exactly the shared tokens; otherwise it is run in full. On the
-    first batch, and again whenever captions get twice as long as any compared so far, a few real captions are encoded
-    as in the reference (instruction and caption together, padded to the full length, with transformers' masks and
-    without a cache) and compared, token by token. Beyond the tolerance nothing is stored and the run ends with an
-    error.
+    `mode: exact` computes every caption so. `mode: auto` runs the instruction once, without its last token, and in full
+    the captions that do not begin with exactly these tokens. Some captions of the first batch, and of each with
+    captions twice as long as any before, are compared with the reference; beyond the tolerance nothing is stored and
+    the run ends. The mode is not part of the recipe: values differ as between batch sizes and types of GPU.
 
-    The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 4 units
-    of 2^-8, a step of bf16, times the square root of the number of layers, since the roundings of each layer add up
-    like a random walk: 0.08 for Gemma-2-2b. Two correct computations in bf16 may differ by as much as each differs from
-    fp32 (measured 0.02), because a GPU chooses its kernels, and so the order of a sum, by the shape of a batch. If the
-    reference without padding differs from itself by more, the tolerance is three times that difference, at most 0.1.
-    Mistakes are larger: one wrong token in the instruction gives 0.15, a mask that forgets it 1.
-
-    `mode: auto` does this, `mode: exact` is the reference's computation for every caption. The mode is not part of the
-    recipe. Under `auto` a cache receives only values that passed the comparison: they differ from those of `exact` by
-    no more than a change of batch size or GPU, and these are not part of the recipe, either. The mode is in a unit's
-    provenance. On the CPUs tried bf16 rows were equal bit for bit; that is not promised.
+    The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 4 steps
+    of bf16, times the square root of the number of layers, since roundings add up like a random walk: 0.08 for
+    Gemma-2-2b (measured 0.02). If the reference without padding differs from itself by more, three times that, at most
+    0.1. Mistakes are larger: a wrong token in the instruction gives 0.15, a mask that forgets it 1.
 
     Attributes:
-        width: values per row.
-        max_length: maximum number of rows.
-        mode: `auto` or `exact`.
-        truncated: captions cut so far because they were too long for the rule.
-        tokens: caption tokens encoded so far.
-        unshared: captions so far that did not begin with the instruction's tokens and were run in full.
-        largest_error: largest error of the comparisons so far; None before the first.
+        width: values per row. max_length: maximum number of rows.
+        truncated, tokens, unshared: so far, captions that were cut, caption tokens, captions run in full under `auto`.
+        largest_error: of the comparisons so far; None before the first.
         max_ids: tokens of instruction and caption that the rule keeps.
         first_kept: the first position after <bos> that it selects.
-        shared_ids: the instruction's tokens, before `first_kept`.
-        prefix: their recording; None before the first caption under `auto`.
+        shared_ids: the instruction's tokens before it. prefix: their recording, made by the first caption.
     """
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, config: TextConfig, instruction: str):
@@ -409,12 +375,6 @@ class TextEncoder:
                 fix="fetch the folder again",
             )
         return cls(model.to(torch.device(device)).eval().requires_grad_(False), tokenizer, config, instruction)
-
-    def lengths(self, captions: Sequence[str]) -> list[int]:
-        """Tokens of instruction + caption, uncut."""
-        if not captions:
-            return []
-        return [len(ids) for ids in self.tokenize(captions, truncation=False)]
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[np.ndarray]:

@@ -92,9 +92,9 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
     Args:
         blocks: all blocks of the model, in order. Their first argument is the tokens.
     """
-    mode, compress = train.activation_checkpointing, train.activation_compression
+    mode = train.activation_checkpointing
     assert mode != "auto", "pipeline.planning.auto.decide comes first"
-    compressor = None if compress == "none" else Compressor(compress)
+    compressor = None if train.activation_compression == "none" else Compressor()
     every = int(mode.removeprefix("every-")) if mode.startswith("every-") else None
     for number, block in enumerate(blocks, start=1):
         checkpointing = mode if every is None else ("full" if number % every == 0 else "none")

@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 
 from pipeline.cache.local_files import file_digest, make_folder, replacing, sync_path
@@ -125,11 +126,9 @@ class Saver:
 
     Args:
         root: the run's `checkpoints` folder.
-        identity: of the model, stored in every checkpoint (`architecture`, and of a part `adapter` and `base`).
-        config: stored in every checkpoint; decides by `train.async_save`, `keep_checkpoints` and `keep_every`.
-        log: prints one line for every published checkpoint, perhaps from another thread.
+        identity, config, began_from: stored in every checkpoint; see `Document`.
+        log: prints a line for every published checkpoint, perhaps from another thread.
         lock: of the run directory; checked before each publication and removal.
-        began_from: see `Document`.
     """
 
     def __init__(
@@ -143,9 +142,7 @@ class Saver:
     ):
         self._root, self._identity, self._config, self._log = root, identity, config, log
         self._lock, self._began_from = lock, began_from
-        self._earlier_leftovers = leftovers(
-            root
-        )  # of this attempt's predecessors: no later attempt begins during the lock
+        self._earlier_leftovers = leftovers(root)  # of earlier attempts: no later one begins during the lock
         self._thread = _thread_of_this_device() if config.train.async_save else None
         self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
@@ -328,11 +325,8 @@ def publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> No
         )
     document = {**document, "digest": digest_of(document)}
     with _writing(final):
-        with (work / DOCUMENT).open("w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_path(work)
+        with replacing(work / DOCUMENT) as file:
+            file.write_text(json.dumps(document, indent=1), encoding="utf-8")
         lock.check()
         os.rename(work, final)
         sync_path(final.parent)
@@ -423,16 +417,9 @@ def _document(folder: Path) -> Document:
                 found=None if actual is None else f"{actual} bytes",
                 fix=hint,
             )
-    return Document(
-        LoaderState.from_dict(values["state"]),
-        spec_of(values["architecture"], str(path)),
-        values["config"],
-        values["files"],
-        values.get("began_from"),
-        values.get("processes"),
-        values.get("adapter"),
-        values.get("base"),
-    )
+    given = {field.name: values[field.name] for field in fields(Document) if field.name in values}
+    state, architecture = LoaderState.from_dict(values["state"]), spec_of(values["architecture"], str(path))
+    return Document(**{**given, "state": state, "architecture": architecture})
 
 
 def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> None:
@@ -464,15 +451,8 @@ def check_belongs(
     Raises:
         CheckpointError: naming every field that differs.
     """
-    here, stored = first_state.as_dict(), document.state.as_dict()
-    differences = [
-        f"{'snapshot' if name == 'snapshot' else 'train.' + name}: the checkpoint has {stored.get(name, 0)}, "
-        f"this run {here.get(name, 0)}"
-        for name in {**here, **stored}
-        if name != "step" and stored.get(name, 0) != here.get(name, 0)
-    ]
-    differences += _of_another_model(document, architecture)
-    if differences := differences + _of_another_part(document, adapter):
+    differences = _differing("train", asdict(document.state), asdict(first_state), ["step"])
+    if differences := differences + _of_another_model(document, architecture, adapter):
         raise CheckpointError(
             f"{folder}: belongs to another run\n  " + "\n  ".join(differences),
             fix="restore those settings (--snapshot takes the id), or begin a new run with the weights, moments and "
@@ -485,19 +465,22 @@ def beginning(place: Path) -> str:
     return f"--from {place} --set train.output=DIR"
 
 
-def _of_another_model(document: Document, architecture: ModelSpec, free: Collection[str] = ()) -> list[str]:
-    here, stored = architecture.to_dict(), document.architecture.to_dict()
+def _of_another_model(
+    document: Document, architecture: ModelSpec, adapter: Adapter | None, free: Collection[str] = ()
+) -> list[str]:
+    part = None if adapter is None else adapter.to_dict()
     return [
-        f"model {name}: the checkpoint has {stored.get(name)!r}, this run {here.get(name)!r}"
-        for name in sorted({*here, *stored} - {*free})
-        if here.get(name) != stored.get(name)
+        *_differing("model", document.architecture.to_dict(), architecture.to_dict(), free),
+        *_differing("train", {"adapter": document.adapter}, {"adapter": part}),
     ]
 
 
-def _of_another_part(document: Document, adapter: Adapter | None) -> list[str]:
-    part = None if adapter is None else adapter.to_dict()
-    found = f"train.adapter: the checkpoint has {document.adapter}, this run {part}"
-    return [] if part == document.adapter else [found]
+def _differing(what: str, stored: dict[str, Any], here: dict[str, Any], free: Collection[str] = ()) -> list[str]:
+    return [
+        f"{what}.{name}: the checkpoint has {stored.get(name)}, this run {here.get(name)}"
+        for name in sorted({*stored, *here} - {*free})
+        if stored.get(name) != here.get(name)
+    ]
 
 
 def check_begins(folder: Path, document: Document, architecture: ModelSpec, adapter: Adapter | None = None) -> None:
@@ -506,13 +489,11 @@ def check_begins(folder: Path, document: Document, architecture: ModelSpec, adap
     Raises:
         CheckpointError: naming every field that differs, except those of the position embedding.
     """
-    if other := _of_another_part(document, adapter):
-        raise CheckpointError(f"--from {folder}: is a checkpoint of another part of the model", found=other[0])
-    if differences := _of_another_model(document, architecture, architecture.free):
+    if differences := _of_another_model(document, architecture, adapter, architecture.free):
         raise CheckpointError(
             f"--from {folder}: is a checkpoint of another model\n  " + "\n  ".join(differences),
-            fix="give the section `model` of the configuration the checkpoint's values (config.yaml in its run "
-            f"directory has them); only {' and '.join(architecture.free)} may differ",
+            fix="give the configuration the checkpoint's values (config.yaml in its run directory has them); only "
+            f"{' and '.join(architecture.free)} may differ",
         )
 
 
@@ -549,24 +530,20 @@ def load(
     except CheckpointError as caught:
         error = caught
     raise_first_error(error)
-    present = {name: part for name, part in (more or {}).items() if name in sections}
-    tensors: dict[str, Any]
-    tensors = (
-        state_tensors(model, optimizer, present)
-        if moments
-        else {"model": get_model_state_dict(model, options=_OPTIONS), **present}
-    )
-    _, settings = get_state_dict(model, optimizer, options=_OPTIONS) if moments else (None, {})
+    tensors: dict[str, Any] = {name: part for name, part in (more or {}).items() if name in sections}
+    if moments:
+        tensors = state_tensors(model, optimizer, tensors)
+    else:  # torch would make moments, and count their first step
+        tensors["model"] = get_model_state_dict(model, options=_OPTIONS)
     with _there(folder):
         _dcp(
             lambda: dcp.load(tensors, storage_reader=TensorOnlyReader(str(folder))),
             f"{folder}: could not be read into this model",
         )
+    set_model_state_dict(model, tensors["model"], options=_OPTIONS)
     if moments:
-        state = {**settings, **tensors["optim"]}
-        set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=state, options=_OPTIONS)
-    else:
-        set_model_state_dict(model, tensors["model"], options=_OPTIONS)
+        state = {**get_optimizer_state_dict(model, optimizer, options=_OPTIONS), **tensors["optim"]}
+        set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
     return set(more or {}) - sections
 
 

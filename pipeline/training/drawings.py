@@ -10,9 +10,8 @@ Price: `sample.steps` forward passes of two samples per prompt, and no memory be
 from __future__ import annotations
 
 import json
-import os
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pipeline.cache.local_files import make_folder, sync_path
+from pipeline.cache.local_files import make_folder, replacing
 from pipeline.config import Config, PicturesConfig
 from pipeline.errors import ConfigError, writing
 from pipeline.models.sampler import INPUTS, Sampling, prompt_noise, sample
@@ -137,32 +136,16 @@ class Drawings:
             return False
 
     def _publish(self, step: int, latents: dict[int, Tensor]) -> Path:
-        path, token = self._path(step), self.lock.token
-        work = path.with_name(f"{path.name}.{token}.tmp")
-        try:
-            self._write(path, work, latents, step)
-        finally:
-            with suppress(OSError):
-                work.unlink(missing_ok=True)
-        return path
-
-    def _write(self, path: Path, work: Path, latents: dict[int, Tensor], step: int) -> None:
+        path = self._path(step)
+        tensors = {f"{number:04d}": latents[number].contiguous() for number in sorted(latents)}
         with writing(path, "check the rights, then --resume auto", again="--resume auto"):
             self.lock.check()
             make_folder(path.parent)
-            for leftover in path.parent.glob("step-*.safetensors.*.tmp"):
+            for leftover in path.parent.glob(".step-*.partial"):
                 leftover.unlink()
-            data = save(
-                {f"{number:04d}": latents[number].contiguous() for number in sorted(latents)},
-                {"drawing": self._description(step)},
-            )
-            with work.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            self.lock.check()
-            work.replace(path)
-            sync_path(path.parent)
+            with replacing(path, self.lock.check) as work:
+                work.write_bytes(save(tensors, {"drawing": self._description(step)}))
+        return path
 
     def _path(self, step: int) -> Path:
         return self.run.context.folder / FOLDER / f"step-{step:08d}.safetensors"

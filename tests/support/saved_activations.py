@@ -69,7 +69,6 @@ WAYS = {
     "selective": (("selective",), 2.5, 2.45, True),
     "every-2": (("every-2",), 1.8, 1.8, True),
     "int8": (("none", "int8"), 1.5, 1.25, False),
-    "fp8": (("none", "fp8"), 1.5, 1.25, False),
     "full, int8": (("full", "int8"), 17.5, 14.2, False),
     "every-2, int8": (("every-2", "int8"), 2.75, 2.3, False),
 }
