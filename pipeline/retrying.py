@@ -1,19 +1,11 @@
 """Repeating requests to a store that does not answer: for how long, with which messages, and which errors are final.
 
-`retry` asks until there is an answer, for at most `patience_s` from the first failure on. A store that is silent for
-`NOTICE_S` is named on stderr with the time limit, and again when it answers.
-Why one helper: every read and write over a network gives up after the same time and in the same way, and a thousand
-processes that were refused together do not retry together (the pauses are random). Drivers retry, too,
-and nested; `drivers.Connection` turns that off, so that the total is what the setting says.
-Why not tenacity: it repeats one call and its conditions see only that call, so it would replace the loop in `retry` and
-nothing else. The rest is state of a store over all calls and threads (whether it has answered this process, or other
-calls meanwhile; one notice for all waiting calls, even while an attempt hangs), and knowledge of drivers (which of
-their errors are final, and the fix for each).
+`retry` asks until there is an answer, for at most `patience_s` from the first failure on, with random pauses. A store
+that is silent for `NOTICE_S` is named on stderr, and again when it answers. Final errors (missing and forbidden
+objects, wrong credentials, no such bucket or host, an invalid certificate) are raised immediately.
+Why not tenacity: its conditions see one call. Here the state of a store over all calls and threads decides.
 Price: a silent server at a wrong address looks like a store that is down. So a store that has never answered this
 process gets `FIRST_S` only, and a job that starts while its store is down ends, too.
-
-Final errors are raised immediately: missing and forbidden objects, wrong credentials, a bucket or host that does not
-exist, an invalid certificate.
 """
 
 from __future__ import annotations
@@ -51,7 +43,7 @@ _CREDENTIALS = (
 _REFUSALS = {
     "NoSuchBucket": "make the bucket, or correct its name",
     **dict.fromkeys(
-        (
+        [
             "InvalidAccessKeyId",
             "SignatureDoesNotMatch",
             "ExpiredToken",
@@ -64,7 +56,7 @@ _REFUSALS = {
             "UnauthorizedSSOTokenError",
             "DefaultCredentialsError",
             "RefreshError",
-        ),
+        ],
         _CREDENTIALS,
     ),
     "RequestTimeTooSkewed": "set this machine's clock",

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.kernels import backend, gated_convolution, joined_linear, linear_attention, packed_attention
+from pipeline.kernels import backend, gated_convolution, joined_linear, linear_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"fp32": 1e-6, "bf16": 2**-6}
@@ -136,12 +136,6 @@ def attention_inputs(dtype: torch.dtype) -> list[Any]:
     return [*(torch.randn(2, 5, 6, dtype=dtype, requires_grad=True) for _ in range(3)), 3, 1e-15]
 
 
-def packed_inputs(dtype: torch.dtype) -> list[Any]:
-    shapes = (3, 5, 2, 4), (9, 2, 4), (9, 2, 4)
-    tensors = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-    return [*tensors, torch.tensor([0, 1, 7, 9], dtype=torch.int32)]
-
-
 def side_by_side_inputs(dtype: torch.dtype) -> list[Any]:
     return [torch.randn(2, 5, 18, dtype=dtype, requires_grad=True), None, None, 3, 1e-15]
 
@@ -161,7 +155,6 @@ OPERATIONS: dict[str, tuple[Any, Any, Callable[[torch.dtype], list[Any]]]] = {
     "linear attention": (*registered(linear_attention), attention_inputs),
     "linear attention, side by side": (*registered(linear_attention), side_by_side_inputs),
     "joined product": (*registered(joined_linear), product_inputs),
-    "packed attention": (*registered(packed_attention), packed_inputs),
 }
 
 

@@ -37,15 +37,8 @@ class ModelError(UserError):
 
 @dataclass(frozen=True)
 class WeightSet:
-    """One of the sets of weights in a folder.
-
-    Attributes:
-        files: names of the files present, in order.
-        missing: further names in the index.
-        size: bytes of all of them.
-        index: the index's name, if the set has one.
-        instead_of: the unused file or index of the same variant.
-    """
+    """One of the sets of weights in a folder. files: names of those present, in order. missing: further names in the
+    index. size: bytes of all of them. instead_of: the unused file or index of the same variant."""
 
     variant: str | None
     files: tuple[str, ...]
@@ -93,14 +86,8 @@ def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: 
 
 @dataclass(frozen=True)
 class Look:
-    """Files and download size of some weights.
-
-    Attributes:
-        place: the folder, with its JSON files; or the path of the file, present or not.
-        files: names of the weight files.
-        size: their bytes.
-        to_fetch: bytes still to be downloaded.
-    """
+    """Files and download size of some weights. place: the folder, with its JSON files, or the path of the file, present
+    or not. size: bytes of the weight files. to_fetch: bytes still to be downloaded."""
 
     place: Path
     files: tuple[str, ...]
@@ -291,10 +278,6 @@ def _first_line(error: BaseException) -> str:
 def load(kind: Any, folder: Path, what: str, **options: Any) -> Any:
     """`kind.from_pretrained(folder)`, the only call of it: from the files of this folder, of which no code is run.
 
-    Args:
-        kind: a class of transformers or diffusers.
-        what: the kind of model, for the message.
-
     Raises:
         ModelError: the folder cannot be loaded, or only by running its code.
     """
@@ -330,22 +313,11 @@ def no_progress_bars() -> Iterator[None]:
 def read_settings(
     folder: Path, field: str, known: Collection[str], what: str, *, expected: str, fix: str
 ) -> dict[str, Any]:
-    """The `config.json` of a folder, whose `field` must have one of the `known` values.
-
-    Args:
-        what: the kind of model, for the message.
-
-    Raises:
-        ModelError: it is missing, or of another kind.
-    """
+    """The `config.json` of a folder, whose `field` must have one of the `known` values. what: the kind of model."""
     settings = read_json(folder / "config.json")
     if settings.get(field) not in known:
-        raise ModelError(
-            f"{folder} is not a {what} that this pipeline knows",
-            expected=expected,
-            found=settings.get(field),
-            fix=fix,
-        )
+        what = f"{folder} is not a {what} that this pipeline knows"
+        raise ModelError(what, expected=expected, found=settings.get(field), fix=fix)
     return settings
 
 
@@ -383,11 +355,7 @@ def open_tensors(path: Path) -> Any:
 
 
 def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """The safetensors files of a model folder, in name order (see `choose`).
-
-    Raises:
-        ModelError: no weights, weights in another format or variant only, or a shard that the index names is missing.
-    """
+    """The safetensors files of a model folder, in name order. Arguments and errors as in `choose`."""
     return [folder / name for name in choose(folder, variant).files]
 
 
@@ -402,7 +370,7 @@ def choose(
             ones that without a variant's name. Otherwise no variant means the files without a variant's name.
 
     Raises:
-        ModelError: as `weight_files`.
+        ModelError: no weights, weights in another format or variant only, or a shard that the index names is missing.
     """
     files = {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()} if listing is None else listing
     sets = weight_sets(folder, files)
@@ -440,19 +408,11 @@ def choose(
 
 
 def weight_sets(folder: Path, files: Mapping[str, int]) -> list[WeightSet]:
-    """Every set of weights, diffusers' first: the files of an index, or a single file. Indexes are read from `folder`.
-
-    An index without any of its files is a set without files. The index of a variant is called
+    """Every set of weights among files (name -> bytes), diffusers' first: the files of an index, perhaps none of them
+    there, or a single file. Indexes are read from `folder`. That of a variant is called
     `model.safetensors.index.bf16.json` (transformers, recent diffusers),
     `diffusion_pytorch_model.safetensors.bf16.index.json` (diffusers before 0.31) or
-    `diffusion_pytorch_model.bf16.safetensors.index.json`.
-
-    Args:
-        files: name -> bytes.
-
-    Raises:
-        ModelError: an index that cannot be read.
-    """
+    `diffusion_pytorch_model.bf16.safetensors.index.json`."""
     single: dict[tuple[str, str | None], str] = {}
     index: dict[tuple[str, str | None], str] = {}
     for name in sorted(files):

@@ -68,41 +68,23 @@ class SanaConfig(ModelSpec):
     def __post_init__(self) -> None:
         if self.out_channels is None:
             object.__setattr__(self, "out_channels", self.in_channels)
-        if self.guidance_embeds:
-            raise ConfigError(
-                "the transformer's config has guidance_embeds = true: this is a guidance-distilled model (Sana-Sprint)",
-                expected="guidance_embeds = false (Sana, SANA-1.5)",
-                fix="take the weights of Sana or SANA-1.5",
-            )
-        if self.timestep_scale != 1.0:
-            raise ConfigError(
-                "the transformer's config scales its timesteps (Sana-Sprint), which this model does not implement",
-                expected="timestep_scale = 1.0",
-                found=f"timestep_scale = {self.timestep_scale}",
-            )
-        if self.qk_norm not in (None, "rms_norm_across_heads"):
-            raise ConfigError(
-                "the transformer's config asks for an unknown query/key normalisation",
-                expected="qk_norm = null or 'rms_norm_across_heads'",
-                found=f"qk_norm = {self.qk_norm!r}",
-            )
-        if self.out_channels != self.in_channels:
-            raise ConfigError(
-                "the transformer's config predicts another number of channels than it reads (a learned variance)",
-                expected=f"out_channels = in_channels = {self.in_channels}",
-                found=f"out_channels = {self.out_channels}",
-            )
-        if self.cross_attention_dim != self.inner_dim:
-            raise ConfigError(
-                "cross attention reads captions that are projected to the model's width",
-                expected=f"cross_attention_dim = num_attention_heads*attention_head_dim = {self.inner_dim}",
-                found=f"cross_attention_dim = {self.cross_attention_dim}",
-            )
+        norms, width = (None, "rms_norm_across_heads"), f"num_attention_heads*attention_head_dim = {self.inner_dim}"
+        for name, fits, what, expected in (
+            ("guidance_embeds", not self.guidance_embeds, "guidance distillation (Sana-Sprint)", "false"),
+            ("timestep_scale", self.timestep_scale == 1, "scaled timesteps (Sana-Sprint)", "1.0"),
+            ("qk_norm", self.qk_norm in norms, "another norm of queries and keys", f"null or {norms[1]!r}"),
+            ("out_channels", self.out_channels == self.in_channels, "a learned variance", f"{self.in_channels}"),
+            ("cross_attention_dim", self.cross_attention_dim == self.inner_dim, "captions of another width", width),
+        ):
+            if not fits:
+                raise ConfigError(
+                    f"the transformer's config has {what}, which this model does not implement",
+                    expected=f"{name} = {expected}",
+                    found=f"{name} = {getattr(self, name)!r}",
+                    fix="take the weights of Sana or SANA-1.5",
+                )
         if self.interpolation_scale is not None and self.inner_dim % 4:
-            raise ConfigError(
-                "a two-dimensional sine/cosine position embedding needs a width divisible by 4",
-                found=f"num_attention_heads*attention_head_dim = {self.inner_dim}",
-            )
+            raise ConfigError("a position embedding needs a width divisible by 4", found=width)
 
     @property
     def inner_dim(self) -> int:

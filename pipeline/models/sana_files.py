@@ -152,51 +152,32 @@ def save_weights(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a folder that diffusers' `SanaTransformer2DModel.from_pretrained` and `load_weights` read.
-
-    Each file is written under a temporary name and renamed; the index and `config.json` come last. Weight files of an
-    earlier export in the same folder are removed at the end.
+    """Write a folder that diffusers' `SanaTransformer2DModel.from_pretrained` reads. Each file is written under a
+    temporary name and renamed; weight files of an earlier export in the same folder are removed at the end.
 
     Args:
-        state_dict: every parameter in full, in our layout, on any device; read and converted one at a time, so a
-            mapping that reads from a file needs memory for one.
-        config: written as `config.json`.
-        folder: created if absent.
-        dtype: of the files.
+        state_dict: every parameter in full, in our layout; read and converted one at a time.
         max_shard_bytes: files grow no larger than this unless one tensor does.
 
     Raises:
         UserError: parameters missing, unexpected or of another shape (named); the folder cannot be written.
     """
-    folder = Path(folder)
-    shapes = config.shapes()
-    _check_names(shapes, state_dict, "the model to be saved")
-    shards: list[list[str]] = [[]]
-    free, total = max_shard_bytes, 0
-    for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if shards[-1] and size > free:
-            shards.append([])
-            free = max_shard_bytes
-        shards[-1].append(name)
-        free -= size
-        total += size
+    from huggingface_hub import split_torch_state_dict_into_shards
 
-    written: list[str] = []
-    place: dict[str, str] = {}
+    folder, shapes = Path(folder), config.shapes()
+    _check_names(shapes, state_dict, "the model to be saved")
+    like = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    files, index = f"{WEIGHTS_STEM}{{suffix}}.safetensors", f"{WEIGHTS_STEM}.safetensors.index.json"
+    split = split_torch_state_dict_into_shards(like, filename_pattern=files, max_shard_size=max_shard_bytes)
     with writing(folder, "check the rights, or write to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        for number, names in enumerate(shards, 1):
-            suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            file = f"{WEIGHTS_STEM}{suffix}.safetensors"
+        for file, names in split.filename_to_tensors.items():
             write_file(folder / file, {name: [name] for name in names}, shapes, state_dict, dtype)
-            written.append(file)
-            place.update(dict.fromkeys(names, file))
-        if len(shards) > 1:
-            index = f"{WEIGHTS_STEM}.safetensors.index.json"
-            _write_json(folder / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))})
-            written.append(index)
+        if split.is_sharded:
+            weight_map = dict(sorted(split.tensor_to_filename.items()))
+            _write_json(folder / index, {"metadata": split.metadata, "weight_map": weight_map})
         _write_json(folder / "config.json", config.to_dict())
+        written = {*split.filename_to_tensors, *([index] if split.is_sharded else [])}
         for path in folder.glob(f"{WEIGHTS_STEM}*.safetensors*"):
             if path.name not in written:
                 path.unlink()
@@ -211,13 +192,8 @@ def save_nvlabs(
     text_rows: int = 300,
 ) -> None:
     """Write STEM.safetensors and STEM.pth as NVlabs' repository writes them, with the buffers of their model, and
-    `config.json`, from which `WeightFiles` takes what they lack: the heads of cross attention.
-
-    Other arguments and errors as in `save_weights`.
-
-    Args:
-        text_rows: of a caption (`text.max_length`, their `model_max_length`).
-    """
+    `config.json`, from which `WeightFiles` takes what they lack: the heads of cross attention. text_rows: of a caption.
+    Errors as in `save_weights`."""
     shapes = config.shapes()
     _check_names(shapes, state_dict, "the model to be saved")
     buffers = nvlabs.buffers(config, text_rows)

@@ -31,17 +31,12 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 class SanaStage(SanaEnds):
-    """Blocks [start, stop) of `model`, sharing its modules and parameters.
-
-    Raises:
-        ValueError: no blocks, or blocks that the model does not have.
-    """
+    """Blocks [start, stop) of `model`, sharing its modules and parameters."""
 
     def __init__(self, model: SanaEnds, start: int, stop: int):
         super().__init__()
         blocks = model.blocks
-        if not 0 <= start < stop <= len(blocks):
-            raise ValueError(f"blocks {start} to {stop} of {len(blocks)}")
+
         self.config, self.numerics = model.config, model.numerics
         self.is_first, self.is_last = start == 0, stop == len(blocks)
         if self.is_first:
@@ -87,11 +82,7 @@ class SanaStage(SanaEnds):
         return hidden.contiguous(), *conditions
 
     def split(self, inputs: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Split the inputs of `SanaTransformer.forward`: some are for the first stage, the others for every stage.
-
-        Raises:
-            TypeError, ValueError: as `grid`.
-        """
+        """Split the inputs of `SanaTransformer.forward`: some are for the first stage, the others for every stage."""
         latents, captions, mask, timesteps = (inputs[name] for name in ("latents", "captions", "mask", "timesteps"))
         return (latents, captions, timesteps), {"mask": mask, "grid": self.grid(latents, mask)}
 

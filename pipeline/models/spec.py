@@ -178,11 +178,7 @@ class ModelSpec(ABC):
         return {}
 
     def check_parallel(self, tp_size: int, pp_size: int) -> None:
-        """Refuse strategies that the module has no plan for.
-
-        Raises:
-            ConfigError: names them.
-        """
+        """Refuse strategies that the module has no plan for."""
         if not self.tensor_parallel_parts and max(tp_size, pp_size) > 1:
             name = "tp_size" if tp_size > 1 else "pp_size"
             raise ConfigError(
@@ -222,9 +218,6 @@ class ModelSpec(ABC):
 
         Args:
             what: that they are from, such as `snapshot 5eed`.
-
-        Raises:
-            ConfigError: names both.
         """
         for name, of_model, kind, found in (
             ("in_channels", self.in_channels, "latents", channels),
@@ -243,9 +236,6 @@ class ModelSpec(ABC):
             height, width: in pixels.
             compression: pixels per latent side.
             option: how a side is set, with `{name}` and `{value}`.
-
-        Raises:
-            ConfigError: with the nearest side that works.
         """
         multiple = compression * self.patch_size
         for name, side in (("height", height), ("width", width)):

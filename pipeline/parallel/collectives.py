@@ -66,11 +66,7 @@ def all_gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> 
 
 
 def require_equal(value: object, what: str, fix: str) -> None:
-    """Refuse, on every process, values that the processes found for themselves and that are not equal.
-
-    Raises:
-        UserError: `what`, with the first process that differs and its value.
-    """
+    """Refuse, on every process, values that the processes found for themselves and that are not equal."""
     values = all_gather_objects(value)
     for rank, other in enumerate(values):
         if other != values[0]:

@@ -47,14 +47,7 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
             `load_sharded`) or with the same values on every process (each takes its shards from its copy).
         blocks: the modules whose parameters are gathered together; all of them inside `model`.
         mesh: of the run, with the dimensions of `pipeline.parallel.mesh`.
-
-    Raises:
-        ValueError: parameters of another dtype.
     """
-    if wrong := [name for name, p in model.named_parameters() if p.dtype != stored_dtype(p, train.precision)]:
-        raise ValueError(
-            f"{wrong[0]} must be {stored_dtype(model.get_parameter(wrong[0]), train.precision)} for {train.precision}"
-        )
     data = data_mesh(mesh)
     offload = train.parallel.offload == "all"
     # whole on every process and in the dtype of the computation: FSDP2 would copy them before each use
@@ -77,9 +70,6 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
             offload_policy=offload_policy,
             ignored_params=as_they_are,
         )
-    missing = [type(block).__name__ for block in (*blocks, model) if not isinstance(block, FSDPModule)]
-    if missing:
-        raise RuntimeError(f"fully_shard did not wrap {missing}")
     if train.parallel.prefetch_blocks is not None:
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], train.parallel.prefetch_blocks)
     return _to_device(model, "cpu" if offload else mesh.device_type)

@@ -197,9 +197,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
             (`load_sharded` then gives them their values), or with the same values on every process.
         mesh: with the dimensions of `pipeline.parallel.mesh`.
         taps: numbers of the blocks whose outputs a loss is given; not in a pipeline.
-
-    Raises:
-        ValueError: the model has no `blocks`.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(data_parallel.stored_dtype(parameter, train.precision))
@@ -229,15 +226,8 @@ def _tap(into: dict[int, Tensor], number: int, block: nn.Module, inputs: Any, ou
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """`model.blocks`: the layers that strategies wrap one by one, in order.
-
-    Raises:
-        ValueError: the model does not state them. Without blocks FSDP2 would gather all parameters at a time.
-    """
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, list) or not blocks:
-        raise ValueError(f"{type(model).__name__} states no `blocks`: a property with the list of its layers")
-    return blocks
+    """The layers that strategies wrap one by one, in order."""
+    return model.blocks  # type: ignore[return-value]
 
 
 def _sum_of_squares(tensors: list[Tensor], groups: tuple[ProcessGroup, ...]) -> Tensor:

@@ -106,9 +106,6 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
 
     Args:
         shares: samples of a step for one pipeline (global batch / data-parallel size), by bucket.
-
-    Raises:
-        ConfigError: with the values that would work.
     """
     size, schedule, each = parallel.pp_size, parallel.pp_schedule, parallel.stages_per_rank
     if size == 1:
@@ -177,17 +174,13 @@ class Pipeline:
         """Accumulate the gradient of sum(losses[0]) / samples over all microbatches in this process's stages.
 
         Args:
-            microbatches, loss: as in `ParallelModel.forward_backward`, with one target; the same on every process.
+            microbatches, loss: as in `ParallelModel.forward_backward`, of one shape (see `check`) and with one target;
+                the same on every process.
 
         Returns:
             The losses of each microbatch, detached, on every process.
-
-        Raises:
-            ValueError: microbatches of different shapes, or with several targets.
         """
         inputs, named, _ = zip(*microbatches, strict=True)
-        if len({tuple(tensor.shape for tensor in tensors.values()) for tensors in inputs}) > 1:
-            raise ValueError("the microbatches of a step through a pipeline must have one shape")
         name = _only_name(named[0])
         targets = [each[name] for each in named]
         args, kwargs = self._stage.split({key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})

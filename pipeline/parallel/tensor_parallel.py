@@ -30,9 +30,6 @@ def check(parts: Mapping[str, int], size: int, dropout: float) -> None:
 
     Args:
         parts: number of equal parts by the name of what is sharded (heads, channels).
-
-    Raises:
-        ConfigError: names what does not divide, and the sizes that would work.
     """
     if size == 1:
         return

@@ -57,7 +57,7 @@ def whole_weights(config: Config, stored: ModelTensors, strength: float = 1.0) -
     """
     adapter = adapter_from(stored.document.adapter)
     if adapter is None:
-        return stored.exported()
+        return stored
     base = start_values(config, stored.architecture)
     check_base(stored.folder, stored.document.base, digest_of(base))
-    return Merged(stored.architecture, adapter, base, stored.exported(), strength)
+    return Merged(stored.architecture, adapter, base, stored, strength)

@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -379,47 +378,43 @@ def read_document(folder: Path) -> Document:
     Raises:
         CheckpointError: no checkpoint, one of another version, or a damaged one.
     """
-    with _there(folder):
-        return _document(folder)
-
-
-def _document(folder: Path) -> Document:
     path = folder / DOCUMENT
     hint = "give another checkpoint; remove this folder, and --resume auto takes the one before it"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        digest = values.pop("digest")
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"{folder} is no complete checkpoint",
-            expected=f"{DOCUMENT} in it",
-            fix=f"give a folder such as RUN/checkpoints/{folder_of(Path(), 500).name}, or restore the file",
-        ) from None
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is damaged: {error}", fix=hint) from None
-    if values.get("format") != FORMAT or values.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: is of another format",
-            expected=f"{FORMAT!r} version {VERSION}",
-            found=f"{values.get('format')!r} version {values.get('version')!r}",
-            fix="use the version of sana-pipe that wrote it",
-        )
-    if digest != digest_of(values):
-        raise CheckpointError(f"{path}: is damaged: its digest does not fit its text", fix=hint)
-    for name, (size, _) in values["files"].items():
-        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if actual != size:
+    with _there(folder):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            digest = values.pop("digest")
+        except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
-                f"{folder / name}: is {'missing' if actual is None else 'cut short or changed'}",
-                expected=f"{size} bytes",
-                found=None if actual is None else f"{actual} bytes",
-                fix=hint,
+                f"{folder} is no complete checkpoint",
+                expected=f"{DOCUMENT} in it",
+                fix=f"give a folder such as RUN/checkpoints/{folder_of(Path(), 500).name}, or restore the file",
+            ) from None
+        except OSError as error:
+            raise unreadable(path, error) from None
+        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: is damaged: {error}", fix=hint) from None
+        if values.get("format") != FORMAT or values.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path}: is of another format",
+                expected=f"{FORMAT!r} version {VERSION}",
+                found=f"{values.get('format')!r} version {values.get('version')!r}",
+                fix="use the version of sana-pipe that wrote it",
             )
-    given = {field.name: values[field.name] for field in fields(Document) if field.name in values}
-    state, architecture = LoaderState.from_dict(values["state"]), spec_of(values["architecture"], str(path))
-    return Document(**{**given, "state": state, "architecture": architecture})
+        if digest != digest_of(values):
+            raise CheckpointError(f"{path}: is damaged: its digest does not fit its text", fix=hint)
+        for name, (size, _) in values["files"].items():
+            actual = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if actual != size:
+                raise CheckpointError(
+                    f"{folder / name}: is {'missing' if actual is None else 'cut short or changed'}",
+                    expected=f"{size} bytes",
+                    found=None if actual is None else f"{actual} bytes",
+                    fix=hint,
+                )
+        given = {field.name: values[field.name] for field in fields(Document) if field.name in values}
+        state, architecture = LoaderState.from_dict(values["state"]), spec_of(values["architecture"], str(path))
+        return Document(**{**given, "state": state, "architecture": architecture})
 
 
 def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> None:
@@ -446,11 +441,7 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
 def check_belongs(
     folder: Path, document: Document, first_state: LoaderState, architecture: ModelSpec, adapter: Adapter | None = None
 ) -> None:
-    """Refuse to continue a run with another order of the data or another model.
-
-    Raises:
-        CheckpointError: naming every field that differs.
-    """
+    """Refuse to continue a run with another order of the data or another model."""
     differences = _differing("train", asdict(document.state), asdict(first_state), ["step"])
     if differences := differences + _of_another_model(document, architecture, adapter):
         raise CheckpointError(
@@ -484,11 +475,7 @@ def _differing(what: str, stored: dict[str, Any], here: dict[str, Any], free: Co
 
 
 def check_begins(folder: Path, document: Document, architecture: ModelSpec, adapter: Adapter | None = None) -> None:
-    """Refuse to begin from a checkpoint of another model.
-
-    Raises:
-        CheckpointError: naming every field that differs, except those of the position embedding.
-    """
+    """Refuse to begin from a checkpoint of another model."""
     if differences := _of_another_model(document, architecture, adapter, architecture.free):
         raise CheckpointError(
             f"--from {folder}: is a checkpoint of another model\n  " + "\n  ".join(differences),
@@ -552,15 +539,14 @@ EMA_WEIGHTS, LAST_WEIGHTS = "EMA weights", "last weights"
 
 
 class ModelTensors(Mapping[str, Tensor]):
-    """The weights of a checkpoint by parameter name (fp32, CPU, our layout), each read on access. Needs one process and
-    no process group.
+    """The model's weights in a checkpoint by parameter name (fp32, CPU, our layout), each read on access, without what
+    a recipe has beside them. Needs no process group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.
         ema: read the EMA weights instead of the last weights.
 
     Attributes:
-        document: of the checkpoint.
         weights: `EMA_WEIGHTS` or `LAST_WEIGHTS`.
         has_ema: whether the checkpoint holds EMA weights.
 
@@ -581,7 +567,7 @@ class ModelTensors(Mapping[str, Tensor]):
         self._entries = {
             name.removeprefix(self._section): entry
             for name, entry in self._metadata.state_dict_metadata.items()
-            if name.startswith(self._section) and isinstance(entry, TensorStorageMetadata)
+            if name.startswith(self._section) and not name.startswith(f"{self._section}{EXTRA}.")
         }
         self.weights = EMA_WEIGHTS if ema else LAST_WEIGHTS
         self.has_ema = any(name.startswith("ema.") for name in self._metadata.state_dict_metadata)
@@ -592,33 +578,23 @@ class ModelTensors(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        with _there(self.folder):
-            return self._read(name)
-
-    def _read(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        tensor = torch.empty(entry.size, dtype=torch.float32)
+        tensor = torch.empty(self._entries[name].size, dtype=torch.float32)
         planner = dcp.DefaultLoadPlanner()
-        try:
-            planner.set_up_planner({self._section + name: tensor}, self._metadata, is_coordinator=True)
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except Exception as error:  # metadata and files of a foreign checkpoint make torch raise nearly every type
-            # a missing file is one that the metadata of a foreign checkpoint names: all files of ours were verified
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                raise unreadable(self.folder, error) from None
-            text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise CheckpointError(f"{self.folder}: {name} could not be read: {text}", fix=FIX) from None
+        with _there(self.folder):
+            try:
+                planner.set_up_planner({self._section + name: tensor}, self._metadata, is_coordinator=True)
+                self._reader.read_data(planner.create_local_plan(), planner).wait()
+            except Exception as error:  # metadata and files of a foreign checkpoint make torch raise nearly every type
+                # a missing file is one that the metadata of a foreign checkpoint names: all files of ours were verified
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                    raise unreadable(self.folder, error) from None
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise CheckpointError(f"{self.folder}: {name} could not be read: {text}", fix=FIX) from None
         return tensor
 
     def __str__(self) -> str:
         other = "" if self.weights == EMA_WEIGHTS or not self.has_ema else f" (--ema takes its {EMA_WEIGHTS})"
         return f"the {self.weights} of {self.folder}{other}"
-
-    def exported(self) -> Mapping[str, Tensor]:
-        """Those of the model, without what a recipe has beside it."""
-        for name in [name for name in self._entries if name.startswith(f"{EXTRA}.")]:
-            del self._entries[name]
-        return self
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -630,7 +606,7 @@ class ModelTensors(Mapping[str, Tensor]):
 def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The architecture and all the weights of a checkpoint. Arguments and errors as in `ModelTensors`."""
     weights = ModelTensors(folder, ema=ema)
-    return weights.architecture, dict(weights.exported())
+    return weights.architecture, dict(weights)
 
 
 def as_trained(config: Config, earlier: dict[str, Any]) -> Config:

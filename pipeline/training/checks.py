@@ -23,11 +23,7 @@ from pipeline.training.task import Context, Log, TrainingTask
 
 
 def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -> Context:
-    """Refuse a configuration that this launch, device, installation or data cannot carry out.
-
-    Raises:
-        UserError: with what would work.
-    """
+    """Refuse a configuration that this launch, device, installation or data cannot carry out."""
     train = config.train
     if train.epochs is not None:
         raise ConfigError(
@@ -57,11 +53,7 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
 
 
 def check_start(context: Context, trainable: Trainable, resumed: Resumed | None) -> None:
-    """Refuse a model that does not fit the data, or a checkpoint that this run cannot continue. Collective.
-
-    Raises:
-        UserError: the same on every process.
-    """
+    """Refuse a model that does not fit the data, or a checkpoint that this run cannot continue. Collective."""
     train = context.train
     require_equal(
         (train.parallel, train.microbatch, train.activation_checkpointing, train.compile),

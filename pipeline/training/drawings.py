@@ -190,11 +190,7 @@ def drawn_at_once(config: Config, task: TrainingTask) -> int:
 
 
 def check(config: Config, task: TrainingTask, architecture: ModelSpec) -> None:
-    """Refuse pictures that the model cannot draw, or that need more memory than a step.
-
-    Raises:
-        ConfigError: with the sizes that work.
-    """
+    """Refuse pictures that the model cannot draw, or that need more memory than a step."""
     prompts = task.pictures
     if prompts is None:
         return

@@ -90,18 +90,14 @@ class Lock:
         """
         owner = _owner(self._path)
         self.lost = owner is None or owner.token != self.token
-        if owner is None:
-            raise RunTaken(
-                f"{self._path}: the lock of this run directory was removed",
-                expected=f"the token of this attempt, {self.token}",
-                fix="make sure that no other training uses the directory, then start again with --resume auto",
-            )
         if self.lost:
+            what = "was removed" if owner is None else "is another's: a training has taken over this run directory"
             raise RunTaken(
-                f"{self._path.parent}: another training has taken over this run directory",
-                expected=f"the token of this attempt, {self.token}, in {self._path}",
-                found=f"{owner.token}, of {owner}",
-                fix="let the other training continue; it started from the last published checkpoint",
+                f"{self._path}: {what}",
+                expected=f"the token of this attempt, {self.token}",
+                found=None if owner is None else f"{owner.token}, of {owner}",
+                fix="let the other training continue, from the last published checkpoint; or if there is none, start "
+                "again with --resume auto",
             )
 
     def release(self) -> None:
@@ -121,11 +117,7 @@ class Lock:
 
 @contextmanager
 def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
-    """Own the run directory inside the block. Collective.
-
-    Args:
-        run: the run directory; created if missing, and removed again if it stays empty.
-        log: prints one line.
+    """Own the run directory inside the block; it is created if missing, and removed again if it stays empty. Collective.
 
     Raises:
         RunTaken: another training uses it.
@@ -237,11 +229,7 @@ def _write(file: TextIO, owner: Owner) -> None:
 
 
 def _owner(path: Path) -> Owner | None:
-    """The owner of a lock; None if there is no lock or it cannot be parsed.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The owner of a lock; None if there is no lock or it cannot be parsed."""
     try:
         return _parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -99,20 +99,9 @@ def fit(
         run = build(context, mesh, trainable, resumed)
         for line in optimizers.advice(train.optim, task.batch, train.steps):
             log(f"note: {line}")
-        with _journal(run, expected, progress) as journal:
+        journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if launch.is_main else None)
+        with closing(journal) if journal is not None else nullcontext():
             return Loop(run, journal, stop, lock).execute()
-
-
-@contextmanager
-def _journal(run: TrainingRun, expected: Compare | None, progress: LiveLine) -> Iterator[Metrics | None]:
-    """The open journal on the first process, None on the others."""
-    is_main = run.context.launch.is_main
-    journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if is_main else None)
-    try:
-        yield journal
-    finally:
-        if journal is not None:
-            journal.close()
 
 
 def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: LiveLine) -> Metrics:
@@ -148,16 +137,10 @@ def generator_seed(train: TrainConfig, step: int, part: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-@contextmanager
-def closing_on_exit(steps: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Close an iterator that reads ahead as soon as the block is left. A raised error keeps it alive otherwise, and
-    threads that still run when the interpreter ends abort the process."""
-    try:
-        yield steps
-    finally:
-        close = getattr(steps, "close", None)
-        if close is not None:
-            close()
+def closable(steps: Iterable[T]) -> Generator[T]:
+    """Closing it ends the threads of a loader, which a raised error would keep alive: threads that still run when the
+    interpreter ends abort the process."""
+    yield from steps
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
@@ -194,7 +177,7 @@ class Loop:
         self.stop.looping = True
         launch = self.context.launch
         with (
-            closing_on_exit(iter(loader)) as microbatches,
+            closing(closable(loader)) as microbatches,
             self.saver,
             printed_first(launch.rank, launch.world),
             memory_errors(self.train),

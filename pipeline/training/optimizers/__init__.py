@@ -148,11 +148,7 @@ def build(
 
 
 def check(config: OptimConfig) -> None:
-    """Refuse an optimizer that is not installed.
-
-    Raises:
-        UserError: torchao is missing or does not fit.
-    """
+    """Refuse an optimizer that is not installed."""
     if config.name != "adamw8bit":
         return
     try:
@@ -171,9 +167,6 @@ def check_resumable(before: str, now: str, recipes: tuple[str, str]) -> None:
     Args:
         before, now: `train.optim.name` of the checkpoint and of this run.
         recipes: `train.recipe` of both.
-
-    Raises:
-        ConfigError: the states differ in kind.
     """
     if before == now == "came" and recipes[0] != recipes[1]:
         raise ConfigError(

@@ -115,9 +115,6 @@ class CAME(torch.optim.Optimizer):
     State: `exp_avg` like the parameter; `exp_avg_sq_row` (rows,), `exp_avg_sq_col` (the other dimensions),
     `exp_avg_res_row` and `exp_avg_res_col` alike, fp32, DTensors where the parameter is one; for a vector or an
     unfactored kernel only `exp_avg_sq`, and no confidence. Joint parameters have equal `_col`.
-
-    Raises:
-        ValueError: a parameter that is sharded in another dimension, or of another dtype.
     """
 
     gradient_factor: Tensor | None = None
@@ -138,11 +135,6 @@ class CAME(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clip": clip})
         self.noise, self.factor_kernels = Noise(seed), factor_kernels
         self._joint = {parameter: tuple(members) for members in joint for parameter in members}
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.dtype not in (torch.float32, torch.bfloat16):
-                raise ValueError(f"CAME takes fp32 or bf16 parameters, not {parameter.dtype}")
-            if isinstance(parameter, DTensor) and any(not _supported(p) for p in parameter.placements):
-                raise ValueError(f"CAME reads shards of rows or columns, not {parameter.placements}")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -347,10 +339,6 @@ def _local_gradient(parameter: Tensor) -> Tensor:
 def _matrix(tensor: Tensor) -> Tensor:
     """(out, all other dimensions), sharing memory; a vector stays one. Sizes are explicit because of empty shards."""
     return tensor.view(tensor.shape[0], tensor.shape[1:].numel()) if tensor.ndim > 1 else tensor
-
-
-def _supported(placement: Placement) -> bool:
-    return placement.is_replicate() or _dimension(placement) in (0, 1)
 
 
 def _dimension(placement: Placement) -> int | None:

@@ -23,9 +23,6 @@ def check(train: TrainConfig, batch: int, parts: int) -> None:
     Args:
         batch: the largest global batch of an optimizer step.
         parts: number of parts that it is divided into.
-
-    Raises:
-        ConfigError: with the sizes that would work.
     """
     share = -(-batch // parts)
     if train.optim.in_backward and share > train.microbatch:

@@ -119,11 +119,6 @@ class RoundingAdamW(torch.optim.Optimizer):
 class AdamW(RoundingAdamW):
     """AdamW with bf16 parameters and bf16 moments: 4 bytes of state per parameter, fp32 arithmetic."""
 
-    def __init__(self, params: Iterable[Any], lr: float, **options: Any):
-        super().__init__(params, lr, **options)
-        if any(p.dtype != torch.bfloat16 for group in self.param_groups for p in group["params"]):
-            raise ValueError("this AdamW is for bf16 parameters; use torch's for all others")
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update. Parameters without a gradient stay as they are."""
