@@ -241,13 +241,8 @@ class _LiveTensors(TorchDispatchMode):
 
 
 class LatentEncoder:
-    """DC-AE's encoder: pictures to latents that are already multiplied by the scaling factor.
-
-    Attributes:
-        compression: pixels per latent side (32 for Sana's DC-AE).
-        channels: latent channels.
-        scaling_factor: the recipe's.
-    """
+    """DC-AE's encoder: pictures to latents that are already multiplied by the scaling factor. compression: pixels per
+    latent side. channels: of a latent."""
 
     def __init__(self, model: AutoencoderDC, config: VaeConfig, compression: int, channels: int, scaling_factor: float):
         self.model, self.dtype, self._config = model, config.dtype, config
@@ -290,11 +285,7 @@ class LatentEncoder:
 
 
 class LatentDecoder:
-    """Latents, as they are cached and sampled, to pictures: the only access to a decoder.
-
-    Args:
-        scaling_factor: latents are divided by it.
-    """
+    """Latents, as they are cached and sampled, to pictures: the only access to a decoder."""
 
     def __init__(
         self, model: AutoencoderDC | AutoencoderTiny, config: VaeConfig, scaling_factor: float, dtype: str = "fp32"
@@ -304,14 +295,9 @@ class LatentDecoder:
 
     @classmethod
     def load(cls, config: VaeConfig, device: str | torch.device) -> LatentDecoder:
-        """Read the weights of the decoder alone: that of `vae.decoder`, else the VAE's.
-
-        An `AutoencoderTiny` takes latents as the model draws them, divided by the factor of its configuration (1
-        unless stated), as in diffusers' pipelines.
-
-        Raises:
-            ModelError: no such model, or one of another class, or weights that do not fit; a decoder of other latents.
-        """
+        """Read the weights of the decoder alone: that of `vae.decoder`, else the VAE's. An `AutoencoderTiny` takes
+        latents as the model draws them, divided by the factor of its configuration (1 unless stated), as in diffusers'
+        pipelines. A decoder of other latents is refused."""
         folder = resolve(config)
         settings = _vae_settings(folder)
         scale = _scaling_factor(config, folder, settings)

@@ -42,13 +42,8 @@ def provenance_of(weights: Weights) -> dict[str, Any]:
 
 
 def digest(files: Sequence[Path], rename: Callable[[str], str | None], architecture: dict[str, Any]) -> str:
-    """xxh3-128 over the architecture and, in name order, name, dtype, shape and bytes of each chosen tensor.
-
-    Independent of sharding, file names and the order inside files.
-
-    Args:
-        rename: stored name -> the name to use, or None to leave the tensor out.
-    """
+    """xxh3-128 over the architecture and, in name order, name, dtype, shape and bytes of each tensor, in whatever files
+    they are. rename: stored name -> the name to use, or None to leave the tensor out."""
     state = xxhash.xxh3_128()
     for key in sorted(architecture):
         state.update(f"{key}={architecture[key]!r}\0".replace("(", "[").replace(")", "]").encode())
@@ -85,11 +80,7 @@ def from_bits(bits: np.ndarray) -> torch.Tensor:
 
 
 def finite_bits(values: torch.Tensor, module: str, dtype: str) -> np.ndarray:
-    """`bf16_bits`, but refuses values that are not finite after rounding.
-
-    Raises:
-        NonFiniteError: with the rows (first dimension).
-    """
+    """`bf16_bits`; raises NonFiniteOutputError, with the rows, for values that are not finite after rounding."""
     rounded = values.to(torch.bfloat16)
     bad = ~torch.isfinite(rounded).reshape(len(rounded), -1).all(dim=1)
     if bool(bad.any()):

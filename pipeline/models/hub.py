@@ -140,11 +140,7 @@ def _inside(weights: Weights, name: str) -> str:
 
 def _place(weights: Weights) -> tuple[Path | None, Weights, str | None]:
     """The folder or file on this machine (None: it is on the hub), the repository with the folder in it, and the name
-    if a file in that folder is meant.
-
-    Raises:
-        ModelError: neither, or no such subfolder.
-    """
+    if a file in that folder is meant."""
     root = Path(weights.id)
     if root.is_file():
         return root, weights, None
@@ -169,11 +165,7 @@ def fetch_command(weights: Weights) -> str:
 
 
 def sizes(weights: Weights) -> dict[str, int] | None:
-    """Name -> bytes of the hub's files in `weights.subfolder`; None if it cannot be reached.
-
-    Raises:
-        ModelError: no such repository or revision.
-    """
+    """Name -> bytes of the hub's files in `weights.subfolder`; None if it cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -276,11 +268,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def load(kind: Any, folder: Path, what: str, **options: Any) -> Any:
-    """`kind.from_pretrained(folder)`, the only call of it: from the files of this folder, of which no code is run.
-
-    Raises:
-        ModelError: the folder cannot be loaded, or only by running its code.
-    """
+    """`kind.from_pretrained(folder)`, the only call of it: from the files of this folder, of which no code is run."""
     try:
         with no_progress_bars():
             return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
@@ -322,11 +310,7 @@ def read_settings(
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from `path`.
-
-    Raises:
-        ModelError: the file is missing, unreadable or not a JSON object.
-    """
+    """A JSON object from `path`; anything else is a ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -340,11 +324,7 @@ def read_json(path: Path) -> dict:
 
 
 def open_tensors(path: Path) -> Any:
-    """An open safetensors file.
-
-    Raises:
-        UserError: this user may not read it, or it cannot be read as one.
-    """
+    """An open safetensors file; anything else is a UserError."""
     from safetensors import SafetensorError, safe_open
 
     try:

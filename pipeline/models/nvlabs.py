@@ -78,11 +78,7 @@ _ORDER = ("to_q", "to_k", "to_v")
 
 
 def their_name(name: str) -> str:
-    """NVlabs' name of the tensor that contains one of our parameters.
-
-    Raises:
-        UserError: their model has no such parameter.
-    """
+    """NVlabs' name of the tensor that contains one of our parameters; UserError if their model has no such one."""
     block = re.match(r"transformer_blocks\.(\d+)\.(.+)$", name)
     rest, table, start = (block[2], _BLOCK, f"blocks.{block[1]}.") if block else (name, _ENDS, "")
     module, dot, kind = rest.rpartition(".")
@@ -113,13 +109,7 @@ def buffers(config: SanaConfig, text_rows: int) -> dict[str, Tensor]:
 
 def read(path: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor], str]:
     """The model's shape, its tensors (mapped from the file) by NVlabs' names, and what else the file holds, in words.
-
-    Args:
-        variant: of several models in one `.pth`, the name of the one to be read, such as `state_dict_ema`.
-
-    Raises:
-        UserError: another kind of file, or a model that this package does not implement.
-    """
+    variant: of several models in one `.pth`, the name of the one to be read, such as `state_dict_ema`."""
     stored, note = _open(path, variant)
     return config_of(path, stored), {name: part for name, part in stored.items() if name not in BUFFERS}, note
 

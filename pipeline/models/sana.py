@@ -85,10 +85,6 @@ class SanaTransformer(SanaEnds):
 
         Returns:
             (B, C, H, W) in the model's dtype.
-
-        Raises:
-            TypeError: timesteps that are not float32, a mask that is not bool.
-            ValueError: sides that the patch size does not divide.
         """
         height, width = self.grid(latents, mask)
         hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)

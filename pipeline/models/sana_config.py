@@ -107,11 +107,8 @@ class SanaConfig(ModelSpec):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> SanaConfig:
-        """Read the contents of a diffusers `config.json`. Keys that start with `_` are diffusers' bookkeeping.
-
-        Raises:
-            ConfigError: another class, or a key this model does not know (its meaning would be lost).
-        """
+        """Read a diffusers `config.json`. Keys that start with `_` are diffusers' bookkeeping; another
+        that is not known is refused, since its meaning would be lost."""
         name = data.get("_class_name") or data.get("model_type") or CLASS_NAME  # the second key is transformers'
         if name != CLASS_NAME:
             raise ConfigError(f"{source} describes another model", expected=CLASS_NAME, found=name)
@@ -137,12 +134,8 @@ class SanaConfig(ModelSpec):
         return {"_class_name": CLASS_NAME, **asdict(self)}
 
     def with_sample_size(self, sample_size: int) -> SanaConfig:
-        """The same model at another base resolution. Without a position embedding that changes no value, only
-        `SanaPipeline`'s choice of aspect-ratio bins.
-
-        Raises:
-            ConfigError: the model has a position embedding, whose base is the sample size.
-        """
+        """The same model at another base resolution: other aspect-ratio bins of `SanaPipeline`. Refused for a model
+        with a position embedding, whose base it is."""
         if self.interpolation_scale is not None and sample_size != self.sample_size:
             raise ConfigError(
                 "sample_size is the base of this model's position embedding and cannot be changed",
@@ -252,10 +245,6 @@ def numerics(train: TrainConfig) -> Numerics:
 
 
 def read_config(folder: Path) -> SanaConfig:
-    """`config.json` of a diffusers transformer folder.
-
-    Raises:
-        UserError: missing, not JSON, or of a model that this class does not implement.
-    """
+    """`config.json` of a diffusers transformer folder."""
     path = folder / "config.json"
     return SanaConfig.from_dict(hub.read_json(path), source=str(path))

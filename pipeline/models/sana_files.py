@@ -68,7 +68,6 @@ class WeightFiles:
     a file as NVlabs' trainer writes it (`.pth`, or safetensors with its names; see `pipeline.models.nvlabs`).
 
     Args:
-        place: local folder, or file.
         variant: the middle part of the file names, such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None
             takes the set of the highest precision. In a `.pth`: see `nvlabs.read`.
 
@@ -108,13 +107,8 @@ class WeightFiles:
         return _STORED_AS.get(kind, str(kind))
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """A box of a parameter, in the file's dtype and our layout, on the CPU. Only its bytes are read.
-
-        The result may be a mapping of the file, which may change or shrink later: copy it.
-
-        Raises:
-            UserError: values that are not finite numbers.
-        """
+        """A box of a parameter, in the file's dtype and our layout, on the CPU. It may be a mapping of the file, which
+        may change or shrink later: copy it. Values that are not finite numbers are refused."""
         box = self._box(name, offsets, lengths)
         if not torch.isfinite(box.float() if box.itemsize == 1 else box).all():
             raise UserError(
@@ -218,14 +212,8 @@ def write_file(
     state_dict: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Write one safetensors file under a temporary name, then rename it.
-
-    Args:
-        tensors: name in the file -> the parameters whose rows it concatenates.
-
-    Raises:
-        UserError: a parameter of another shape, or one with values that `dtype` cannot hold (named).
-    """
+    """Write one safetensors file under a temporary name, then rename it. tensors: name in the file -> the parameters
+    whose rows it concatenates. Refused is a parameter of another shape, or with values that `dtype` cannot hold."""
     rows = {stored: sum(shapes[name][0] for name in names) for stored, names in tensors.items()}
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as out:

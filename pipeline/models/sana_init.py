@@ -24,9 +24,6 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaConf
     convolution Xavier-uniform as a linear layer; timestep and caption layers N(0, 0.02); caption norm 0.01, other
     norms 1; scale_shift_table N(0, 1/D); GLUMBConv and the patch bias as PyTorch's convolutions (uniform within
     1/sqrt(fan in)).
-
-    Raises:
-        ValueError: a Sana transformer has no such parameter.
     """
     owner, _, kind = name.rpartition(".")
     layer = owner.rpartition(".")[2]

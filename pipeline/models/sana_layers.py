@@ -380,12 +380,8 @@ class SanaEnds(nn.Module, ABC):
         """The transformer blocks in order."""
 
     def grid(self, latents: Tensor, mask: Tensor) -> tuple[int, int]:
-        """Height and width in tokens of these latents.
-
-        Raises:
-            TypeError: a mask that is not bool.
-            ValueError: sides that the patch size does not divide.
-        """
+        """Height and width in tokens of these latents. Refused are sides that the patch size does not divide, and a
+        mask that is not bool."""
         p = self.config.patch_size
         if latents.shape[-2] % p or latents.shape[-1] % p:
             raise ValueError(f"latents of {tuple(latents.shape[-2:])} cannot be cut into patches of {p}x{p}")

@@ -54,11 +54,8 @@ class Values(Protocol):
 
 
 class DrawnValues:
-    """Values that `draw(name, shape, seed)` makes, on the CPU.
-
-    Args:
-        largest: size of the largest parameter that the fingerprint covers, since it has to be drawn.
-    """
+    """Values that `draw(name, shape, seed)` makes, on the CPU. largest: size of the largest parameter that the
+    fingerprint covers, since it has to be drawn."""
 
     description = ""
 
@@ -111,11 +108,7 @@ class ModelSpec(ABC):
     @classmethod
     @abstractmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> Self:
-        """From the contents of `config.json`.
-
-        Raises:
-            ConfigError: what this class does not implement.
-        """
+        """From the contents of `config.json`. What the class does not implement is a ConfigError."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -214,11 +207,7 @@ class ModelSpec(ABC):
         return module
 
     def check_widths(self, what: str, fix: str, *, channels: int | None = None, text_width: int | None = None) -> None:
-        """Refuse latents or text rows of other widths than the model's (None: not known).
-
-        Args:
-            what: that they are from, such as `snapshot 5eed`.
-        """
+        """Refuse latents or text rows of other widths than the model's (None: not known). what: that they are from."""
         for name, of_model, kind, found in (
             ("in_channels", self.in_channels, "latents", channels),
             ("caption_channels", self.caption_channels, "text rows", text_width),
@@ -230,13 +219,8 @@ class ModelSpec(ABC):
                 )
 
     def check_sides(self, height: int, width: int, compression: int, option: str) -> None:
-        """Refuse pictures that the model cannot draw.
-
-        Args:
-            height, width: in pixels.
-            compression: pixels per latent side.
-            option: how a side is set, with `{name}` and `{value}`.
-        """
+        """Refuse pictures of a height and width in pixels that the model cannot draw. compression: pixels per latent
+        side. option: how a side is set, with `{name}` and `{value}`."""
         multiple = compression * self.patch_size
         for name, side in (("height", height), ("width", width)):
             if side % multiple:
@@ -273,11 +257,7 @@ def reset_buffers(module: nn.Module) -> None:
 
 
 def spec_class(name: str | None, source: str) -> type[ModelSpec]:
-    """The class for a `_class_name`.
-
-    Raises:
-        ConfigError: an unknown one.
-    """
+    """The class for a `_class_name`; an unknown one is refused."""
     if name not in KINDS:
         raise ConfigError(f"{source} describes another model", expected=" or ".join(KINDS), found=name)
     module, _, cls = KINDS[name].partition(":")
@@ -291,11 +271,7 @@ def spec_of(data: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
 
 
 def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
-    """Of the model in a diffusers folder, or in a file of NVlabs. variant: as in `WeightFiles`.
-
-    Raises:
-        UserError: no such folder or file, or one that no kind implements.
-    """
+    """Of the model in a diffusers folder, or in a file of NVlabs. variant: as in `WeightFiles`."""
     if place.is_file():
         from pipeline.models import nvlabs
 

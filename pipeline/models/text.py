@@ -220,13 +220,8 @@ def _attention_after_prefix(
 
 
 class Prefix:
-    """The tokens that every caption begins with, run once.
-
-    Attributes:
-        ids: those tokens.
-        bos: (1, width), the hidden state of the first of them.
-        cache: their keys and values.
-    """
+    """The tokens that every caption begins with (`ids`), run once. bos: (1, width), the hidden state of the first of
+    them. cache: their keys and values."""
 
     def __init__(self, model: torch.nn.Module, ids: Sequence[int]):
         from transformers import AttentionInterface
@@ -342,15 +337,7 @@ class TextEncoder:
 
     @classmethod
     def load(cls, config: TextConfig, instruction: str, device: str | torch.device) -> TextEncoder:
-        """Read the model (with or without a language model's head) and its tokenizer.
-
-        Args:
-            instruction: text before every caption; "" for none.
-
-        Raises:
-            ModelError: no such model or tokenizer, missing weights, or a tokenizer that adds no <bos> or has no
-                padding token.
-        """
+        """Read the model (with or without a language model's head) and its tokenizer. instruction: "" for none."""
         import transformers
 
         folder = resolve(config)
@@ -508,11 +495,7 @@ class TextEncoder:
 
 
 def count_rows(config: TextConfig, instruction: str, captions: Sequence[str]) -> list[int]:
-    """Number of rows of each (normalised) caption, from the tokenizer alone.
-
-    Raises:
-        ModelError: no such tokenizer.
-    """
+    """Number of rows of each (normalised) caption, from the tokenizer alone."""
     tokenizer = load_tokenizer(_tokenizer_folder(config))
     room, first = _window(len(tokenizer.encode(instruction)) if instruction else 0, config.max_length)
     texts = [instruction + caption for caption in captions]
@@ -523,11 +506,8 @@ def count_rows(config: TextConfig, instruction: str, captions: Sequence[str]) ->
 
 
 def _window(instruction: int, max_length: int) -> tuple[int, int]:
-    """Maximum tokens under the selection rule, and the first position after <bos> that it keeps.
-
-    Args:
-        instruction: tokens of the instruction, <bos> included; 0 without instruction.
-    """
+    """Maximum tokens under the selection rule, and the first position after <bos> that it keeps. instruction: its
+    tokens, <bos> included; 0 without one."""
     room = instruction + max_length - 2 if instruction else max_length
     return room, room - max_length + 1
 
@@ -545,11 +525,7 @@ def relative_error(rows: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A tokenizer of transformers that begins every text with <bos> and pads on the right.
-
-    Raises:
-        ModelError: files are missing or damaged, name code of their own, or describe another tokenizer.
-    """
+    """A tokenizer of transformers that begins every text with <bos> and pads on the right; another is refused."""
     from transformers import AutoTokenizer
 
     _tokenizer_digest(folder)  # a ModelError if files are missing or broken

@@ -23,7 +23,6 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> No
     and floating numbers (epsilons) are constants.
 
     Args:
-        backend: of torch.compile.
         graphs: maximum number of graphs; another raises `FailOnRecompileLimitHit`.
     """
     limit = torch._dynamo.config
@@ -37,12 +36,7 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> No
 
 
 def compile_conditions(model: nn.Module, backend: str) -> None:
-    """Compile the model's method `conditions` in place, if it has one. Call it after `compile_blocks`.
-
-    Args:
-        model: the whole model, or a pipeline stage.
-        backend: of torch.compile.
-    """
+    """Compile the method `conditions` of a model or pipeline stage in place, if it has one; after `compile_blocks`."""
     conditions: Any = getattr(model, "conditions", None)
     if conditions is not None:
         compiled: Any = torch.compile(conditions, backend=backend, dynamic=True, fullgraph=True)

@@ -46,7 +46,6 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
         model: parameters of `stored_dtype`, on the meta device (then they are undefined afterwards: see
             `load_sharded`) or with the same values on every process (each takes its shards from its copy).
         blocks: the modules whose parameters are gathered together; all of them inside `model`.
-        mesh: of the run, with the dimensions of `pipeline.parallel.mesh`.
     """
     data = data_mesh(mesh)
     offload = train.parallel.offload == "all"

@@ -34,13 +34,7 @@ class WeightSource(Protocol):
 @torch.no_grad()
 def load_sharded(module: nn.Module, source: WeightSource) -> None:
     """Overwrite every parameter of `module` with the source's values, cast to its dtype. No process waits for another.
-
-    Args:
-        module: with allocated parameters (not on the meta device); it may hold a part of the source's names.
-
-    Raises:
-        KeyError: a parameter that the source does not name.
-    """
+    The module has memory, and may hold a part of the source's names."""
     parameters = dict(module.named_parameters())
     described = {name: _metadata(source.shapes[name], parameter.dtype) for name, parameter in parameters.items()}
     planner = DefaultLoadPlanner()

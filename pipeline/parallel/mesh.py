@@ -72,11 +72,7 @@ class Layout:
 
 
 def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
-    """The layout of a launch of `world` processes.
-
-    Raises:
-        ConfigError: the sizes do not multiply to the number of processes.
-    """
+    """The layout of a launch of `world` processes. Sizes that do not multiply to that number are refused."""
     data = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
     model = {"tp_size": parallel.tp_size, "pp_size": parallel.pp_size}
     free = next((name for name, size in data.items() if size == -1), None)
@@ -144,11 +140,9 @@ def open_mesh(
     One group uses gloo for CPU tensors and NCCL for CUDA tensors, so checkpoints and Python objects need no GPU.
     `parallel.timeout_s` bounds every wait for another process.
 
-    Args:
-        layout: what `check_sizes` returned; called here if None.
+    layout: what `check_sizes` returned; called here if None.
 
     Raises:
-        ConfigError: sizes that do not factor (before anything is started).
         UserError: the processes do not find each other, or a group is open already.
     """
     layout = layout or check_sizes(parallel, launch.world)

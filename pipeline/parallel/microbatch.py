@@ -13,10 +13,7 @@ REFERENCE = "reference"
 
 class Microbatch(NamedTuple):
     """The model's inputs, and the targets (b, ...) that its output is compared with, by name; all on the device.
-
-    reference: inputs for which the model without its adapter gives one more target, `REFERENCE`, without gradients;
-    None: there is none.
-    """
+    reference: inputs for which the model without its adapter gives one more target, `REFERENCE`, without gradients."""
 
     inputs: Mapping[str, Tensor]
     targets: Mapping[str, Tensor]

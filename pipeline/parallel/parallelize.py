@@ -246,11 +246,8 @@ def _sum_of_squares(tensors: list[Tensor], groups: tuple[ProcessGroup, ...]) -> 
 
 def adjoining(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors as runs of memory: FSDP2 reduces the gradients of a block into one buffer. The order does not depend on
-    addresses, so that equal runs give equal bits.
-
-    Returns:
-        The runs of two tensors or more, each as one flat view; the tensors that adjoin no other.
-    """
+    addresses, so that equal runs give equal bits. Returns the runs of two tensors or more, each as one flat view, and
+    the tensors that adjoin no other."""
     by_memory: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)

@@ -60,13 +60,7 @@ def stage_ranges(blocks: int, stages: int) -> list[range]:
 
 
 def build_stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
-    """This process's stages of `model`, sharing its parameters; `model` itself if the mesh has one process.
-
-    Args:
-        model: with `stage(start, stop)`; see `pipeline.parallel.parallelize.Model`.
-        blocks: their number.
-        mesh: one dimension, the processes of a pipeline.
-    """
+    """This process's stages of `model`, sharing its parameters; `model` itself if the pipeline has one process."""
     if mesh.size() == 1:
         return [model]
     ranges = stage_ranges(blocks, mesh.size() * parallel.stages_per_rank)
@@ -102,11 +96,8 @@ class _JoinedStages(nn.Module):
 
 
 def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: ParallelConfig) -> None:
-    """Refuse a model or batches that cannot go through the pipeline.
-
-    Args:
-        shares: samples of a step for one pipeline (global batch / data-parallel size), by bucket.
-    """
+    """Refuse a model or batches that cannot go through the pipeline. shares: samples of a step for one pipeline (global
+    batch / data-parallel size), by bucket."""
     size, schedule, each = parallel.pp_size, parallel.pp_schedule, parallel.stages_per_rank
     if size == 1:
         return
@@ -150,12 +141,8 @@ def _fits(schedule: str, size: int, share: int, microbatch: int) -> bool:
 
 
 class Pipeline:
-    """Runs the microbatches of a step through the stages of a group of processes.
-
-    Args:
-        stages: this process's (see `build_stages`), after `fully_shard`.
-        mesh: one dimension, the processes of this pipeline in the order of their stages.
-    """
+    """Runs the microbatches of a step through the stages of a group of processes. stages: this process's, after
+    `fully_shard`. mesh: the processes of this pipeline in the order of their stages."""
 
     def __init__(self, stages: Sequence[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig):
         self.stages, self.schedule, self.group = list(stages), parallel.pp_schedule, mesh.get_group()

@@ -65,11 +65,7 @@ class _Compressed:
 
 
 class Compressor:
-    """Stores one model's saved tensors in 8 bits.
-
-    Attributes:
-        stored: number of tensors stored so far, shared ones counted once.
-    """
+    """Stores one model's saved tensors in 8 bits. stored: their number so far, shared ones counted once."""
 
     def __init__(self) -> None:
         self.stored = 0
@@ -80,12 +76,8 @@ class Compressor:
 
     @contextlib.contextmanager
     def hooks(self, module: nn.Module, only: Tensor | None = None) -> Iterator[None]:
-        """Inside, this object stores what autograd saves.
-
-        Args:
-            module: runs its forward pass inside; its parameters and buffers are left as they are.
-            only: compress this tensor and its views alone.
-        """
+        """Inside, this object stores what autograd saves of the module's forward pass. only: this tensor and its views
+        alone."""
         excluded = module_storages(module)
         chosen = None if only is None else storage_of(only)
 

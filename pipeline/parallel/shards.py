@@ -29,11 +29,7 @@ def sharding_groups(tensor: Tensor, dimension: int | None = None) -> tuple[Proce
 
 def sum_over_shards(x: Tensor, mesh: DeviceMesh, *, forward: bool = False, backward: bool = False) -> Tensor:
     """The sum of `x`, of its gradient, or of both over the processes that have the shards; what is not summed passes
-    unchanged. Both: for a sum that each process uses in its part of the computation.
-
-    Args:
-        mesh: one dimension.
-    """
+    unchanged. Both: for a sum that each process uses in its part of the computation. mesh: one dimension."""
     return _Sum.apply(x, mesh, forward, backward)
 
 

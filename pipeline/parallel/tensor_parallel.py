@@ -26,11 +26,7 @@ from pipeline.parallel.shards import local, sum_over_shards
 
 
 def check(parts: Mapping[str, int], size: int, dropout: float) -> None:
-    """Refuse a `tp_size` that does not divide the model.
-
-    Args:
-        parts: number of equal parts by the name of what is sharded (heads, channels).
-    """
+    """Refuse a `tp_size` that does not divide the model. parts: number of equal parts by name (heads, channels)."""
     if size == 1:
         return
     wrong = {name: count for name, count in parts.items() if count % size}
@@ -58,7 +54,6 @@ def apply(blocks: Iterable[nn.Module], plan: Mapping[str, str], mesh: DeviceMesh
             tokens, sharded by output channels; a depthwise one, too, if its `_conv_forward` takes the number of
             channels from the weight. row: Linear or 1x1 convolution, sharded by input channels; outputs are summed over
             the shards, then comes the bias. norm: RMS norm over sharded channels.
-        mesh: one dimension. Every process has the same values and takes its shards of them.
     """
     if mesh.size() == 1:
         return

@@ -39,11 +39,7 @@ class Trainable:
     adapter: Adapter | None = None
 
     def module(self, train: TrainConfig) -> nn.Module:
-        """On the meta device, before any strategy.
-
-        Raises:
-            ConfigError: a strategy that does not go with the adapter or the recipe.
-        """
+        """On the meta device, before any strategy. One that does not go with adapter or recipe is refused."""
         self._check(train)
         with torch.device("meta"):
             module, own = self.spec.module(train), self.recipe.modules(self.spec)

@@ -19,11 +19,7 @@ from pipeline.training.checkpoint import CheckpointError, ModelTensors
 
 
 def start_values(config: Config, spec: ModelSpec) -> Values:
-    """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`.
-
-    Raises:
-        UserError: weights that cannot be found or read.
-    """
+    """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`."""
     weights = config.model.weights
     if weights is None:
         return spec.initial(config.train.seed)
@@ -31,11 +27,7 @@ def start_values(config: Config, spec: ModelSpec) -> Values:
 
 
 def check_base(folder: Path, trained: str | None, base: str | None) -> None:
-    """Refuse another base than that of a checkpoint: the frozen parameters are in no checkpoint.
-
-    Args:
-        folder: of the checkpoint. trained, base: digest of the base in it, and of the configured one.
-    """
+    """Refuse another base than that of a checkpoint. trained, base: digest of its base, and of the configured one."""
     if trained != base:
         raise CheckpointError(
             f"{folder}: was trained on another base",
@@ -49,11 +41,8 @@ def whole_weights(config: Config, stored: ModelTensors, strength: float = 1.0) -
     """By parameter name: fp32, on the CPU, in the module's layout, each read on access.
 
     Args:
-        config: with the base of the training in `model`.
+        config: with the base of the training in `model`; another is refused.
         strength: a factor of an adapter's change; 0 is the base.
-
-    Raises:
-        UserError: another base than that of the training, or one that cannot be read.
     """
     adapter = adapter_from(stored.document.adapter)
     if adapter is None:

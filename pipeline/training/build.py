@@ -36,14 +36,8 @@ from pipeline.training.task import Context, TrainingTask
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What the loop drives.
-
-    Attributes:
-        done: optimizer steps done.
-        checkpoint: what the run was resumed from.
-        resumed: the checkpoint that it was resumed or begun from.
-        base: digest of the frozen parameters; None: every parameter is trained.
-    """
+    """What the loop drives. done: optimizer steps. checkpoint: what the run was resumed from; resumed: or begun from.
+    base: digest of the frozen parameters; None: every parameter is trained."""
 
     context: Context
     trainable: Trainable
@@ -80,11 +74,7 @@ class TrainingRun:
 
 
 def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Resumed | None) -> TrainingRun:
-    """Build a run in its start state. Collective.
-
-    Raises:
-        UserError: weights or a checkpoint that cannot be read; the same on every process.
-    """
+    """Build a run in its start state. Collective; errors are the same on every process."""
     train, device, log = context.train, context.device, context.log
     module = trainable.module(train)
     counts = [p.numel() * (1 + 1j * p.requires_grad) for p in module.parameters()]
@@ -177,11 +167,7 @@ def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[st
 
 
 def with_residual(config: Config, earlier: dict[str, Any] | None) -> Config:
-    """The configuration with `train.residual` decided: as given, else as the run began, else fp32.
-
-    Args:
-        earlier: the configuration in the checkpoint to be resumed.
-    """
+    """The configuration with `train.residual` decided: as given, else as the run began, else fp32."""
     if config.train.residual is not None:
         return config
     residual = "fp32" if earlier is None else earlier["train"].get("residual") or "compute"
@@ -189,11 +175,7 @@ def with_residual(config: Config, earlier: dict[str, Any] | None) -> Config:
 
 
 def with_text(config: Config, device: torch.device, earlier: dict[str, Any] | None) -> Config:
-    """The configuration with `train.text` decided: as given, else as the run began, else packed where a kernel is.
-
-    Args:
-        earlier: the configuration in the checkpoint to be resumed.
-    """
+    """The configuration with `train.text` decided: as given, else as the run began, else packed where a kernel is."""
     train = config.train
     if train.text is not None:
         return config
@@ -216,11 +198,7 @@ def trainable_of(config: Config, task: TrainingTask) -> Trainable:
 
 
 def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:
-    """The model's shape: that of the weights, or `model.arch`.
-
-    Raises:
-        UserError: weights that cannot be found or read.
-    """
+    """The model's shape: that of the weights, or `model.arch`."""
     if config.model.weights is not None:
         return architecture_of_weights(config)
     if config.model.arch is None:

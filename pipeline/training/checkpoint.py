@@ -418,11 +418,7 @@ def read_document(folder: Path) -> Document:
 
 
 def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> None:
-    """Check the bytes of this process's share of the files against their digests.
-
-    Raises:
-        CheckpointError: a file whose bytes changed, or that cannot be read.
-    """
+    """Check the bytes of this process's share of the files against their digests."""
     for name, (size, digest) in sorted(document.files.items()):
         if _reader(name, world) != rank:
             continue
@@ -610,11 +606,7 @@ def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[ModelSpe
 
 
 def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
-    """The configuration with the numerics of a training, so that a picture is the one which that training draws.
-
-    Args:
-        earlier: the configuration in the checkpoint.
-    """
+    """The configuration with the numerics of a training (`earlier`), so that pictures are those which it draws."""
     train = earlier["train"]
     changes = {"residual": train.get("residual") or "compute", "recipe": train.get("recipe", "default")}
     return config.with_train(**changes)
@@ -642,11 +634,7 @@ def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | 
 
 def find(config: Config, checkpoint: str) -> Path:
     """The folder that `--checkpoint` names: `auto` is the newest of `train.output`, with phases of the last phase that
-    has one; else see `resolve`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    has one; else see `resolve`."""
     output = Path(config.train.output)
     roots = [output / phase.name / "checkpoints" for phase in reversed(config.phases)] or [output / "checkpoints"]
     root = next((root for root in roots if newest(root) is not None), roots[-1])
@@ -661,9 +649,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
     before its first checkpoint begins again where it began. Writes nothing.
 
     Args:
-        run: the run directory.
-        resume: `--resume`; None starts anew.
-        begin: `--from`.
+        resume: `--resume`; None starts anew. begin: `--from`.
 
     Raises:
         ConfigError: a new run in a directory that holds checkpoints, or an older checkpoint than its newest.

@@ -42,14 +42,7 @@ _MOST = 3
 
 
 class Drawings:
-    """Call it after every step, and before the first. Build it on every process.
-
-    Args:
-        journal: on the first process.
-
-    Raises:
-        UserError: a record of the prompts cannot be read; the same on every process.
-    """
+    """Call it after every step, and before the first. Build it on every process; the journal is the first one's."""
 
     def __init__(self, run: TrainingRun, journal: Metrics | None, stop: StopRequest, lock: Lock):
         self.run, self.journal, self.stop, self.lock = run, journal, stop, lock
@@ -71,15 +64,7 @@ class Drawings:
         self.rows, self.null = run_on_all(self._read)
 
     def __call__(self, step: int) -> bool:
-        """Draw if it is due. Collective.
-
-        Returns:
-            False if a stop request ended it early.
-
-        Raises:
-            UserError: the file cannot be written, or another training has taken over the run directory; the same on
-                every process.
-        """
+        """Draw if it is due. Collective. Returns False if a stop request ended it early."""
         if self.prompts is None or not is_due(self.run, step, self.every, self._is_done):
             return True
         self.run.step.await_verdict()

@@ -67,12 +67,8 @@ class EMA:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the parameters have the averages' values; afterwards parameters and averages have their values again,
-        bit for bit, also after an error.
-
-        Contents are exchanged, one tensor at a time, so that no second copy of the model is needed. Averages do not fit
-        into bf16 parameters: then those are copied to host memory meanwhile.
-        """
+        """Inside, the parameters have the averages' values; afterwards both have their values again, bit for bit. They
+        are exchanged one tensor at a time; bf16 parameters, into which averages do not fit, are copied to the host."""
         originals: list[tuple[Tensor, Tensor, Tensor]] = []
         try:
             with torch.no_grad():

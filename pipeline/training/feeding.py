@@ -107,11 +107,7 @@ class Feed(Generic[Mark]):
         return sums.tolist()
 
     def within_limit(self, samples: int, replaced: int) -> bool:
-        """Count a step. Same arguments and result on every process.
-
-        Args:
-            samples: of this step. replaced: since the start.
-        """
+        """Count a step. Same on every process. samples: of this step. replaced: since the start."""
         self._samples += samples
         self._counts.append((self._samples, replaced))
         while len(self._counts) > 2 and self._samples - self._counts[1][0] >= WINDOW:

@@ -32,10 +32,7 @@ class HostCopy:
         self._may_lock = True
 
     def of(self, tree: Any) -> Any:
-        """The tree of dictionaries with every tensor copied. The next call overwrites the copies.
-
-        DTensors and other wrapper subclasses keep their class around the copied parts.
-        """
+        """The tree of dictionaries with every tensor copied. The next call overwrites the copies."""
         parts = [part for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) for part in _plain_parts(leaf)]
         on_gpu = any(part.is_cuda for part in parts)
         self._stager.pin_memory = on_gpu and self._may_lock
@@ -75,9 +72,7 @@ def _rebuilt(tensor: Tensor, copies: Iterator[Tensor]) -> Tensor:
 
 
 def _forget_error() -> None:
-    """Clear CUDA's last error, which the check after the next kernel's launch would raise.
-
-    `torch.cuda.cudart` lacks the function, but torch loads the runtime's symbols for the whole process.
-    """
+    """Clear CUDA's last error, which the check after the next kernel's launch would raise. `torch.cuda.cudart` lacks
+    the function, but torch loads the runtime's symbols for the whole process."""
     with contextlib.suppress(AttributeError):  # another runtime, such as ROCm's
         ctypes.CDLL(None).cudaGetLastError()

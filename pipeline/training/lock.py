@@ -117,7 +117,7 @@ class Lock:
 
 @contextmanager
 def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
-    """Own the run directory inside the block; it is created if missing, and removed again if it stays empty. Collective.
+    """Own the run directory inside the block: created if missing, removed again if it stays empty. Collective.
 
     Raises:
         RunTaken: another training uses it.
@@ -153,11 +153,8 @@ class _Candidate:
         self._last_touch: float | None = None
 
     def attempt(self) -> str | None:
-        """None if the lock is ours now; else a message to print, perhaps empty, and another attempt is needed.
-
-        Raises:
-            RunTaken: the owner is alive.
-        """
+        """None if the lock is ours now; else a message to print, perhaps empty, and another attempt is needed. Raises
+        RunTaken if the owner is alive."""
         try:
             now = now_in(self.path.parent)
             job, number = scheduled_attempt() or (None, 0)

@@ -27,11 +27,7 @@ NEARLY_FULL = 0.92
 
 
 class MemoryMonitor:
-    """Peaks of this process between two rows.
-
-    Args:
-        log: prints one line, on the first process only.
-    """
+    """Peaks of this process between two rows."""
 
     def __init__(self, train: TrainConfig, device: torch.device, log: Callable[[str], None]):
         self.train, self.device, self._log = train, device, log
@@ -91,11 +87,7 @@ class OutOfMemory(ResourceError):
 
 @contextmanager
 def memory_errors(train: TrainConfig) -> Iterator[None]:
-    """Turn a failed allocation inside, on a GPU or in main memory, into a UserError.
-
-    Raises:
-        OutOfMemory: with the settings that would lower the memory.
-    """
+    """Turn a failed allocation inside, on a GPU or in main memory, into OutOfMemory with advice."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -64,11 +64,7 @@ class TensorOnlyReader(dcp.FileSystemReader):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """DCP's metadata of the tensors.
-
-    Raises:
-        CheckpointError: a file that cannot be read, or anything but metadata of tensors.
-    """
+    """DCP's metadata of the tensors; anything else is refused."""
     try:
         data = path.read_bytes()
     except OSError as error:

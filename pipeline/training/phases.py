@@ -29,13 +29,8 @@ NAME = "summary.json"
 
 @dataclass(frozen=True)
 class PhaseState:
-    """What the run directory of a phase says.
-
-    Attributes:
-        folder: the run directory.
-        last: its newest checkpoint and the contents of its document; None: the phase has no checkpoint.
-        finished: its steps are done, or a later phase has begun.
-    """
+    """What the run directory of a phase says. last: its newest checkpoint, if any. finished: its steps are done, or a
+    later phase has begun."""
 
     name: str
     folder: Path

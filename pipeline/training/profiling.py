@@ -22,12 +22,7 @@ _MEMORY_EVENTS = 200_000
 
 
 class Profiler:
-    """Traces the steps of this process that `config` names; none without one.
-
-    Args:
-        folder: of the run; the files go into `profile`.
-        log: prints one line.
-    """
+    """Traces the steps of this process that `config` names; none without one. folder: of the run."""
 
     def __init__(
         self,
@@ -61,11 +56,7 @@ class Profiler:
         self._profile.start()
 
     def close(self, step: int) -> None:
-        """End the trace, if one has begun, and write it. A failure is logged, since a trace is no reason to lose a run.
-
-        Args:
-            step: the last step done.
-        """
+        """End the trace, if one has begun, and write it; `step` is the last one done. A failure is logged."""
         running, self._profile = self._profile, None
         if running is None:
             return

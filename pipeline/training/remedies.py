@@ -117,11 +117,7 @@ def _world() -> int:
 
 
 def changed(train: TrainConfig, changes: Changes) -> TrainConfig:
-    """A configuration with options below `train` replaced.
-
-    Raises:
-        ValidationError: `train` would refuse it.
-    """
+    """A configuration with options below `train` replaced. Raises ValidationError as `train` would."""
     tree = train.model_dump()
     for option, value in changes.items():
         *sections, name = option.split(".")

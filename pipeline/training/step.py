@@ -73,14 +73,8 @@ class _Pending:
 
 
 def clip_factor(norm: Tensor, limit: float | None, divisor: float) -> Tensor | None:
-    """What the gradient is multiplied by to divide it by `divisor` and then clip it to length `limit`.
-
-    Args:
-        norm: of the gradient after the division, fp32 scalar. The factor is computed on its device.
-
-    Returns:
-        fp32 scalar; None where there is nothing to do.
-    """
+    """What the gradient is multiplied by to divide it by `divisor` and then clip it to length `limit`: fp32 scalar;
+    None where there is nothing to do. norm: after the division, fp32 scalar."""
     if limit is None and divisor == 1:
         return None
     factor = torch.full_like(norm, 1.0) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -142,10 +136,8 @@ class TrainStep:
         return replace(outcome, skipped=skipped)
 
     def _update(self, factor: Tensor | None) -> None:
-        """Step the optimizer on the gradient times `factor`, an fp32 scalar on the device (None: 1).
-
-        Our optimizers and torch's fused ones multiply in their fp32 arithmetic, which saves a pass over all gradients.
-        """
+        """Step the optimizer on the gradient times `factor`, an fp32 scalar on the device (None: 1). Our optimizers and
+        torch's fused ones multiply in their fp32 arithmetic, which saves a pass over all gradients."""
         if hasattr(self.optimizer, "gradient_factor"):
             self.optimizer.gradient_factor, factor = factor, None
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
@@ -196,11 +188,8 @@ class TrainStep:
         bucket: tuple[int, int],
         stop: bool,
     ) -> Outcome:
-        """Sum up the step over the processes and start the copy of its verdict to the host.
-
-        Args:
-            rows: the losses of each microbatch, row 0 times `factor`.
-        """
+        """Sum up the step over the processes and start the copy of its verdict to the host. rows: the losses of each
+        microbatch, row 0 times `factor`."""
         losses = [part[0] / factor for part in rows]
         total, count = torch.cat(losses).sum(dtype=torch.float64), len(ids)
         parts = torch.cat(rows, dim=1)[1:].sum(1, dtype=torch.float64)

@@ -26,14 +26,8 @@ AGAIN_S = 1.0
 
 @dataclass
 class StopRequest:
-    """Whether the run is to end.
-
-    Attributes:
-        name: of the first signal.
-        looping: the loop runs, so that there will be something to save.
-        since: when the first signal came, seconds of the monotonic clock.
-        launcher: process id of the launcher, if its end ends the run.
-    """
+    """Whether the run is to end. name, since: of the first signal, in seconds of the monotonic clock. looping: there
+    will be something to save. launcher: process id of the launcher, if its end ends the run."""
 
     name: str | None = None
     looping: bool = False

@@ -88,14 +88,8 @@ class TrainingTask:
 
 @dataclass(frozen=True)
 class Report:
-    """How a run ended.
-
-    Attributes:
-        step: optimizer steps done.
-        checkpoint: the last, if any.
-        loss: mean since the last logged row before the end; None if this attempt did no step.
-        stopped_by: the signal's name if one ended the run.
-    """
+    """How a run ended. loss: mean since the last logged row before the end; None if this attempt did no step.
+    stopped_by: the signal's name if one ended the run."""
 
     step: int
     checkpoint: Path | None
@@ -105,11 +99,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Context:
-    """The checked inputs of a run.
-
-    Attributes:
-        log: prints one line, on the first process only.
-    """
+    """The checked inputs of a run. log: prints one line, on the first process only."""
 
     config: Config
     task: TrainingTask

@@ -46,11 +46,7 @@ class _Window:
 
 
 class Throughput:
-    """Counts of a run. Build it on every process.
-
-    Args:
-        log: prints one line, on the first process only.
-    """
+    """Counts of a run. Build it on every process."""
 
     def __init__(
         self,

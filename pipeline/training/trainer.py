@@ -129,10 +129,8 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
 
 
 def generator_seed(train: TrainConfig, step: int, part: int) -> int:
-    """Seed of torch's generators (dropout) before a step, for the processes that read this part of the batch.
-
-    A function of the step: a resumed run draws the values of an uninterrupted one, without stored state.
-    """
+    """Seed of torch's generators (dropout) before a step, for the processes that read this part of the batch. A resumed
+    run draws the values of an uninterrupted one, without stored state."""
     key = f"{train.seed}/{train.phase}/{step}/{part}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
@@ -147,11 +145,7 @@ def closable(steps: Iterable[T]) -> Generator[T]:
 
 
 class Loop:
-    """The steps of a run, and what is logged and saved after them.
-
-    Args:
-        journal: on the first process.
-    """
+    """The steps of a run, and what is logged and saved after them. The journal is the first process's."""
 
     def __init__(self, run: TrainingRun, journal: Metrics | None, stop: StopRequest, lock: Lock):
         context = run.context

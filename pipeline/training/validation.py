@@ -37,11 +37,7 @@ _AGES = ("old", "new")
 
 
 class Validation:
-    """Call it after every step, and before the first. Build it on every process.
-
-    Args:
-        journal: on the first process.
-    """
+    """Call it after every step, and before the first. Build it on every process; the journal is the first one's."""
 
     def __init__(self, run: TrainingRun, journal: Metrics | None, stop: StopRequest, lock: Lock):
         self.run, self.journal, self.stop, self.lock = run, journal, stop, lock
@@ -56,14 +52,7 @@ class Validation:
         self._keys = "loss", "by_sigma", "by_bucket", *self._divided, *(("parts",) if self._parts else ())
 
     def __call__(self, step: int) -> bool:
-        """Validate if it is due. Collective.
-
-        Returns:
-            False if a stop request ended it early.
-
-        Raises:
-            UserError: a record cannot be read; the same on every process.
-        """
+        """Validate if it is due. Collective. Returns False if a stop request ended it early."""
         if self.parts is None or not is_due(self.run, step, self.settings.every, self._is_done):
             return True
         self.run.step.await_verdict()
@@ -152,12 +141,7 @@ class Validation:
 
 def is_due(run: TrainingRun, step: int, every: int, is_done: Callable[[], bool]) -> bool:
     """Whether something is done now that is done before the first step, every `every` steps and after the last,
-    unless the run is to end. Collective.
-
-    Args:
-        is_done: called on the first process after the step from which a run is resumed: the earlier attempt may have
-            done it.
-    """
+    unless the run is to end, or an attempt before a resume has done it (`is_done`, on the first process)."""
     if run.step.stop_wanted or (step % every and step != run.context.train.steps):
         return False
     return step != run.done or not step or not broadcast_from_rank_0(is_done)

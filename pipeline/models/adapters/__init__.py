@@ -43,11 +43,7 @@ class Adapter(ABC):
 
     @classmethod
     def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
-        """From the options of a run. start: with start values of a file, if the options name one.
-
-        Raises:
-            UserError: options that do not fit the model.
-        """
+        """From the options of a run, as far as they fit the model. start: with the start values of a file they name."""
         raise NotImplementedError(f"{cls.__name__} has no options")
 
     @abstractmethod
@@ -91,12 +87,7 @@ class Adapter(ABC):
 
 class Merged(Mapping[str, Tensor]):
     """The weights of a base with an adapter's change, by parameter name: fp32, on the CPU, in the module's layout.
-    Each is read and computed on access.
-
-    Args:
-        trained: the adapter's parameters.
-        strength: a factor of the change; 0 is the base.
-    """
+    Each is read and computed on access. strength: a factor of the change; 0 is the base."""
 
     def __init__(
         self, spec: ModelSpec, adapter: Adapter, base: Values, trained: Mapping[str, Tensor], strength: float = 1.0
@@ -120,11 +111,7 @@ class Merged(Mapping[str, Tensor]):
 
 
 def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
-    """The adapter of a checkpoint's document; None: every parameter was trained.
-
-    Raises:
-        ConfigError: a kind that does not exist.
-    """
+    """The adapter of a checkpoint's document; None: every parameter was trained."""
     if values is None:
         return None
     if values.get("kind") not in KINDS:
@@ -138,14 +125,8 @@ def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
 
 
 def adapter_of(train: TrainConfig, spec: ModelSpec, *, start: bool = True) -> Adapter | None:
-    """The adapter of a configuration; None: every parameter is trained.
-
-    Args:
-        start: False: without the file of `train.adapter.start`, for a prediction.
-
-    Raises:
-        UserError: options that do not fit the model.
-    """
+    """The adapter of a configuration; None: every parameter is trained. start: False: without the file of
+    `train.adapter.start`, for a prediction."""
     kind = train.adapter.kind if train.adapter is not None else "only" if train.only is not None else None
     return None if kind is None else _class(kind).from_config(train, spec, start)
 
@@ -157,11 +138,7 @@ def _class(kind: str) -> type[Adapter]:
 
 def matching(patterns: Sequence[str], names: Iterable[str], option: str) -> list[str]:
     """The names of modules or parameters that patterns choose, in the order of `names`. `*` stands for any text; a
-    pattern fits a whole name or its end (`attn2.to_k`, `transformer_blocks.1?.attn*`).
-
-    Raises:
-        ConfigError: a pattern that fits none, with near names.
-    """
+    pattern fits a whole name or its end (`attn2.to_k`, `transformer_blocks.1?.attn*`). One without a fit is refused."""
     names = list(names)
     chosen: set[str] = set()
     for pattern in patterns:

@@ -15,11 +15,7 @@ from pipeline.models.spec import ModelSpec, Values
 
 
 class Chosen(Adapter):
-    """Some of the model's parameters.
-
-    Attributes:
-        parameters: their names, in the model's order.
-    """
+    """Some of the model's parameters, by name, in the model's order."""
 
     kind = "only"
     formats = ("comfyui",)

@@ -112,11 +112,7 @@ def save_comfyui(spec: ModelSpec, found: Mapping[str, Change], folder: Path, dty
 
 def save_differences(weights: Merged, names: Sequence[str], folder: Path, dtype: torch.dtype) -> None:
     """Write whole differences of parameters by the names of ComfyUI's model: for changes that are no product of two
-    matrices, such as DoRA's.
-
-    Args:
-        names: of the parameters that differ.
-    """
+    matrices, such as DoRA's. names: of the parameters that differ."""
     spec, base, changed, tensors = weights.spec, weights.at(0), set(names), {}
     for theirs, members in spec.joined_parts().items():
         if changed.isdisjoint(members):

@@ -35,11 +35,7 @@ PARTS: Mapping[str, str] = {
 
 
 class LoRA(Adapter):
-    """A low-rank product beside each chosen matrix.
-
-    Attributes:
-        targets: paths of the adapted modules, in the model's order.
-    """
+    """A low-rank product beside each chosen matrix. targets: paths of the adapted modules, in the model's order."""
 
     kind = "lora"
     formats = ("diffusers", "comfyui")

@@ -30,11 +30,7 @@ NEW_CONCEPTS = 5e-5
 
 
 def peak_learning_rate(config: OptimConfig, batch: int) -> float:
-    """The rate after the warm-up: `lr`, times sqrt(batch / 256) for `scale_lr: sqrt` (the rule of NVlabs' trainer).
-
-    Args:
-        batch: the global batch of one optimizer step.
-    """
+    """The rate after the warm-up: `lr`, times sqrt(global batch / 256) for `scale_lr: sqrt` (NVlabs' rule)."""
     return config.lr * (math.sqrt(batch / 256) if config.scale_lr == "sqrt" else 1.0)
 
 
@@ -117,14 +113,7 @@ def build(
     AdamW of fp32 parameters is fused, on a GPU and on the CPU, where the parameters are under `offload: all`: one pass
     over the memory (torch's `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B). Not fused: fp32
     under tensor parallelism alone, whose parameters are in part plain tensors; torch's kernel takes one kind.
-
-    Args:
-        seed: of stochastic rounding, for bf16 parameters.
-        recipe: `train.recipe`.
-
-    Raises:
-        UserError: torchao is missing.
-    """
+    seed: of stochastic rounding, for bf16 parameters."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     nvlabs = recipe == "nvlabs"
     groups = [
@@ -162,12 +151,8 @@ def check(config: OptimConfig) -> None:
 
 
 def check_resumable(before: str, now: str, recipes: tuple[str, str]) -> None:
-    """Refuse to continue with an optimizer that cannot use the checkpoint's state.
-
-    Args:
-        before, now: `train.optim.name` of the checkpoint and of this run.
-        recipes: `train.recipe` of both.
-    """
+    """Refuse to continue with an optimizer that cannot use the checkpoint's state. before, now: `train.optim.name` of
+    the checkpoint and of this run; recipes: `train.recipe` of both."""
     if before == now == "came" and recipes[0] != recipes[1]:
         raise ConfigError(
             "the checkpoint holds the state of another CAME",

@@ -35,13 +35,8 @@ for _signed in _MOMENTS.values():
 
 
 class AdamW8bit(RoundingAdamW):
-    """The optimizer.
-
-    Args:
-        params: fp32 or bf16.
-        compiled: fuse the update with torch.compile. Otherwise the temporaries are several times a parameter's size.
-        options: as for `RoundingAdamW`.
-    """
+    """The optimizer, for fp32 or bf16 parameters. compiled: fuse the update with torch.compile; otherwise temporaries
+    are several times a parameter's size."""
 
     def __init__(self, params: Iterable[Any], lr: float, *, compiled: bool = True, **options: Any):
         super().__init__(params, lr, **options)

@@ -53,7 +53,6 @@ class _Stack:
     an operation is launched once for all of them.
 
     Attributes:
-        members: the parameters.
         update: (n, rows, columns) or (n, size) fp32, first the gradients, then the normalised gradients.
         state: (n, ...) fp32, copies of the means that are stored; `store_state` writes them back.
         momentum: (n, ...), as stored; set by `_move_momentum`.
@@ -103,7 +102,6 @@ class CAME(torch.optim.Optimizer):
         betas: decay of the second moment's companions: momentum, squares, squared deviations.
         eps: added to the squares of the gradient and of the deviation.
         clip: largest root mean square of the normalised gradient, over the whole matrix.
-        seed: of the rounding.
         factor_kernels: whether squares of convolutions larger than 1x1 are factored (one per cent of Sana's
             parameters). Unfactored they have no confidence.
         joint: parameters that are treated as the rows of one matrix: they share column means and clipping. All of
@@ -270,12 +268,8 @@ def _move_values(stack: _Stack) -> None:
 def _factors(
     stacks: list[_Stack], name: str, beta: int, eps: int, squares: Callable[[_Stack], Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Update the row and column means of `squares` + eps.
-
-    Returns:
-        Factors (n, rows, 1) and (n, 1, columns) whose product is
-        1 / sqrt(row mean * column mean / mean of the row means).
-    """
+    """Update the row and column means of `squares` + eps. Returns factors (n, rows, 1) and (n, 1, columns), whose
+    product is 1 / sqrt(row mean * column mean / mean of the row means)."""
     row_sums, column_sums = [], []
     for stack in stacks:
         square = squares(stack)

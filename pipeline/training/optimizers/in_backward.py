@@ -18,12 +18,7 @@ from pipeline.parallel.parallelize import ParallelModel
 
 
 def check(train: TrainConfig, batch: int, parts: int) -> None:
-    """Refuse a batch that needs several microbatches on a process.
-
-    Args:
-        batch: the largest global batch of an optimizer step.
-        parts: number of parts that it is divided into.
-    """
+    """Refuse a largest global batch that, divided into so many parts, needs several microbatches on a process."""
     share = -(-batch // parts)
     if train.optim.in_backward and share > train.microbatch:
         raise ConfigError(

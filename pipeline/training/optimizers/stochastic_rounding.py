@@ -22,11 +22,7 @@ from pipeline.parallel.shards import local
 
 
 def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round fp32 to bf16 stochastically; the expected result is `value`.
-
-    Args:
-        value: float32, finite. Values that bf16 represents exactly are unchanged.
-    """
+    """Round finite fp32 to bf16 stochastically; the expected result is `value`. Exact values are unchanged."""
     bits = value.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
     return noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
@@ -74,12 +70,8 @@ class Noise:
 
 
 class RoundingAdamW(torch.optim.Optimizer):
-    """What the AdamW with bf16 parameters and the one with moments in 8 bits have in common.
-
-    Args:
-        params: plain tensors or DTensors of any placement; elementwise, so nothing is communicated.
-        seed: of the rounding of bf16 parameters, see `Noise`.
-    """
+    """What the AdamW with bf16 parameters and the one with moments in 8 bits have in common. Parameters are plain
+    tensors or DTensors of any placement: all is elementwise. seed: of the rounding, see `Noise`."""
 
     gradient_factor: Tensor | None = None
     """As in `CAME`."""

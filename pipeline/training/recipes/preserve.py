@@ -28,10 +28,7 @@ _PRESERVED, _ROWS = "preserved", "rows"
 
 class Preserving(Flow):
     """The flow, and on a share of the samples the base's prediction. A validation measures the flow of all samples.
-
-    Args:
-        prompts: (n, D) text rows of each of `train.preserve.prompt`; none: samples keep their captions.
-    """
+    prompts: (n, D) text rows of each of `train.preserve.prompt`; none: samples keep their captions."""
 
     def __init__(self, flow: FlowConfig, preserve: PreserveConfig, prompts: Sequence[Tensor] = ()):
         super().__init__(flow)
