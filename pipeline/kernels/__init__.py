@@ -1,6 +1,6 @@
 """Operations of the model that are faster as special kernels.
 
-What: each operation is a `torch.library.custom_op` with a plain PyTorch reference, which runs wherever Triton or a GPU
+What: an operation is a `torch.library.custom_op` with a plain PyTorch reference, which runs wherever Triton or a GPU
 is not, and Triton kernels in a file beside it, which is imported on a GPU only.
 Why custom operations: torch.compile, activation checkpointing, tensor parallelism and the FLOP counter see the same
 opaque operation whether the kernel or its reference runs. So one graph serves all shapes, and only the operation

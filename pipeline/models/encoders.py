@@ -1,7 +1,5 @@
 """The frozen networks of pictures: to latents, and back.
 
-What: `LatentEncoder` (DC-AE's encoder alone), `LatentDecoder` (a decoder alone: DC-AE's, or that of `vae.decoder`), and
-`describe_vae`, which reads from the files what decides a latent's values.
 Latents and rows are computed once and read for weeks, so each value has one definition, nothing is tiled or padded
 unnecessarily, and a recipe changes exactly when a value could change.
 Price: describing a model reads all of its weights to digest them.

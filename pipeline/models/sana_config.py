@@ -1,6 +1,5 @@
 """The shape of a Sana transformer: the part of diffusers' `config.json` that this package implements.
 
-What: `SanaConfig`, from a folder (`read_config`) or from the run's configuration (`SanaConfig.from_arch`).
 Models that we do not implement (Sana-Sprint's guidance embedding and scaled timesteps, learned variance) are refused
 before any weight is read; the error names the field.
 Price: fields that diffusers adds have to be added here; until then its folders are refused.

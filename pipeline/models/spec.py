@@ -1,8 +1,7 @@
 """All that names an architecture, behind one class.
 
-What: a `ModelSpec` is one model: its shape, and what depends on its kind (the module and its blocks, start values,
-operations of a step, what it draws, files). Training, planning and the stages name no architecture; they call
-`spec_at`, `spec_of` and `spec_from_arch`.
+A `ModelSpec` is one model: its shape, and what depends on its kind. Training, planning and the stages name no
+architecture; they call `spec_at`, `spec_of` and `spec_from_arch`.
 A new architecture is a subclass in a file of its own and a line in `KINDS`. Its module is called with the inputs of
 `Recipe.prepare` by name, keeps diffusers' parameter names, and has what `pipeline.parallel.parallelize.Model` states.
 """

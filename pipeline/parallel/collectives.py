@@ -1,6 +1,5 @@
-"""Exchange Python objects and errors between the processes of a run.
+"""Exchange Python objects and errors between the processes of a run, over gloo.
 
-What: `broadcast_from_rank_0`, `run_on_all`, `raise_first_error`, `all_gather_objects`, `require_equal`, over gloo.
 Why: an error that one process finds (a damaged checkpoint, a full disk) must stop all of them with the same message;
 otherwise the others hang until the timeout.
 Objects travel pickled between processes of one launch: paths, numbers, dataclasses. A second thread needs a `group` of

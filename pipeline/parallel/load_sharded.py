@@ -1,6 +1,5 @@
 """Load parameter values into a parallel model, each process its own shards.
 
-What: `load_sharded` asks a source for the boxes of the parameters that this process holds and copies them into place.
 Why through DCP's load planner: it knows which box of a tensor a process holds for every sharding (also FSDP2 over
 tensor parallelism, where a shard is a slice of a slice), and checkpoints are read with it.
 Price: one box at a time is in host memory beside the parameters.

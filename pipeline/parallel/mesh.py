@@ -1,10 +1,7 @@
 """The process group of a run and its layout as a device mesh.
 
-What: `check_sizes` computes the layout and refuses sizes that do not multiply to the number of processes; `open_mesh`
-opens the process group and yields the `DeviceMesh`.
-Why two functions: a wrong size must be an error before any process waits for another. A run of one process takes
-the same path, with a store in its own memory, so it needs no free port.
-Price: a group of one process costs some milliseconds at the start.
+`check_sizes` is apart, since a wrong size must be an error before any process waits for another. A run of one process
+takes the same path, with a store in its own memory, so it needs no free port.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The one place that builds a trainable thing: a model, what it learns, and the part of it that is trained.
 
-What: `Trainable` joins a `ModelSpec`, a `Recipe` and perhaps an `Adapter`; `assemble` makes module, optimizer, moving
-average and step of it. The names that are trained (`requires_grad`) decide what the optimizer, the EMA and checkpoints
-hold.
+`Trainable` joins a `ModelSpec`, a `Recipe` and perhaps an `Adapter`. The names that are trained (`requires_grad`)
+decide what the optimizer, the EMA and checkpoints hold.
 Why on the meta device first: no process ever holds the whole model. It is parallelized without memory, and each process
 reads its own shards of the values (`Trainable.values`).
 """

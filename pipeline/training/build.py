@@ -1,9 +1,4 @@
-"""Build a run: the parallel model, its values, optimizer, EMA and step, new or from a checkpoint.
-
-What: `build` returns a `TrainingRun`, which the loop then drives.
-Why on the meta device first: no process ever holds the whole model. It is parallelized without memory, and each process
-reads its own shards of the start weights or of the checkpoint.
-"""
+"""Build a run: the parallel model, its values, optimizer, EMA and step, new or from a checkpoint."""
 
 from __future__ import annotations
 

@@ -25,16 +25,7 @@ from pipeline.training.task import Context, Log, TrainingTask
 def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -> Context:
     """Refuse a configuration that this launch, device, installation or data cannot carry out."""
     train = config.train
-    if train.epochs is not None:
-        raise ConfigError(
-            "train.epochs is not counted in steps",
-            fix="start the run by sana-pipe train, or set train.steps",
-        )
-    if train.undecided:
-        raise ConfigError(
-            f"train.{train.undecided[0]}: auto is not decided",
-            fix="start the run by sana-pipe train, or call pipeline.planning.auto.decide before",
-        )
+
     layout = check_sizes(train.parallel, launch.world)
     names = "dp_replicate", "dp_shard", "tp"
     check_accelerate(train, launch, sizes={name: getattr(layout, name) for name in names})

@@ -1,11 +1,7 @@
 """Memory of a run: peaks per process, a warning before a GPU is full, advice when an allocation fails.
 
-What: `MemoryMonitor` measures peaks between two logged rows; `memory_errors` adds advice (`remedies`) to a failed
-allocation.
 Why the maximum and its process: one process that runs full ends the run for all of them, and the mean would hide it.
-Price: torch's peak counters are reset with each row, so no other code may rely on them.
-
-GiB are 2^30 bytes.
+Price: torch's peak counters are reset with each row, so no other code may rely on them. GiB are 2^30 bytes.
 """
 
 from __future__ import annotations

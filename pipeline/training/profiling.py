@@ -1,9 +1,7 @@
 """A trace of some steps (`train.profile`): what the host and the GPU did, and which memory was in use.
 
-What: `Profiler` records with torch.profiler from the step that the configuration names, and writes a Chrome trace (for
-https://ui.perfetto.dev) and on a GPU a memory snapshot (for https://pytorch.org/memory_viz) into the run directory.
-Reading data and saving between the traced steps are in the trace, too.
-Price: traced steps are slower, and a trace takes some ten MB per step, so few steps are enough.
+Into the run directory: a Chrome trace (for https://ui.perfetto.dev), and on a GPU a memory snapshot (for
+https://pytorch.org/memory_viz). Price: traced steps are slower, and a trace takes some ten MB per step.
 """
 
 from __future__ import annotations

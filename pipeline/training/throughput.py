@@ -1,9 +1,6 @@
 """Throughput of a run: losses, images, tokens, waiting time and model FLOPs between two logged rows.
 
-What: `Throughput` counts on each process; `row` combines the counts of all processes, together with the memory peaks.
-Price: one small gather per row.
-
-Units: a token is an image token (a patch of the latent) or an unmasked caption row; padding does not count. MFU is
+A token is an image token (a patch of the latent) or an unmasked caption row; padding does not count. MFU is
 model FLOPs (`ModelSpec.training_flops`: forward and backward pass, without recomputation) per second over the GPUs'
 peak in the run's precision, without sparsity.
 """
