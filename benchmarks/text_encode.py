@@ -36,7 +36,7 @@ import torch
 from pipeline.config import TextConfig
 from pipeline.demo import small_models
 from pipeline.models.hub import no_progress_bars
-from pipeline.models.text import TextEncoder
+from pipeline.models.text import TextEncoder, tokenized
 from pipeline.processes import run_and_exit
 from pipeline.sources.caption_rules import INSTRUCTIONS, normalise
 
@@ -136,7 +136,7 @@ def build(folder: Path, tokenizer: Any, shape: Mapping[str, int] = SHAPE, dtype:
 
 def token_counts(encoder: TextEncoder, captions: Sequence[str]) -> list[int]:
     """Tokens of instruction + caption, uncut."""
-    return [len(ids) for ids in encoder.tokenize(captions, truncation=False)]
+    return [len(ids) for ids in tokenized(encoder.tokenizer, [encoder.instruction + caption for caption in captions])]
 
 
 def of_length(encoder: TextEncoder, words: Sequence[str], tokens: int, count: int) -> list[str]:

@@ -23,7 +23,7 @@ from pipeline.demo import photographs, small_models
 from pipeline.errors import UserError
 from pipeline.models import encoders, hub
 from pipeline.models.frozen import NonFiniteOutputError, bf16_bits, from_bits, provenance_of
-from pipeline.models.text import TextEncoder, count_rows, describe_text
+from pipeline.models.text import TextEncoder, count_rows, describe_text, tokenized
 from pipeline.sources import caption_rules as rules
 from tests.support import tiny_models
 from tests.support.messages import naming
@@ -144,7 +144,7 @@ def test_rows_do_not_depend_on_the_batch(text: TextEncoder) -> None:
 
 def test_a_caption_that_fills_its_place_exactly_is_not_cut(text: TextEncoder) -> None:
     many = [" ".join(["x"] * count) + end for count in range(1, text.max_ids) for end in ("", "a", "ab", ".")]
-    lengths = [len(ids) for ids in text.tokenize(many, truncation=False)]
+    lengths = [len(ids) for ids in tokenized(text.tokenizer, [text.instruction + each for each in many])]
     full, longer = (many[lengths.index(text.max_ids + more)] for more in (0, 1))
     assert text.token_ids([full])[1] == 0, "nothing of it is lost"
     (row,), cut = text.token_ids([longer])

@@ -43,19 +43,11 @@ def scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
     )
 
 
-def draw_noise(count: int, shape: tuple[int, int, int], seed: int) -> Tensor:
-    """(count, C, h, w) float32 standard normal on the CPU. Picture i gets the same noise whatever `count` is."""
-    generator = torch.Generator()
-    drawn = []
-    for number in range(count):
-        generator.manual_seed(seed * 1_000_003 + number)
-        drawn.append(torch.randn(shape, generator=generator))
-    return torch.stack(drawn)
-
-
 def noise_of(identity: int, shape: tuple[int, int, int], seed: int) -> Tensor:
-    """(1, C, h, w) start noise of a picture, from `sample.seed` and what the picture is of, whatever else is drawn."""
-    return draw_noise(1, shape, (seed * SEED_STRIDE + identity) % 2**40)
+    """(1, C, h, w) float32 standard normal on the CPU: start noise of a picture, from `sample.seed` and what it is of,
+    whatever else is drawn."""
+    generator = torch.Generator().manual_seed((seed * SEED_STRIDE + identity) % 2**40 * 1_000_003)
+    return torch.randn((1, *shape), generator=generator)
 
 
 def prompt_noise(texts: Sequence[str], shape: tuple[int, int, int], seed: int) -> Tensor:

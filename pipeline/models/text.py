@@ -402,26 +402,14 @@ class TextEncoder:
             uint16 (max_length, width): bits of all bf16 rows, padding included (Sana's trainer reads it
             when it drops a caption), and the number of rows that are no padding.
         """
-        (ids,) = self.tokenize([""], truncation=False, instruction="")
+        (ids,) = tokenized(self.tokenizer, [""])
         hidden = self._hidden([ids], self.max_length)
         return finite_bits(hidden, "text encoder", self.dtype)[0], len(ids)
 
     def token_ids(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
         """Tokens of instruction + caption, cut to the rule's length, and the number of captions that were cut."""
-        rows = self.tokenize(captions, truncation=False)
-        long = [i for i, ids in enumerate(rows) if len(ids) > self.max_ids]
-        if long:
-            cut = self.tokenize([captions[i] for i in long], truncation=True)
-            for i, ids in zip(long, cut, strict=True):
-                rows[i] = ids
-        return rows, len(long)
-
-    def tokenize(self, captions: Sequence[str], truncation: bool, instruction: str | None = None) -> list[list[int]]:
-        prefix = self.instruction if instruction is None else instruction
-        limit = {"truncation": True, "max_length": self.max_ids} if truncation else {"truncation": False}
-        # verbose=False: no warning of lengths beyond the model's, which are cut afterwards
-        texts = [prefix + caption for caption in captions]
-        return self.tokenizer(texts, add_special_tokens=True, padding=False, verbose=False, **limit)["input_ids"]
+        rows = tokenized(self.tokenizer, [self.instruction + caption for caption in captions])
+        return [ids[: self.max_ids] for ids in rows], sum(len(ids) > self.max_ids for ids in rows)
 
     def run(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """(n, width) for each row of tokens: the selected hidden states, on the device, unrounded."""
@@ -498,11 +486,15 @@ def count_rows(config: TextConfig, instruction: str, captions: Sequence[str]) ->
     """Number of rows of each (normalised) caption, from the tokenizer alone."""
     tokenizer = load_tokenizer(_tokenizer_folder(config))
     room, first = _window(len(tokenizer.encode(instruction)) if instruction else 0, config.max_length)
-    texts = [instruction + caption for caption in captions]
+    rows = tokenized(tokenizer, [instruction + caption for caption in captions])
+    return [1 + max(0, min(len(ids), room) - first) for ids in rows]
+
+
+def tokenized(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Uncut, with <bos>, and without a warning of lengths beyond the model's."""
     if not texts:
         return []
-    rows = tokenizer(texts, add_special_tokens=True, padding=False, truncation=False, verbose=False)["input_ids"]
-    return [1 + max(0, min(len(ids), room) - first) for ids in rows]
+    return tokenizer(texts, add_special_tokens=True, padding=False, truncation=False, verbose=False)["input_ids"]
 
 
 def _window(instruction: int, max_length: int) -> tuple[int, int]:
@@ -531,15 +523,14 @@ def load_tokenizer(folder: Path) -> Any:
     _tokenizer_digest(folder)  # a ModelError if files are missing or broken
     tokenizer = load(AutoTokenizer, folder, "tokenizer")
     tokenizer.padding_side = "right"
-    for text in ("", "a"):
-        ids = tokenizer.encode(text)
-        if tokenizer.bos_token_id is None or not ids or ids[0] != tokenizer.bos_token_id:
-            raise ModelError(
-                f"the tokenizer in {folder} does not begin every text with <bos>, as Sana's selection rule needs",
-                expected=f"token {tokenizer.bos_token_id} first",
-                found=f"{text!r} -> {ids}",
-                fix="set add_bos_token to true in its tokenizer_config.json, or take the model's own tokenizer",
-            )
+    ids = tokenizer.encode("")
+    if tokenizer.bos_token_id is None or ids != [tokenizer.bos_token_id]:
+        raise ModelError(
+            f"the tokenizer in {folder} does not add <bos> alone to every text, as Sana's selection rule needs",
+            expected=f"token {tokenizer.bos_token_id} for an empty text",
+            found=str(ids),
+            fix="set add_bos_token to true in its tokenizer_config.json, or take the model's own tokenizer",
+        )
     if tokenizer.pad_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no padding token", fix="take the model's own tokenizer")
     return tokenizer
