@@ -299,7 +299,7 @@ def encode(
     examples=[
         "sana-pipe bucket --dry-run",
         "sana-pipe bucket --name round2 --set bucket.batch=128 --set bucket.remainder=drop",
-        "sana-pipe bucket --set 'bucket.filter=min(width, height) >= 768' --set bucket.heldout=0.01",
+        "sana-pipe bucket --filter 'least(width, height) >= 768' --set bucket.heldout=0.01",
         "sana-pipe bucket --pack --snapshot round2   # joint shards for training from an object store",
         "sana-pipe bucket --again round2   # write damaged lists of a snapshot again, as it was made",
     ]
@@ -307,6 +307,7 @@ def encode(
 @_configured
 @click.option("--name", metavar="NAME", help="Name of the snapshot. Default: only its id.")
 @click.option("--cache", "caches", multiple=True, metavar="DIR", help="Another cache to use; adds to bucket.caches.")
+@click.option("--filter", "condition", metavar="SQL", help="Use only samples that satisfy this; sets bucket.filter.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
 @click.option(
     "--pack",
@@ -322,6 +323,7 @@ def bucket(
     given: _Given,
     name: str | None,
     caches: tuple[str, ...],
+    condition: str | None,
     dry_run: bool,
     pack: bool,
     snapshot: str | None,
@@ -342,14 +344,13 @@ def bucket(
         raise click.UsageError("--snapshot is for --pack: training selects its snapshot by `train --snapshot`")
     if move and name is None and again is None and not pack:
         raise click.UsageError("--move is for --name")
-    if again is not None and (name or caches or dry_run or pack or as_json):
+    if again is not None and (name or caches or condition or dry_run or pack or as_json):
         raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = given.load(*(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
-    if caches:
-        section = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
-        config = config.model_copy(update={"bucket": section})
+    asked = {"caches": [*config.bucket.caches, *caches]} | ({} if condition is None else {"filter": condition})
+    config = config.model_copy(update={"bucket": config.bucket.model_copy(update=asked)})
     from stages import bucket as stage
 
     if again is not None:

@@ -392,8 +392,8 @@ class BucketConfig(_Section):
     sources: dict[str, SourceConfig] = {}
     """Settings by source; a source that is not listed has the defaults."""
     filter: str | None = None
-    """An expression that samples must satisfy, such as `min(width, height) >= 512 and score > 5` (see
-    pipeline/snapshots/filters.py)."""
+    """A condition in SQL that samples must satisfy, such as `least(width, height) >= 512 AND score > 5`
+    (docs/snapshots.md)."""
     dedup: Literal["none", "image"] = "none"
     """image: of pictures with equal bytes use one, from the source listed first in `sources`, then by name of source
     and item."""
