@@ -240,7 +240,6 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option(
     "--prompts-name", metavar="NAME", default="prompts", show_default=True, help="Name of their set in the cache."
 )
-@click.option("--reassign", metavar="FILE", help="Also encode these pictures for other buckets (a list of `bucket`).")
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
 @click.option("--shrink", is_flag=True, help="Accept that more than encode.max_shrink of the pictures are gone.")
 @click.option(
@@ -260,9 +259,7 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
-def encode(
-    given: _Given, reassign: str | None, shrink: bool, text_mode: str | None, dry_run: bool, probe: bool, **options: Any
-) -> Any:
+def encode(given: _Given, shrink: bool, text_mode: str | None, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
     After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
@@ -280,19 +277,17 @@ def encode(
     if options["data"] is None:
         if prompts is None:
             raise click.UsageError("Missing option '--data' (or '--prompts').")
-        if any(options[name] for name in ("format", "source_name", "rehash")) or reassign or shrink:
-            raise click.UsageError("--format, --source-name, --reassign, --rehash and --shrink are about --data")
+        if any(options[name] for name in ("format", "source_name", "rehash")) or shrink:
+            raise click.UsageError("--format, --source-name, --rehash and --shrink are about --data")
     if dry_run and prompts is not None:
         raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
-    if dry_run and reassign is not None:
-        raise click.UsageError("--dry-run covers the pictures' own buckets only; leave --reassign out")
     flags = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
     config = given.load(*(["--engine ray"] if options["engine"] == "ray" else []), more=flags)
     from stages import encode as stage
 
     if dry_run:
         return stage.dry_run(config, probe=probe, **options)
-    return stage.run(config, reassign=reassign, **(asked if prompts else {}), **options)
+    return stage.run(config, **(asked if prompts else {}), **options)
 
 
 @cli.command(

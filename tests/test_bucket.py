@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from pipeline.cache.snapshot import BucketPart, Snapshot
 from pipeline.cache.status import status
 from pipeline.cli import cli
 from pipeline.config import Config, load
-from pipeline.encoding import plan as planning
 from pipeline.errors import CacheError, ConfigError, IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.loader.loader import Loader
@@ -427,7 +425,7 @@ def test_nothing_is_published_when_nothing_is_left(root: Path) -> None:
     for overrides in (
         ("bucket.heldout=0.3", "bucket.remainder=drop", "bucket.batch=40"),  # the held-out part alone would be possible
         ("bucket.sources={one: {weight: 0}}",),
-        ("bucket.sources={one: {weight: 0}}", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.remainder=reassign"),
+        ("bucket.sources={one: {weight: 0}}", "bucket.dedup=image", "bucket.heldout=0.1"),
         ("bucket.filter='width < 0'", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.subset=3"),
     ):
         with pytest.raises(UserError, match="nothing is left to train on"):
@@ -493,74 +491,6 @@ def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest
     seen = Counter(i for batch in batches(of, 10) for i in batch)
     assert len(seen) == 40
     assert set(seen.values()) == {1, 2}
-
-
-def test_reassign_moves_small_buckets_to_their_neighbours(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = pictures(40)  # 16x32: 4, 16x24: 8, 24x24: 16, 24x16: 12
-    of = config(root, "bucket.remainder=reassign", "bucket.batch=6")
-    add(of, "one", one)
-    summary = report(of, capsys)
-    assert summary["samples"] == 36
-    [left] = summary["left_out"]
-    assert left["samples"] == 4
-    assert "encode --data DIR --reassign FILE" in left["keep"]
-    [entry] = summary["reassign"]
-    rows = Path(entry["file"]).read_text().splitlines()
-    wide = sorted(p.item for p in one if p.width == 32)
-    assert rows == ["item,height,width", *(f"{item},16,24" for item in wide)]
-    assert Counter(b["samples"] for b in summary["buckets"]) == {8: 1, 16: 1, 12: 1}
-    # Once those latents exist (here: made at that size), everything is in, and the list is gone.
-    add(of, "more", [dataclasses.replace(p, item=f"x{p.item}", height=16, width=24) for p in one if p.width == 32])
-    Cache(root).forget_source("more")
-    summary = report(of, capsys)
-    assert (summary["samples"], summary["left_out"], summary["reassign"]) == (40, [], [])
-    assert not Path(entry["file"]).exists()
-    assert {(b["height"], b["width"]): b["samples"] for b in summary["buckets"]}[16, 24] == 12
-    assert Cache(root).open_snapshot().head.policies.small == "carry"
-    assert len({i for batch in batches(of, 7) for i in batch}) >= 36
-
-
-def test_reassign_merges_until_every_bucket_fills_a_batch(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    add(config(root), "one", pictures(40))
-    summary = report(config(root, "bucket.remainder=reassign", "bucket.batch=39"), capsys)
-    assert [(b["height"], b["width"]) for b in summary["buckets"]] == [(24, 24)]
-    [entry] = summary["reassign"]
-    assert entry["items"] == 24
-
-
-@pytest.mark.slow
-def test_encode_takes_the_list_and_encodes_it_alone(
-    small_cache_copy: Path, photos: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With real encoders: twelve photographs in three buckets of fewer than twelve end in one bucket."""
-    of = make_config(small_cache_copy.parent, "bucket.remainder=reassign")
-    summary = report(of, capsys)
-    assert summary["samples"] + sum(entry["items"] for entry in summary["reassign"]) == 12
-    [entry] = summary["reassign"]
-    done = stages.encode.run(of, data=str(photos), reassign=entry["file"])
-    assert (done["images"], done["captions"]) == (entry["items"], 0)
-    summary = report(of, capsys)
-    assert (summary["samples"], summary["left_out"], len(summary["buckets"])) == (12, [], 1)
-    snapshot = Cache(of.cache).open_snapshot()
-    loader = Loader(
-        snapshot,
-        loader_settings(stop_step=1),
-    )
-    [(parts, _)] = list(loader)
-    assert len(set(parts[0].sample_ids)) == 12
-    listed = small_cache_copy.parent / "list.csv"
-    for text, named in (
-        ("item,height\na,1\n", "is not a list of pictures"),
-        ("", "is not a list of pictures"),
-        ("item,height,width\na.png,48,80\n", "has 1 items that source 'photos' has not"),
-        ("item,height,width\na.png,48,83\n", "compression 8 does not divide"),
-    ):
-        listed.write_text(text)
-        with pytest.raises(UserError, match=named):
-            stages.encode.run(of, data=str(photos), reassign=str(listed))
-    with pytest.raises(UserError, match=naming(listed.with_suffix(".absent"))):
-        stages.encode.run(of, data=str(photos), reassign=str(listed.with_suffix(".absent")))
-    assert stages.encode.run(of, data=str(photos))["images"] == 0
 
 
 # ---------------------------------------------------------------- weights, batches, order
@@ -921,14 +851,9 @@ def test_caches_on_disks_and_in_object_stores_mix(
     mirror = f"mirror.path={tmp_path / 'mirror'}"
     add(config(here, mirror), "one", pictures(40))
     add(config(there, mirror), "two", pictures(20, "two-"))
-    of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.remainder=reassign", "bucket.batch=10")
+    of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.batch=10")
     summary = report(of, capsys)
-    lists = {entry["source"]: entry for entry in summary["reassign"]}
-    assert summary["samples"] == 60 - sum(entry["items"] for entry in lists.values())
-    assert all(entry["file"].startswith(here) for entry in lists.values())
-    targets = planning.read_targets(lists["one"]["file"], 8, 0)
-    assert len(targets) == lists["one"]["items"]
-    assert {size for _, size in targets} == {(16, 24)}
+    assert summary["samples"] == 60
     assert list(audit.verify(Cache.of(of))) == []
     loader = Loader(
         Cache.of(of).open_snapshot(),
@@ -1002,7 +927,7 @@ def test_int8_records_with_other_scales_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of = config(root, "bucket.heldout=0.2", "bucket.remainder=reassign", "bucket.batch=6", "bucket.subset=25")
+    of = config(root, "bucket.heldout=0.2", "bucket.remainder=drop", "bucket.batch=6", "bucket.subset=25")
     add(of, "one", pictures(40))
     before = files(root)
     dry = report(of, capsys, dry_run=True)

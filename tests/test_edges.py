@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import stages.bucket
-from pipeline.cache import arrow, codec, index, key_columns, layout, scratch, shard
+from pipeline.cache import codec, index, key_columns, layout, shard
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import BucketPart
@@ -28,7 +27,7 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import join, selection
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import ENCODE, EncodedRecords, Frame, Joined, Resolution, unjudged, usable
+from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, unjudged, usable
 from pipeline.sources import sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
@@ -304,24 +303,6 @@ def test_the_first_of_equal_pictures_is_the_one_that_is_read() -> None:
     assert result.column("item").to_pylist() == ["b", "c"]
 
 
-def test_a_picture_for_several_buckets_stands_in_the_listings_order(tmp_path: Path) -> None:
-    (tmp_path / "list.csv").write_text("item,height,width\nb,16,32\nb,32,16\nc,32,16\n")
-    targets = planning.read_targets(str(tmp_path / "list.csv"), 8, 0)
-    rows = [{"item": item, "digest": layout.digest(item), "width": 24, "height": 24, "captions": []} for item in "cab"]
-    result = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE, targets)
-    assert [f"{row['item']} {row['height']}x{row['width']}" for row in result.to_pylist()] == [
-        "c 24x24",
-        "c 32x16",
-        "a 24x24",
-        "b 24x24",
-        "b 16x32",
-        "b 32x16",
-    ]
-    (tmp_path / "list.csv").write_text("item,height,width\nc,32,0\n")
-    with pytest.raises(UserError, match="32x0"):
-        planning.read_targets(str(tmp_path / "list.csv"), 8, 0)
-
-
 def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) -> None:
     texts = ["ccc", None, "", "a", "bb"]
     rows = [{"key": bytes([n] * 16), "caption": text} for n, text in enumerate(texts)]
@@ -540,54 +521,6 @@ def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
         text=np.zeros(count, np.int64),
         weight=np.ones(count, np.float32),
     )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "batch", "moved"),  # samples of the table's buckets; who gives them up, to the other one
-    [
-        ({0: 1, 2: 1}, 2, {0: 2}),
-        ({0: 3, 2: 1}, 4, {2: 0}),
-        ({0: 2, 2: 2}, 2, {}),
-        ({0: 1}, 2, {}),
-    ],
-)
-def test_the_smallest_bucket_gives_up_first(
-    tmp_path: Path, sizes: dict[int, int], batch: int, moved: dict[int, int]
-) -> None:
-    first = len(TABLE)  # the second of three tables
-    bucket = np.array([first - 1, first + len(TABLE), *(first + b for b, n in sizes.items() for _ in range(n))])
-    count = len(bucket)
-    frame = dataclasses.replace(
-        frame_of(bucket, [str(b - first) for b in bucket]),
-        digest=np.array([layout.digest(str(n)) for n in range(count)], "S16"),
-    )
-    none = Cache(tmp_path, create=True).index(LATENT.name)
-    records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
-    left, moves = selection.reassigned(Joined(["s"]), frame, Resolution(TABLE, first), [batch] * first, records)
-    assert moves == [("s", str(a), *TABLE[b]) for a, b in moved.items() for _ in range(sizes[a])]
-    assert len(left) == count - len(moves)
-
-
-def test_samples_that_stay_in_their_bucket_are_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "LIMIT", 1 << 16)
-    for module in (arrow, join):
-        monkeypatch.setattr(module, "ROWS", 1 << 12)
-    cache = Cache(tmp_path, create=True)
-    count = 100_000
-    bucket = np.zeros(count, np.int64)
-    bucket[7] = 2
-    frame = frame_of(bucket, [str(n) for n in range(count)])
-    none = cache.index(LATENT.name)
-    records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
-    joined = Joined(["s"], scratch=cache.files.scratch)
-    tracemalloc.start()
-    try:
-        left, moves = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert [move[:2] for move in moves] == [("s", "7")] and len(left) == count - 1
-    assert peak < 20 * count
 
 
 # ---------------------------------------------------------------- buckets

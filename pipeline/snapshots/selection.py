@@ -1,7 +1,7 @@
 """Select which of the joined samples a snapshot takes.
 
-Filters over metadata, deduplication and a held-out part by image digest, subsets by count, and the move of samples out
-of buckets that are smaller than a batch. Samples left out are counted in `Joined` by their reason.
+Filters over metadata, deduplication and a held-out part by image digest, and subsets by count. Samples left out are
+counted in `Joined` by their reason.
 
 Each rule depends on a sample's content or id alone (and on the samples that it is compared with), not on the order of
 the listing or on chance: the same data give the same choice, and more data change as little as possible. A subset has
@@ -11,7 +11,6 @@ exactly the requested number of pictures; a held-out part has the requested shar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +18,10 @@ import pyarrow as pa
 from pipeline.cache.arrow import batches
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
-from pipeline.cache.many_keys import latent_keys
 from pipeline.cache.scratch import Scratch
-from pipeline.images import buckets
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import EncodedRecords, Frame, Joined, Resolution, Shape, pieces
+from pipeline.snapshots.join import Frame, Joined, pieces
 
 
 def filtered(
@@ -215,79 +212,3 @@ def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[
     left_out = len(selected) - int(np.count_nonzero(selected))
     joined.leave(f"beyond the first {count} pictures", left_out, "a larger bucket.subset")
     return frame.take(selected, joined.scratch), pictures
-
-
-Move = tuple[str, str, int, int]
-"""source, item, and the (height, width) in pixels at which its latent is missing."""
-
-
-def reassigned(
-    joined: Joined, frame: Frame, resolution: Resolution, batches: Sequence[int], records: EncodedRecords
-) -> tuple[Frame, list[Move]]:
-    """Close buckets smaller than one batch, and move their samples into the nearest bucket that is still open.
-
-    Samples whose latent does not exist at the new size are left out and returned, to be encoded.
-
-    Args:
-        batches: of the resolution's buckets.
-    """
-    table, first = resolution.table, resolution.first
-    rows, after = _merged(table, first, batches, frame)
-    if not len(rows):
-        return frame, []
-    records_at = records.latents.find(latent_keys(records.latent.id, frame.digest[rows], table, after))
-    bucket, latent = (joined.scratch.array(len(frame), np.int64) for _ in range(2))
-    bucket[:], latent[:] = frame.bucket, frame.latent
-    bucket[rows], latent[rows] = after + first, np.maximum(records_at, 0)
-    missing = rows[records_at < 0]
-    items = frame.item.take(pa.array(missing)).to_pylist()
-    moves = [
-        (joined.sources[frame.source[row]], item, *table[bucket[row] - first])
-        for row, item in zip(missing.tolist(), items, strict=True)
-    ]
-    joined.leave(
-        "its bucket is smaller than one batch, and its latent is not yet encoded for the neighbouring one",
-        len(missing),
-        "sana-pipe encode --data DIR --reassign FILE (FILE: see below), then sana-pipe bucket again",
-    )
-    keep = joined.scratch.array(len(frame), bool)
-    keep[:] = True
-    keep[missing] = False
-    return replace(frame, bucket=bucket, latent=latent).take(keep, joined.scratch), moves
-
-
-def _merged(table: Sequence[Shape], first: int, batches: Sequence[int], frame: Frame) -> tuple[np.ndarray, np.ndarray]:
-    """The samples that move when buckets smaller than one batch are closed, and their buckets in `table`.
-
-    The smallest is closed first, and its samples may fill its neighbour; the last open bucket stays. Only samples of
-    closed buckets are in memory.
-
-    Returns:
-        (n,) int64 rows, ascending, and (n,) int64 buckets.
-    """
-
-    def rows_in(bucket: int) -> np.ndarray:
-        return np.concatenate([part.start + np.flatnonzero(frame.bucket[part] == bucket + first) for part in parts])
-
-    parts = list(pieces(len(frame)))
-    sizes = np.zeros(len(table), np.int64)
-    for part in parts:
-        inside = frame.bucket[part] - first
-        sizes += np.bincount(inside[(inside >= 0) & (inside < len(table))], minlength=len(table))
-    still_open = [b for b in range(len(table)) if sizes[b]]
-    rows, bucket = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    while len(still_open) > 1:
-        small = [b for b in still_open if sizes[b] < batches[b]]
-        if not small:
-            break
-        closed = min(small, key=lambda b: (sizes[b], b))
-        still_open.remove(closed)
-        stay = bucket != closed
-        leaving = np.concatenate([rows_in(closed), rows[~stay]])
-        shapes = [table[b] for b in still_open]
-        nearest = np.array(still_open)[buckets.nearest_all(shapes, frame.height[leaving], frame.width[leaving])]
-        rows, bucket = np.concatenate([rows[stay], leaving]), np.concatenate([bucket[stay], nearest])
-        sizes[closed] = 0
-        sizes += np.bincount(nearest, minlength=len(table))
-    order = np.argsort(rows)
-    return rows[order], bucket[order]

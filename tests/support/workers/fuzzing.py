@@ -34,7 +34,7 @@ from pipeline.cache import codec, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache
 from pipeline.config import DataConfig
-from pipeline.encoding import plan, scan
+from pipeline.encoding import scan
 from pipeline.errors import UserError
 from pipeline.images import decoding, vips_decoder
 from pipeline.models.sana_config import read_config
@@ -320,10 +320,6 @@ TARGETS: dict[str, tuple[Callable[[], list[bytes]], Callable[[bytes], None]]] = 
         lambda data: config.load("tiny", [data.decode("utf-8", "replace")]),
     ),
     "model": (lambda: [MODEL], file_of("config.json", lambda path: read_config(path.parent))),
-    "list of pictures": (
-        lambda: [b"item,height,width\na.png,512,1024\nb.png,64,64\n"],
-        file_of("t.csv", lambda path: plan.read_targets(str(path), 32, 0)),
-    ),
     "claim": (lambda: [b'{"host": "a", "process": 12, "time": 1.5}'], claims.parse_claim),
     "filter": (
         lambda: [b"a > 1 AND NOT b = 'x'", b"least(a, width) IN (1, 2) OR b IS NULL", b"regexp_matches(b, '^x+')"],
