@@ -27,7 +27,7 @@ from pipeline.errors import CacheError, NoSpaceError
 from pipeline.snapshots import selection
 from pipeline.snapshots.join import Frame, Joined
 from tests.support.lowered import lower_limits
-from tests.support.synthetic import LATENT, TABLE
+from tests.support.synthetic import TABLE
 
 
 @pytest.fixture
