@@ -194,11 +194,9 @@ def trainable_of(config: Config, task: TrainingTask) -> Trainable:
 
 def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:
     """The model's shape: that of the weights, or `model.arch`."""
-    if config.model.weights is not None:
-        return architecture_of_weights(config)
-    if config.model.arch is None:
-        raise ConfigError("neither model.weights nor model.arch is given")
-    return spec_from_arch(config.model.arch, task.sample_size)
+    if config.model.arch is not None:
+        return spec_from_arch(config.model.arch, task.sample_size)
+    return architecture_of_weights(config)
 
 
 def architecture_of_weights(config: Config) -> ModelSpec:
