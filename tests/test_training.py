@@ -843,7 +843,7 @@ def test_a_signal_saves_and_ends_the_run(
 
 
 def test_a_signal_before_the_loop_promises_no_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
-    with stop_request.catch_signals(True) as request:
+    with stop_request.catch_signals_of(Launch()) as request:
         os.kill(os.getpid(), signal.SIGTERM)
     assert request.name == "SIGTERM"
     printed = capfd.readouterr().err
@@ -855,7 +855,7 @@ def _interrupted_twice(between_s: float) -> int:
     child = os.fork()
     if child == 0:
         try:
-            with stop_request.catch_signals(False) as request:
+            with stop_request.catch_signals_of(Launch(rank=1)) as request:
                 request.looping = True
                 for _ in range(2):
                     os.kill(os.getpid(), signal.SIGINT)
@@ -875,11 +875,13 @@ def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_interrupt_before_the_first_step_has_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), stop_request.catch_signals(False):
+    with pytest.raises(KeyboardInterrupt), stop_request.catch_signals_of(Launch(rank=1)):
         os.kill(os.getpid(), signal.SIGINT)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with stop_request.catch_signals(False) as request:  # a job in the background: Ctrl-C is not meant for it
+        with stop_request.catch_signals_of(
+            Launch(rank=1)
+        ) as request:  # a job in the background: Ctrl-C is not meant for it
             os.kill(os.getpid(), signal.SIGINT)
         assert request.name is None
     finally:

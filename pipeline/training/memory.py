@@ -33,8 +33,12 @@ class MemoryMonitor:
     def peaks(self) -> tuple[float, float, float, float]:
         """Peak bytes since the last call: of main memory (since the process began), allocated and reserved on the GPU,
         and the share of the GPU that is reserved; the last three are 0 on the CPU."""
-        allocated, reserved, share = gpu_peaks(self.device) if self.device.type == "cuda" else (0.0, 0.0, 0.0)
-        return peak_rss(), allocated, reserved, share
+        if self.device.type != "cuda":
+            return peak_rss(), 0, 0, 0
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak_rss(), allocated, reserved, reserved / torch.cuda.get_device_properties(self.device).total_memory
 
     def row(
         self, rss: list[float], allocated: list[float], reserved: list[float], share: list[float]
@@ -55,14 +59,6 @@ class MemoryMonitor:
             **_largest("reserved", reserved if on_gpu else None),
             **_largest("rss", rss),
         }
-
-
-def gpu_peaks(device: torch.device) -> tuple[float, float, float]:
-    """Peak bytes allocated and reserved since the last call, and the reserved share of the GPU."""
-    reserved = torch.cuda.max_memory_reserved(device)
-    allocated = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return allocated, reserved, reserved / torch.cuda.get_device_properties(device).total_memory
 
 
 def peak_rss() -> int:

@@ -1,7 +1,7 @@
 """End a training cleanly on SIGTERM, SIGUSR1, Ctrl-C, or when its launcher was killed.
 
-What: `catch_signals` yields a `StopRequest`, which the loop asks between steps and the loader while it waits for data.
-A second Ctrl-C ends the process at once.
+The loop asks a `StopRequest` between steps, and the loader while it waits for data. A second Ctrl-C ends the process at
+once.
 Why not `pipeline.work.stop`, as encoding does: a process may leave the loop only together with all others, so nothing
 is raised here; the request becomes part of the step's verdict.
 """
@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -46,26 +46,17 @@ class StopRequest:
             raise Interrupted(self.name)
 
 
-def catch_signals_of(launch: Launch) -> AbstractContextManager[StopRequest]:
-    """`catch_signals` in a process of a launch."""
-    return catch_signals(launch.is_main, os.getppid() if launch.kind in ("torchrun", "accelerate") else None)
-
-
 @contextmanager
-def catch_signals(verbose: bool, launcher: int | None = None) -> Iterator[StopRequest]:
-    """Inside, SIGTERM, SIGUSR1 and SIGINT request a clean end. SIGINT ends the process at once before the first step,
-    and when it is the second signal. Signals are caught in the main thread only; an ignored SIGINT stays ignored.
-
-    Args:
-        verbose: announce on stderr what a signal does.
-        launcher: see `StopRequest`.
-    """
-    request = StopRequest(launcher=launcher)
+def catch_signals_of(launch: Launch) -> Iterator[StopRequest]:
+    """Inside, SIGTERM, SIGUSR1 and SIGINT request a clean end, which the first process announces on stderr. SIGINT ends
+    the process at once before the first step, and when it is the second signal. Signals are caught in the main thread
+    only; an ignored SIGINT stays ignored."""
+    request = StopRequest(launcher=os.getppid() if launch.kind in ("torchrun", "accelerate") else None)
 
     def announce(line: str) -> None:
-        if verbose:
-            begin = "\n" if os.isatty(2) else ""  # there a progress line may be open
-            os.write(2, f"{begin}sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
+        if launch.is_main:
+            start = "\n" if os.isatty(2) else ""  # there a progress line may be open
+            os.write(2, f"{start}sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and not request.looping:
