@@ -92,25 +92,13 @@ def decoder_shape(folder: Path) -> tuple[int, int]:
 
 
 def _decoder_settings(folder: Path) -> dict[str, Any]:
-    return read_settings(
-        folder,
-        "_class_name",
-        ("AutoencoderDC", "AutoencoderTiny"),
-        "decoder",
-        expected="AutoencoderDC or AutoencoderTiny (in diffusers' format)",
-        fix="vae.decoder: null, or vae.decoder.id and vae.decoder.subfolder of such a model",
-    )
+    fix = "vae.decoder: null, or vae.decoder.id and vae.decoder.subfolder of such a model"
+    return read_settings(folder, "_class_name", ("AutoencoderDC", "AutoencoderTiny"), "decoder", fix)
 
 
 def _vae_settings(folder: Path) -> dict[str, Any]:
-    return read_settings(
-        folder,
-        "_class_name",
-        ("AutoencoderDC",),
-        "VAE",
-        expected="AutoencoderDC (DC-AE in diffusers' format)",
-        fix="point vae.id and vae.subfolder at the VAE of a Sana repository",
-    )
+    fix = "point vae.id and vae.subfolder at the VAE of a Sana repository"
+    return read_settings(folder, "_class_name", ("AutoencoderDC",), "VAE", fix)
 
 
 def _vae_architecture(settings: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -228,27 +228,16 @@ def _explanation(error: Exception, weights: Weights) -> UserError | None:
     from huggingface_hub import errors
 
     place = weights.id + (f" at revision {weights.revision}" if weights.revision else "")
-    copy = (
-        f"or copy the model to this machine and set `id` to its folder; looked for {weights.id}/{_inside(weights, '')}"
-    )
+    copy = f"or copy the model here and set `id` to its folder; looked for {weights.id}/{_inside(weights, '')}"
+    gated = f"accept it on https://huggingface.co/{weights.id}, then `hf auth login` (or set HF_TOKEN)"
+    private = "correct `id`, or `hf auth login` if the repository is private"
     unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError
+    offline = f"check the network (and HF_HUB_OFFLINE), {copy}"
     known: tuple[tuple[Any, str, str], ...] = (
-        (
-            errors.GatedRepoError,
-            "is gated: its licence has to be accepted first",
-            f"accept it on https://huggingface.co/{weights.id}, then `hf auth login` (or set HF_TOKEN)",
-        ),
+        (errors.GatedRepoError, "is gated: its licence has to be accepted first", gated),
         (errors.RevisionNotFoundError, "has no such revision", "correct `revision`, or leave it out for the newest"),
-        (
-            errors.RepositoryNotFoundError,
-            "does not exist, or this login may not read it; nor is there such a folder",
-            "correct `id`, or `hf auth login` if the repository is private",
-        ),
-        (
-            unreachable,
-            "is not in the local cache, and the hub cannot be reached; nor is there such a folder",
-            f"check the network (and HF_HUB_OFFLINE), {copy}",
-        ),
+        (errors.RepositoryNotFoundError, "does not exist (nor such a folder), or this login may not read it", private),
+        (unreachable, "is not in the local cache (nor such a folder), and the hub cannot be reached", offline),
         (errors.HFValidationError, "has no valid name", "correct `id`"),
         (OSError, "could not be fetched", f"try again: what was fetched is kept; {copy}"),  # other errors of HTTP
     )
@@ -298,14 +287,12 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def read_settings(
-    folder: Path, field: str, known: Collection[str], what: str, *, expected: str, fix: str
-) -> dict[str, Any]:
+def read_settings(folder: Path, field: str, known: Sequence[str], what: str, fix: str) -> dict[str, Any]:
     """The `config.json` of a folder, whose `field` must have one of the `known` values. what: the kind of model."""
     settings = read_json(folder / "config.json")
     if settings.get(field) not in known:
         what = f"{folder} is not a {what} that this pipeline knows"
-        raise ModelError(what, expected=expected, found=settings.get(field), fix=fix)
+        raise ModelError(what, expected=f"{field} {' or '.join(known)}", found=settings.get(field), fix=fix)
     return settings
 
 

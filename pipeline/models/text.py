@@ -86,14 +86,8 @@ def text_width(folder: Path) -> int:
 
 
 def _text_settings(folder: Path) -> dict[str, Any]:
-    return read_settings(
-        folder,
-        "model_type",
-        ("gemma2",),
-        "text encoder",
-        expected="model_type gemma2 (Gemma2Model or Gemma2ForCausalLM)",
-        fix="point text.id and text.subfolder at the Gemma-2 of a Sana repository",
-    )
+    fix = "point text.id and text.subfolder at the Gemma-2 of a Sana repository"
+    return read_settings(folder, "model_type", ("gemma2",), "text encoder", fix)
 
 
 def _text_architecture(folder: Path) -> dict[str, Any]:
