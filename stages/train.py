@@ -250,7 +250,7 @@ def _train(
         return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
 
     given = replace(task(config, inputs, launch, quarantine), expect=predicted, accepted=partial(inputs.keep, cache))
-    return fit(config, given, launch, resume=resume, begin=begin, log=log, stop=stop)
+    return fit(config, given, launch, resume=resume, origin=begin, log=log, stop=stop)
 
 
 def _decided(

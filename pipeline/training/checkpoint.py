@@ -644,12 +644,12 @@ def find(config: Config, checkpoint: str) -> Path:
     return folder
 
 
-def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None) -> tuple[Resumed | None, list[str]]:
+def choose(run: Path, resume: str | Path | None, origin: str | Path | None = None) -> tuple[Resumed | None, list[str]]:
     """The checkpoint that a run resumes or begins from (None: start weights), and lines to print. A run that is resumed
     before its first checkpoint begins again where it began. Writes nothing.
 
     Args:
-        resume: `--resume`; None starts anew. begin: `--from`.
+        resume: `--resume`; None starts anew. origin: `--from`.
 
     Raises:
         ConfigError: a new run in a directory that holds checkpoints, or an older checkpoint than its newest.
@@ -658,9 +658,9 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
     root = run / "checkpoints"
     last = newest(root)
     notes = [f"note: {path} is left over from an interrupted save and is ignored" for path in leftovers(root)]
-    if begin is not None and resume is not None and str(resume) != "auto":
+    if origin is not None and resume is not None and str(resume) != "auto":
         raise ConfigError(
-            f"--from {begin} and --resume {resume} name two checkpoints",
+            f"--from {origin} and --resume {resume} name two checkpoints",
             fix="--from begins a new run, --resume continues one; --from with --resume auto begins it once, then "
             "continues it",
         )
@@ -676,12 +676,12 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
                 f"--resume {folder}: the run directory {run} holds another, newer checkpoint, {last.name}",
                 fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
             )
-        if begin is not None:
-            notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {folder.name}")
+        if origin is not None:
+            notes.append(f"--from {origin} is not used: the run has begun, its newest checkpoint is {folder.name}")
         return Resumed(folder, read_document(folder)), notes
-    if begin is None and resume is not None:
-        begin = _recorded(run)
-    folder = None if begin is None else resolve(root, begin, "--from")
+    if origin is None and resume is not None:
+        origin = _recorded(run)
+    folder = None if origin is None else resolve(root, origin, "--from")
     if folder is not None:
         return Resumed(folder, read_document(folder), begins=True), notes
     if resume is not None:

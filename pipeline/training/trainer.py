@@ -54,7 +54,7 @@ def fit(
     launch: Launch,
     *,
     resume: str | Path | None = None,
-    begin: str | Path | None = None,
+    origin: str | Path | None = None,
     log: Log = print,
     stop: StopRequest | None = None,
 ) -> Report:
@@ -63,7 +63,7 @@ def fit(
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
             checkpoint there or starts anew, a path continues from that checkpoint.
-        begin: a checkpoint whose weights, moments and averages a new run begins with; `config.train.phase` should be
+        origin: a checkpoint whose weights, moments and averages a new run begins with; `config.train.phase` should be
             another than its phase. With `resume="auto"` it counts until the run has a checkpoint.
         log: prints one line; called on the first process only.
         stop: of a caller that catches the signals; None: they are caught here.
@@ -86,7 +86,7 @@ def fit(
         run_lock(context.folder, log) as lock,
     ):
         stop.looping = False
-        resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, begin))
+        resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, origin))
         for line in notes:
             log(line)
         trainable = run_on_all(lambda: trainable_of(config, task))

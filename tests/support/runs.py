@@ -26,7 +26,7 @@ def fit_tiny(
     **options: Any,
 ) -> Report:
     task = tiny_run.task(settings, **options)
-    return fit(settings, task, Launch(), resume=resume, begin=begin, log=log or (lambda line: None))
+    return fit(settings, task, Launch(), resume=resume, origin=begin, log=log or (lambda line: None))
 
 
 def same_checkpoints(one: Path, other: Path) -> bool:
