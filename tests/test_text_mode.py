@@ -141,7 +141,7 @@ def spoil_a_key(one: TextEncoder) -> None:
     """A twentieth more of one position's keys in one layer of the recording."""
     assert one.prefix is not None
     with torch.inference_mode():
-        one.prefix.cache.layers[1][0][:, :, -3] *= 1.05
+        one.prefix.cache.layers[1].keys[:, :, -3] *= 1.05
 
 
 def test_a_small_mistake_ends_the_run(tiny_repo: Path) -> None:

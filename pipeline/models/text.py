@@ -146,25 +146,6 @@ def _ordered(value: Any) -> Any:
 # ---------------------------------------------------------------- the shared instruction
 
 
-class _KeysAndValues:
-    """Replaces transformers' cache: records the keys and values of the first tokens, layer by layer. Every position is
-    in every layer: masks decide what a sliding window sees."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.recording = True
-
-    def get_seq_length(self, *args: Any, **options: Any) -> int:
-        return 0 if self.recording else self.layers[0][0].shape[-2]
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.recording:
-            self.layers.append((keys, values))
-        return keys, values
-
-
 _ATTENTION = "sana_pipe_after_prefix"
 
 
@@ -177,7 +158,7 @@ def _attention_after_prefix(
     *,
     scaling: float,
     softcap: float | None = None,
-    after_prefix: _KeysAndValues,
+    after_prefix: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' eager attention of Gemma-2, operation by operation, over a prefix and new tokens, without copies of
@@ -186,9 +167,9 @@ def _attention_after_prefix(
     Args:
         query: (batch, heads, n, d). key, value: (batch, key heads, n, d), of the new tokens alone.
         attention_mask: additive, (1, 1, n, prefix + n).
-        after_prefix: the recording; its layers hold (1, key heads, prefix, d).
+        after_prefix: transformers' cache of the prefix; its layers hold (1, key heads, prefix, d).
     """
-    first_keys, first_values = after_prefix.layers[module.layer_idx]  # type: ignore[index]
+    first = after_prefix.layers[module.layer_idx]
     batch, heads, n, d = query.shape
     kinds = key.shape[1]
     group = heads // kinds
@@ -197,7 +178,7 @@ def _attention_after_prefix(
     keys = key.transpose(0, 1).reshape(kinds * batch, n, d)
     scores = torch.cat(
         [
-            (queries @ first_keys[0].transpose(1, 2)).view(kinds * batch, group * n, -1),
+            (queries @ first.keys[0].transpose(1, 2)).view(kinds * batch, group * n, -1),
             queries.view(kinds * batch, group * n, d) @ keys.transpose(1, 2),
         ],
         dim=-1,
@@ -207,7 +188,7 @@ def _attention_after_prefix(
         scores.div_(softcap).tanh_().mul_(softcap)
     scores.view(kinds * batch * group, n, -1).add_(attention_mask[0])
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    first_values = first_values.transpose(0, 1).expand(-1, batch, -1, -1)
+    first_values = first.values.transpose(0, 1).expand(-1, batch, -1, -1)
     values = torch.cat([first_values, value.transpose(0, 1)], dim=2)
     out = weights @ values.view(kinds * batch, -1, d)
     return out.view(kinds, batch, group, n, d).permute(1, 3, 0, 2, 4).reshape(batch, n, heads, d), None
@@ -218,13 +199,12 @@ class Prefix:
     them. cache: their keys and values."""
 
     def __init__(self, model: torch.nn.Module, ids: Sequence[int]):
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, DynamicCache
 
         AttentionInterface.register(_ATTENTION, _attention_after_prefix)
         self.model, self.ids = model, list(ids)
-        self.cache = _KeysAndValues()
+        self.cache = DynamicCache()  # every position in every layer: masks decide what a sliding window sees
         self.bos = self._forward([self.ids], 0)[0, :1].clone()
-        self.cache.recording = False
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Hidden states (rows, longest row, width) of tokens after the prefix; undefined beyond a row's end."""
@@ -237,20 +217,12 @@ class Prefix:
         ids = torch.tensor([[*row, *([0] * (length - len(row)))] for row in rows], device=device)
         positions = torch.arange(start, start + length, device=device)
         config: Any = self.model.config
-        usual = config._attn_implementation
-        options = {}
+        usual, options = config._attn_implementation, {"past_key_values": self.cache, "use_cache": True}
         if start:
             config._attn_implementation = _ATTENTION
-            options["after_prefix"] = self.cache
+            options = {"after_prefix": self.cache, "use_cache": False}
         try:
-            out = self.model(
-                ids,
-                attention_mask=self.masks(positions),
-                position_ids=positions[None],
-                past_key_values=self.cache,
-                use_cache=True,
-                **options,
-            )
+            out = self.model(ids, attention_mask=self.masks(positions), position_ids=positions[None], **options)
         finally:
             config._attn_implementation = usual
         return out.last_hidden_state

@@ -30,7 +30,6 @@ _PRODUCTS = {  # operation: which argument holds the second factor, (contracted,
     torch.ops.aten.addmm.default: (2, 0, 1),
     torch.ops.aten.bmm.default: (1, 1, 2),
     torch.ops.aten.linear.default: (1, 1, 0),
-    torch.ops.aten._scaled_mm.default: (1, 0, 1),
     torch.ops.sana_pipe.joined_linear.default: (1, 1, 0),  # each of its three
 }
 

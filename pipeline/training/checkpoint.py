@@ -560,7 +560,7 @@ class ModelTensors(Mapping[str, Tensor]):
         with _there(self.folder):
             self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._entries = {
+        self._entries: dict[str, Any] = {  # of tensors alone: the reader refuses others
             name.removeprefix(self._section): entry
             for name, entry in self._metadata.state_dict_metadata.items()
             if name.startswith(self._section) and not name.startswith(f"{self._section}{EXTRA}.")
