@@ -19,8 +19,7 @@ from torch import Tensor
 from benchmarks.adapters import patched
 from pipeline.models.adapters import Merged, files
 from pipeline.models.adapters.lora import DoRA, LoRA
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import deinterleave, interleave
+from pipeline.models.sana_config import SanaConfig, deinterleave, interleave
 
 peft = pytest.importorskip("peft")
 ROOT = Path(__file__).resolve().parents[1]

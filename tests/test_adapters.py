@@ -19,7 +19,8 @@ from pipeline.layer_classes import LayerMixin, add_mixin, without_adapter
 from pipeline.models.adapters import adapter_of, low_rank
 from pipeline.models.adapters.lora import LoRA
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_files import deinterleave, interleave, save_weights
+from pipeline.models.sana_config import deinterleave, interleave
+from pipeline.models.sana_files import save_weights
 from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 

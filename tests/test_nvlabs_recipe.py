@@ -14,8 +14,8 @@ from pipeline.config import ModelConfig, StartWeights
 from pipeline.kernels.linear_attention import linear_attention
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import deinterleave, save_weights
+from pipeline.models.sana_config import SanaConfig, deinterleave
+from pipeline.models.sana_files import save_weights
 from pipeline.training import checkpoint, metrics
 from pipeline.training.trainer import fit
 from tests.support import nvlabs_reference as nvlabs

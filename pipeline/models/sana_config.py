@@ -22,6 +22,8 @@ from pipeline.models import hub
 from pipeline.models.spec import SANA, DrawnValues, ModelSpec, Values
 
 CLASS_NAME = SANA
+GLU_PARAMETERS = ("conv_inverted.weight", "conv_inverted.bias", "conv_depth.weight", "conv_depth.bias")
+"""Those whose rows have another order in diffusers' files."""
 _SINUSOID = 256
 """Width of the timestep's embedding before its layers."""
 
@@ -188,13 +190,9 @@ class SanaConfig(ModelSpec):
         return DrawnValues(self.shapes(), partial(initial_value, config=self), seed, largest=1 << 16)
 
     def rows_from_file(self, name: str, tensor: Tensor) -> Tensor:
-        from pipeline.models.sana_files import interleave
-
         return interleave(name, tensor)
 
     def rows_to_file(self, name: str, tensor: Tensor) -> Tensor:
-        from pipeline.models.sana_files import deinterleave
-
         return deinterleave(name, tensor)
 
     def joined_parts(self) -> dict[str, list[str]]:
@@ -241,6 +239,23 @@ def numerics(train: TrainConfig) -> Numerics:
     """Those of `train.residual` (decided when a run starts) and `train.recipe`."""
     epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
     return Numerics(fp32_residual=train.residual == "fp32", **epsilons)
+
+
+def interleave(name: str, tensor: Tensor) -> Tensor:
+    """diffusers' order -> ours, for the parameters of GLUMBConv's first two convolutions; others pass unchanged.
+
+    [values 0..H-1, gates 0..H-1] becomes [value 0, gate 0, value 1, gate 1, ..] along dimension 0 (a copy).
+    """
+    if not name.endswith(GLU_PARAMETERS):
+        return tensor
+    return tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+
+
+def deinterleave(name: str, tensor: Tensor) -> Tensor:
+    """Our order -> diffusers'; the inverse of `interleave`."""
+    if not name.endswith(GLU_PARAMETERS):
+        return tensor
+    return tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def read_config(folder: Path) -> SanaConfig:

@@ -1,8 +1,7 @@
 """Sana's weights in and out of a diffusers folder, and of files with NVlabs' names.
 
-What: `WeightFiles` reads any slice of a parameter, so that a process reads only its shards; `save_weights` writes them
-one at a time. `interleave` and `deinterleave` convert between diffusers' channel order, which exists only in files,
-and ours.
+`WeightFiles` reads any slice of a parameter, so that a process reads only its shards; `save_weights` writes them one at
+a time.
 Why not safetensors' writer: it needs all tensors of a file at once (5 GB by default). The tests read what is written
 here with safetensors and diffusers.
 """
@@ -22,33 +21,13 @@ from torch import Tensor
 
 from pipeline.errors import UserError, writing
 from pipeline.models import hub, nvlabs
-from pipeline.models.sana_config import SanaConfig, read_config
+from pipeline.models.sana_config import GLU_PARAMETERS, SanaConfig, deinterleave, interleave, read_config
 from pipeline.models.spec import raw_bytes
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 MAX_SHARD_BYTES = 5_000_000_000  # diffusers' default, "5GB"
 
-_GLU_PARAMETERS = ("conv_inverted.weight", "conv_inverted.bias", "conv_depth.weight", "conv_depth.bias")
-
-
 _STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-def interleave(name: str, tensor: Tensor) -> Tensor:
-    """diffusers' order -> ours, for the parameters of GLUMBConv's first two convolutions; others pass unchanged.
-
-    [values 0..H-1, gates 0..H-1] becomes [value 0, gate 0, value 1, gate 1, ..] along dimension 0 (a copy).
-    """
-    if not name.endswith(_GLU_PARAMETERS):
-        return tensor
-    return tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-
-
-def deinterleave(name: str, tensor: Tensor) -> Tensor:
-    """Our order -> diffusers'; the inverse of `interleave`."""
-    if not name.endswith(_GLU_PARAMETERS):
-        return tensor
-    return tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def _mapped(paths: Sequence[Path]) -> dict[str, Tensor]:
@@ -132,7 +111,7 @@ class WeightFiles:
     def _box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         stored, rest = self._tensors[name], [slice(a, a + n) for a, n in zip(offsets, lengths, strict=True)][1:]
         begin, end = offsets[0], offsets[0] + lengths[0]
-        if not name.endswith(_GLU_PARAMETERS):
+        if not name.endswith(GLU_PARAMETERS):
             return stored[(slice(begin, end), *rest)]
         half, first, last = self.shapes[name][0] // 2, begin // 2, (end + 1) // 2  # the pairs of value and gate
         values, gates = stored[(slice(first, last), *rest)], stored[(slice(half + first, half + last), *rest)]
