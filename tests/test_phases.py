@@ -73,9 +73,9 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_weights_moments_and_average
     too. The decay of the averages goes on: it depends on all steps."""
     printed: list[str] = []
     second = tiny_run.config(tmp_path / "second", steps=2, phase=1, **EMA)
-    train(second, begin=step(first, 2), after=2, printed=printed)
+    train(second, origin=step(first, 2), after=2, printed=printed)
     third = tiny_run.config(tmp_path / "third", steps=2, phase=2, **EMA)
-    train(third, begin=tmp_path / "second", after=4)
+    train(third, origin=tmp_path / "second", after=4)
     assert tensors(step(tmp_path / "second", 2)) == tensors(step(first, 4))
     assert tensors(step(tmp_path / "third", 2)) == tensors(step(first, 6))
     (line,) = [line for line in printed if line.startswith("begins from")]
@@ -88,7 +88,7 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_weights_moments_and_average
 
 def test_warm_up_and_schedule_begin_anew(first: Path, tmp_path: Path) -> None:
     rule = {"lr": 1e-3, "warmup_steps": 2, "schedule": "linear"}
-    train(tiny_run.config(tmp_path / "run", steps=4, phase=1, optim=rule), begin=first)
+    train(tiny_run.config(tmp_path / "run", steps=4, phase=1, optim=rule), origin=first)
     rates = [row["lr"] for row in metrics.read(tmp_path / "run/metrics.jsonl")]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
 
@@ -106,16 +106,16 @@ def test_interrupted_after_a_beginning_and_resumed_is_uninterrupted(first: Path,
 
         return touch
 
-    train(settings("whole"), begin=step(first, 4))
+    train(settings("whole"), origin=step(first, 4))
     with pytest.raises(KeyboardInterrupt):
-        train(settings("parts"), begin=os.path.relpath(step(first, 4)), touch=dies_at(1))
+        train(settings("parts"), origin=os.path.relpath(step(first, 4)), touch=dies_at(1))
     assert json.loads((tmp_path / "parts/from.json").read_text())["checkpoint"] == str(step(first, 4))
     printed: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         train(settings("parts"), resume="auto", touch=dies_at(3), printed=printed)
     assert any(line.startswith(f"begins from {step(first, 4)}") for line in printed)
     printed = []
-    train(settings("parts"), resume="auto", begin=step(first, 6), printed=printed)
+    train(settings("parts"), resume="auto", origin=step(first, 6), printed=printed)
     assert any("--from" in line and "not used" in line and "step-00000002" in line for line in printed)
     assert tensors(step(tmp_path / "parts", 4)) == tensors(step(tmp_path / "whole", 4))
     whole, parts = (metrics.read(tmp_path / run / "metrics.jsonl") for run in ("whole", "parts"))
@@ -139,7 +139,7 @@ def test_another_optimizer_begins_with_fresh_moments(first: Path, tmp_path: Path
     printed: list[str] = []
     came = {"optim": {"name": "came", "eps": None, "betas": None}}
     run = tiny_run.config(tmp_path / "run", steps=2, phase=1, **came)
-    train(run, begin=step(first, 2), after=2, printed=printed)
+    train(run, origin=step(first, 2), after=2, printed=printed)
     (line,) = [line for line in printed if line.startswith("begins from")]
     assert "weights are kept" in line and "moments are fresh" in line and "adamw" in line and "came" in line
     expected = metrics.read(first / "metrics.jsonl")[2]["loss"]
@@ -151,7 +151,7 @@ def test_a_run_that_begins_counts_its_own_overflows(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(loss_scale, "INITIAL", 2.0**24)
     first, second = (tiny_run.config(tmp_path / name, steps=1, precision="fp16") for name in ("first", "second"))
     train(first)
-    train(second, begin=tmp_path / "first")
+    train(second, origin=tmp_path / "first")
     rows = [metrics.read(tmp_path / name / "metrics.jsonl")[-1] for name in ("first", "second")]
     assert [(row["skipped_steps"], row["loss_scale"]) for row in rows] == [(1, 2.0**23), (1, 2.0**22)]
 
@@ -160,7 +160,7 @@ def test_averages_that_the_checkpoint_lacks_begin_with_its_weights(first: Path, 
     train(tiny_run.config(tmp_path / "plain", steps=1, save_every=1))
     printed: list[str] = []
     settings = tiny_run.config(tmp_path / "run", steps=1, phase=1, ema={"decay": 0.9, "every": 9})
-    train(settings, begin=tmp_path / "plain", printed=printed)
+    train(settings, origin=tmp_path / "plain", printed=printed)
     assert any("averages begin with its weights" in line for line in printed)
     average = checkpoint.load_model_state(step(tmp_path / "run", 1), ema=True)[1]
     weights = checkpoint.load_model_state(step(tmp_path / "plain", 1))[1]
@@ -169,12 +169,12 @@ def test_averages_that_the_checkpoint_lacks_begin_with_its_weights(first: Path, 
 
 def test_only_the_position_embedding_may_differ(first: Path, tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match=r"num_layers: .* 3, .* 4") as caught:
-        train(tiny_run.config(tmp_path / "a", layers=4), begin=first)
+        train(tiny_run.config(tmp_path / "a", layers=4), origin=first)
     assert str(caught.value).count("the checkpoint has") == 1
     with pytest.raises(checkpoint.CheckpointError, match="qk_norm"):
-        train(tiny_run.config(tmp_path / "b", arch={"qk_norm": "rms_norm_across_heads"}), begin=first)
+        train(tiny_run.config(tmp_path / "b", arch={"qk_norm": "rms_norm_across_heads"}), origin=first)
     larger = {"interpolation_scale": 1.0, "sample_size": 16}
-    train(tiny_run.config(tmp_path / "c", arch=larger, steps=1, phase=1), begin=step(first, 2), after=2)
+    train(tiny_run.config(tmp_path / "c", arch=larger, steps=1, phase=1), origin=step(first, 2), after=2)
     (row,) = metrics.read(tmp_path / "c/metrics.jsonl")
     assert row["loss"] != metrics.read(first / "metrics.jsonl")[2]["loss"], "the embedding is on"
     assert checkpoint.read_document(step(tmp_path / "c", 1)).architecture.interpolation_scale == 1.0
@@ -183,16 +183,16 @@ def test_only_the_position_embedding_may_differ(first: Path, tmp_path: Path) -> 
 def test_origins_that_cannot_be_are_refused(first: Path, tmp_path: Path) -> None:
     run = tiny_run.config(tmp_path / "run", steps=1)
     with pytest.raises(ConfigError, match=naming(f"--from {first}", f"--resume {step(first, 2)}")):
-        train(run, begin=first, resume=step(first, 2))
+        train(run, origin=first, resume=step(first, 2))
     with pytest.raises(ConfigError, match=naming("auto")):
-        train(run, begin="auto")
+        train(run, origin="auto")
     assert not (tmp_path / "run").exists()
     train(run)
     with pytest.raises(ConfigError, match=naming(tmp_path / "run", "--resume auto", "train.output")):
-        train(run, begin=first)
+        train(run, origin=first)
     (tmp_path / "other/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=naming(tmp_path / "other")):
-        train(tiny_run.config(tmp_path / "new", steps=1), begin=tmp_path / "other")
+        train(tiny_run.config(tmp_path / "new", steps=1), origin=tmp_path / "other")
 
 
 def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
