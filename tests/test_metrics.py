@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -87,7 +88,8 @@ def test_encode_and_train_write_the_same_metrics(done: Config) -> None:
 def test_textfiles_have_the_values_of_the_last_rows(done: Config) -> None:
     assert done.metrics.textfile is not None
     found = textfiles(Path(done.metrics.textfile))
-    assert list(found) == ["sana_pipe_encode_photos_0.prom", "sana_pipe_train_run_0.prom"]
+    run = "/".join(Path(done.train.output).parts[-2:])
+    assert list(found) == ["sana_pipe_encode_photos_0.prom", f"sana_pipe_train_{run.replace('/', '-')}_0.prom"]
     encode, train = found.values()
     names = {family.name for key, family in textfile.FAMILIES.items() if not family.live}
     shared = {name for name, _ in encode} & {name for name, _ in train}
@@ -100,7 +102,7 @@ def test_textfiles_have_the_values_of_the_last_rows(done: Config) -> None:
         labels = {"stage": stage, "noun": noun, "node": os.uname().nodename, "task": "0"}
         for key in ("samples", "bytes", "data_wait_s"):
             assert total(values, f"sana_pipe_{textfile.FAMILIES[key].name}", **labels) == row[key], key
-    assert total(train, "sana_pipe_left", noun="steps") == 0 and total(train, "sana_pipe_step", run="run") == 3
+    assert total(train, "sana_pipe_left", noun="steps") == 0 and total(train, "sana_pipe_step", run=run) == 3
     for values in found.values():
         assert total(values, "sana_pipe_running") == 0
         assert not any("_per_second" in name for name, _ in values), "a process that has ended has no rate"
@@ -166,6 +168,7 @@ def often() -> None:
     UnitEncoder.make = slow  # type: ignore[method-assign]
 
 
+@pytest.mark.dist
 def test_two_tasks_write_two_files_and_a_killed_one_leaves_its_file_whole(
     photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -256,6 +259,15 @@ def test_it_is_renewed_while_no_row_comes(tmp_path: Path, monkeypatch: pytest.Mo
         until(lambda: path.exists() and total(prometheus.read(path), "sana_pipe_store_retries_total") == expected, 10)
         assert total(prometheus.read(path), "sana_pipe_running") == 1
     assert total(prometheus.read(path), "sana_pipe_running") == 0
+
+
+def test_the_page_names_every_metric() -> None:
+    page = (Path(__file__).parent.parent / "docs/metrics.md").read_text(encoding="utf-8")
+    table = page.partition("## Names")[2].partition("## Prometheus")[0]
+    cells = ["".join(line.split("|")[1:3]) for line in table.splitlines() if "|" in line]
+    names = set(re.findall(r"`([a-z_]+)`", "".join(cells)))
+    assert {family.name for family in (*textfile.FAMILIES.values(), textfile.RUNNING)} <= names
+    assert textfile.FAMILIES.keys() - {"per_s"} <= names
 
 
 def test_the_reader_of_the_tests_is_strict() -> None:

@@ -146,10 +146,12 @@ class _Counts:
         """What the claims of units say of the processes that hold them, by node and task."""
         newest: dict[str, dict[str, Any]] = {}
         for entry in self.cache.files.walk("claims"):
-            with suppress(CacheError, ValueError, AttributeError, FileNotFoundError):
+            silent_s = max(0.0, self.now - entry.modified)
+            if silent_s >= STOPPED_S:
+                continue
+            with suppress(CacheError, ValueError, AttributeError):  # removed meanwhile, or not of this program
                 claim = json.loads(self.cache.files.read(entry.name))
-                silent_s = max(0.0, self.now - entry.modified)
-                if (progress := claim.get("progress")) and silent_s < STOPPED_S:
+                if progress := claim.get("progress"):
                     newest[str(claim.get("owner"))] = {**progress, "silent_s": silent_s}
         return sorted(newest.values(), key=lambda task: (str(task.get("node")), str(task.get("task"))))
 

@@ -183,7 +183,7 @@ class Loop:
         )
         launch, device = context.launch, context.device
         self.profiler = Profiler(self.train.profile, context.folder, launch.rank, device, context.log)
-        labels = {"stage": "train", "run": context.folder.name, "task": launch.rank}
+        labels = {"stage": "train", "run": "/".join(context.folder.absolute().parts[-2:]), "task": launch.rank}
         self.textfile = Textfile(context.config.metrics.textfile, labels, retrying.log)
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
