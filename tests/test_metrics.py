@@ -248,6 +248,20 @@ def test_a_textfile_that_cannot_be_written_is_named_once_and_tried_again(tmp_pat
     assert len(said) == 1
 
 
+def test_a_file_that_is_written_in_part_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, real = Textfile(str(tmp_path), {"stage": "encode", "run": "a", "task": 0}, print), Path.write_text
+    file.update(images={"samples": 1})
+
+    def torn(self: Path, text: str, **given: Any) -> int:
+        real(self, text[: len(text) // 2], **given)
+        raise OSError(28, "the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    file.update(images={"samples": 2})
+    [values] = textfiles(tmp_path).values()
+    assert total(values, "sana_pipe_samples_total") == 1
+
+
 def test_it_is_renewed_while_no_row_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that waits for a store shows that it waits."""
     monkeypatch.setattr(textfile, "RENEW_S", 0.01)
@@ -315,6 +329,18 @@ def test_counts_only_grow_when_a_unit_is_made_again(
     samples = [row["samples"] for row in found]
     assert samples == sorted(samples) and 30 in samples
     assert {row["task"] for row in found} == {2} and {row["tasks"] for row in found} == {8}
+
+
+def test_pictures_that_are_planned_later_are_added(make_config: MakeConfig, tmp_path: Path) -> None:
+    meter = Meter()
+    with closing(encoder_rows(make_config(tmp_path), tmp_path / "reports", [])) as metrics_of:
+        for made in (30, 5):
+            later = Progress("images", made, meter)
+            with metrics_of.of(later):
+                meter.bytes += made
+                later.add(made)
+    [found] = written(tmp_path).values()
+    assert [(row["samples"], row["bytes"], row["left"]) for row in found] == [(30, 30, 0), (35, 35, 0)]
 
 
 def test_what_cannot_be_written_ends_no_encoding(
