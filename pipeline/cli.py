@@ -670,15 +670,19 @@ def decode(given: _Given, latents: str, out: str) -> Any:
     return stage.decode(config, local_path(latents), local_path(out))
 
 
-@cli.command(examples=["sana-pipe status", "sana-pipe status --set cache=s3://bucket/cache --json"])
+@cli.command(examples=["sana-pipe status --watch", "sana-pipe status --set cache=s3://bucket/cache --json"])
 @_configured
+@click.option("--watch", is_flag=True, help="Print it again and again, until Ctrl-C.")
+@click.option("--every", type=click.FloatRange(min=0.1), metavar="S", help="With --watch: seconds between (10).")
 @_json
-def status(given: _Given, as_json: bool) -> Any:
-    """Print what the cache holds and what is missing, during or after encoding."""
+def status(given: _Given, watch: bool, every: float | None, as_json: bool) -> Any:
+    """Print what the cache holds, what is missing, and how far running processes are."""
+    if every is not None and not watch:
+        raise click.UsageError("--every is for --watch")
     config = given.load()
     from stages import status as stage
 
-    return stage.run(config, as_json=as_json)
+    return stage.watch(config, every or 10.0, as_json) if watch else stage.run(config, as_json=as_json)
 
 
 _newest = click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")

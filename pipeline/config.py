@@ -341,6 +341,8 @@ class EncodeConfig(_Section):
     """GiB that stay free on the cache's disk beside the next unit; below that, encoding pauses."""
     low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
     """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
+    trackers: list[Tracker] = []
+    """Where metrics go beside the rows in the cache's `reports/`, by accelerate's names: one run for each process."""
     ray: RayConfig = RayConfig()
     """Resources of a Ray task."""
 
@@ -420,6 +422,14 @@ class MirrorConfig(_Section):
     """Folder of the copies; null: `~/.cache/sana-pipe`."""
     gib: Annotated[float, Field(gt=0)] = 64.0
     """Limit in GiB; free disk space limits the copies, too."""
+
+
+class MetricsConfig(_Section):
+    """Metrics of the stages `encode` and `train`; see docs/metrics.md."""
+
+    textfile: LocalPath | None = None
+    """Folder of Prometheus' textfile collector (node exporter's `--collector.textfile.directory`): each process writes
+    `sana_pipe_*.prom` there; null: none."""
 
 
 class ArchConfig(_Section):
@@ -1017,6 +1027,8 @@ class Config(_Section):
     """The stage `bucket`."""
     train: TrainConfig = TrainConfig()
     """The stage `train`."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Metrics of the stages `encode` and `train`."""
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
     _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
@@ -1118,7 +1130,10 @@ _SOURCE = _options(
     "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
     "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
 )
-_ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
+_ENCODE = (
+    *(*_CACHE, "vae", "text", "data", "metrics"),
+    *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"),
+)
 _JOIN = (
     *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
     *_options("data", "resolution buckets background min_side max_upscale max_crop_loss"),
@@ -1153,7 +1168,10 @@ READS: dict[str, tuple[str, ...]] = {
         *("vae", "text", "model", "data.resolution", "data.buckets"),
         *(f"train.{name}" for name in ("precision", "adapter", "only")),
     ),
-    "train": (*_CACHE, "model", "train", "data.resolution", "phases", "sample.steps", "sample.guidance", "sample.seed"),
+    "train": (
+        *(*_CACHE, "model", "train", "metrics", "data.resolution", "phases"),
+        *_options("sample", "steps guidance seed"),
+    ),
     "plan": (
         *(*_CACHE, "model", "train", "phases", "data.resolution", "data.buckets", "text.max_length"),
         *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),
@@ -1165,6 +1183,7 @@ READS: dict[str, tuple[str, ...]] = {
     "sample --prompt": (*_DRAW, "text", "encode", "data.resolution"),
     "decode": ("vae", "encode.device"),
     "inspect": (*_CACHE, "train.output"),
+    "status": (*_CACHE, "train.output"),
     "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),
     "view": (*_CACHE, *_SOURCE, "data.background"),
     "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers", "bucket.caches"),

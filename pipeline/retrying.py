@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from pipeline import counters
 from pipeline.errors import NO_SPACE, AwayError
 
 PATIENCE_S = 300.0
@@ -158,10 +159,12 @@ def retry(
                     silence = f"no answer for {now - first_failure:.0f} s ({reason})"
                     raise NoAnswer(silence, fix, state.last_answer > first_failure) from error
                 state.reason = reason
+                counters.add(retries=1)
                 _pause(min(left, pause * random.uniform(0.5, 1)))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             else:
                 state.record_answer()
+                counters.add(requests=1, request_s=time.monotonic() - began)
                 return answer
 
 
@@ -283,6 +286,7 @@ class _StoreState:
         self._since = self._patience = 0.0
         self._notice_s = NOTICE_S
         self._silent: float | None = None  # since when, once a notice has been printed
+        self._counted = 0.0  # until when the waiting is counted
 
     def limit(self, patience_s: float) -> float:
         return patience_s if self.answered else min(patience_s, FIRST_S)
@@ -314,10 +318,14 @@ class _StoreState:
             log(f"{self.store} answered after {time.monotonic() - silent:.0f} s")
 
     def notice(self) -> None:
-        """Print that the store is silent, once per silence. For a store that is merely slow the interval doubles."""
+        """Count the seconds of a silence of `NOTICE_S` or more, and print it once. For a store that is merely slow the
+        interval between notices doubles."""
         with _lock:
-            silent = max(self._since, self.last_answer)
-            waited = time.monotonic() - silent
+            now, silent = time.monotonic(), max(self._since, self.last_answer)
+            waited = now - silent
+            if waited >= NOTICE_S:
+                counters.add(store_wait_s=now - max(silent, self._counted))
+                self._counted = now
             if self._silent is not None or waited < self._notice_s:
                 return
             self._silent = silent

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ import click
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import launch
+from pipeline import launch, retrying
 from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
@@ -43,6 +43,7 @@ from pipeline.encoding.reading import Reading
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
+from pipeline.metrics import trackers
 from pipeline.sources import reasons
 from pipeline.sources.filenames import is_url
 from pipeline.sources.filesystem import let_read
@@ -51,6 +52,7 @@ from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
 from pipeline.work.engine import Work, Worker, make_units, missing_units
 from pipeline.work.progress import Meter, Progress
+from pipeline.work.progress_rows import ProgressRows
 from pipeline.work.stop import Stop, Stopped
 
 
@@ -95,6 +97,7 @@ def run(
         try:
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
+                trackers.check(config.encode.trackers, "encode.trackers")
                 prompt_sets.check_prompts_name(prompts_name)
                 asked = None if prompts is None else (prompts_name, prompting.read(prompts, config.patience_s))
                 if data is None:
@@ -168,6 +171,12 @@ class _TextRun:
     worker: Worker
     engine: str
     sources: dict[str, Source]
+
+    def metrics(self) -> AbstractContextManager[ProgressRows]:
+        """The metrics of this process, which are closed at the end of the block."""
+        name, worker = ", ".join(self.sources) or "prompts", self.worker
+        folder = self.cache.files.reports
+        return closing(ProgressRows(self.config, folder, name, worker.task, worker.tasks, retrying.log))
 
 
 @dataclass(frozen=True)
@@ -598,7 +607,7 @@ def _local(run: _TextRun) -> Iterator[Make]:
     space = encoder.disk_space(worker.stop.sleep)
 
     def make(todo: Work, noun: str) -> Made:
-        with Progress(noun, 0, encoder.meter) as bar:
+        with Progress(noun, 0, encoder.meter) as bar, metrics.of(bar):
             records, left = make_units(encoder, todo, worker, bar, space)
         if worker.tasks > 1:
             click.echo(f"worker {worker.task + 1} of {worker.tasks}: {records} {noun} encoded here")
@@ -606,18 +615,19 @@ def _local(run: _TextRun) -> Iterator[Make]:
             _report_captions(encoder.meter)
         return Made(records, left, bar.figures())
 
-    yield make
+    with run.metrics() as metrics:
+        yield make
 
 
 @contextmanager
 def _ray(run: _TextRun) -> Iterator[Make]:
     key = run.config.model_dump_json()
     build = partial(unit_encoder.build, key, tuple(run.sources))
-    with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster:
+    with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster, run.metrics() as metrics:
 
         def make(todo: Work, noun: str) -> Made:
             meter = Meter(wall_s=0.0)
-            with Progress(noun, 0, meter) as bar:
+            with Progress(noun, 0, meter) as bar, metrics.of(bar):
                 records = cluster.run(todo, bar)
             _report_captions(meter)
             return Made(records, 0, bar.figures())

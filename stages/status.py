@@ -1,16 +1,30 @@
-"""`sana-pipe status`: what a cache holds and what is missing, while or after it is filled. Reads only the cache."""
+"""`sana-pipe status`: what a cache holds and what is missing, and the processes that encode or train now.
+
+Reads the cache, the claims in it, and the last row of a training in `train.output`.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import click
 
-from pipeline.amounts import amount
+from pipeline.amounts import amount, duration
 from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config
-from pipeline.errors import IntegrityError
+from pipeline.errors import IntegrityError, UserError
+from pipeline.metrics import rows
+
+SILENT_S = 60.0
+"""A process whose claim or lock is older is called silent, or not running."""
 
 
 def run(config: Config, as_json: bool = False) -> int:
@@ -23,32 +37,88 @@ def run(config: Config, as_json: bool = False) -> int:
     Raises:
         CacheError: there is no cache.
     """
-    report = status(Cache.of(config))
-    if as_json:
-        click.echo(json.dumps(report))
-    else:
-        for name, source in report["sources"].items():
-            click.echo(
-                f"source {name!r}: {source['items']} items, {source['rejected']} rejected, from {source['root']}"
-            )
-        for name, store in report["stores"].items():
-            line = (
-                f"{name}: {store['units_done']} of {store['units']} units, {store['records']} records, "
-                f"{amount(store['bytes'])}, {store['rejects']} rejected"
-            )
-            if store["records_missing"]:
-                line += f", {store['records_missing']} records missing"
-                if store["rate"]:
-                    line += f" at {store['rate']:.1f}/s: {store['eta_s'] / 60:.0f} min"
-            click.echo(line)
-        for name, snapshot in report["snapshots"].items():
-            click.echo(f"snapshot {name}: {snapshot}" + (" (packed)" if name in report["packed"] else ""))
-        for name, known in report["prompts"].items():
-            click.echo(f"prompt set {name}: {known['prompts']} prompts, {known['id'][:12]}")
-        for name, damage in report["damaged"].items():
-            click.echo(f"damaged: {name}: {damage['problem']}")
-        for fix in sorted({damage["fix"] for damage in report["damaged"].values()}):
-            click.echo(f"fix: {fix}")
-        free = "" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free; "
-        click.echo(free + ("complete" if report["complete"] else "not complete"))
+    report = _report(config)
+    click.echo(json.dumps(report) if as_json else "\n".join(_lines(report)))
     return IntegrityError.exit_code if report["damaged"] else 0 if report["complete"] else 1
+
+
+def watch(config: Config, every_s: float, as_json: bool = False) -> int:
+    """Print the counts every `every_s` seconds until Ctrl-C: over the last ones on a terminal, else below them.
+
+    An error (a store that does not answer, a cache that does not exist yet) is printed in their place.
+    """
+    redraws = sys.stdout.isatty() and not as_json
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                report = _report(config)
+                text = json.dumps(report) if as_json else "\n".join(_lines(report))
+            except (UserError, OSError) as error:
+                problem = error.line if isinstance(error, UserError) else str(error)
+                text = json.dumps({"error": problem}) if as_json else f"{problem}: waiting for it"
+            if redraws:
+                sys.stdout.flush()
+                sys.stdout.buffer.write(b"\x1b[2J\x1b[H")  # clear the screen; a print would escape it
+                sys.stdout.buffer.flush()
+            click.echo(text if as_json else f"{datetime.now():%H:%M:%S}, every {every_s:g} s; Ctrl-C ends\n{text}")
+            sys.stdout.flush()
+            time.sleep(every_s)
+    return 0
+
+
+def _report(config: Config) -> dict[str, Any]:
+    return {**status(Cache.of(config)), "trainings": list(_trainings(Path(config.train.output)))}
+
+
+def _trainings(output: Path) -> Iterator[dict[str, Any]]:
+    """The last rows of the trainings that hold the lock of a run directory: `output` or its phases."""
+    for lock in [output / "lock.json", *sorted(output.glob("*/lock.json"))]:
+        with suppress(OSError):
+            if time.time() - lock.stat().st_mtime < SILENT_S:
+                yield {"run": str(lock.parent), **(rows.last(lock.parent / "metrics.jsonl") or {})}
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    for name, source in report["sources"].items():
+        yield f"source {name!r}: {source['items']} items, {source['rejected']} rejected, from {source['root']}"
+    for name, store in report["stores"].items():
+        line = (
+            f"{name}: {store['units_done']} of {store['units']} units, {store['records']} records, "
+            f"{amount(store['bytes'])}, {store['rejects']} rejected"
+        )
+        if store["records_missing"]:
+            line += f", {store['records_missing']} records missing"
+            if store["rate"]:
+                line += f" at {store['rate']:.1f}/s: {store['eta_s'] / 60:.0f} min"
+        yield line
+    yield from map(_task_line, report["tasks"])
+    yield from map(_training_line, report["trainings"])
+    for name, snapshot in report["snapshots"].items():
+        yield f"snapshot {name}: {snapshot}" + (" (packed)" if name in report["packed"] else "")
+    for name, known in report["prompts"].items():
+        yield f"prompt set {name}: {known['prompts']} prompts, {known['id'][:12]}"
+    for name, damage in report["damaged"].items():
+        yield f"damaged: {name}: {damage['problem']}"
+    for fix in sorted({damage["fix"] for damage in report["damaged"].values()}):
+        yield f"fix: {fix}"
+    free = "" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free; "
+    yield free + ("complete" if report["complete"] else "not complete")
+
+
+def _task_line(task: dict[str, Any]) -> str:
+    line = (
+        f"{task['node']}, task {task['task'] + 1} of {task['tasks']}: {task['samples']} {task['noun']} at "
+        f"{task['per_s']:.1f}/s, {task['left']} left"
+    )
+    line += f" ({duration(task['left_s'])})" if task["left_s"] is not None else ""
+    line += f", {task['rejected']} rejected" if task["rejected"] else ""
+    return line + (f", silent for {duration(task['silent_s'])}" if task["silent_s"] > SILENT_S else "")
+
+
+def _training_line(row: dict[str, Any]) -> str:
+    if "step" not in row:
+        return f"training {row['run']}: no row yet"
+    line = f"training {row['run']}: step {row['step']}, {row['left']} left"
+    line += f" ({duration(row['left_s'])})" if row["left_s"] is not None else ""
+    line += f", {row['images_per_s']:.1f} images/s, loss {row['loss']:.4f}, data {100 * row['data_wait']:.0f}%"
+    return line + "".join(f", {row[name]:.0f} {name}" for name in ("retries", "evictions", "quarantined") if row[name])

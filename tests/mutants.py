@@ -63,8 +63,8 @@ ROOMS = {
         "scratch shard_prefetch snapshot_head validation",
     ),
     "work": (
-        ["pipeline/work/*"],
-        "caption_rules claims disk_space encode engines fanned_units lock plan_once scan terminal",
+        ["pipeline/work/*", "pipeline/metrics/*"],
+        "caption_rules claims disk_space encode engines fanned_units lock metrics plan_once scan terminal throughput",
     ),
     "encoding": (
         ["pipeline/encoding/*"],

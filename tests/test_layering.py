@@ -27,8 +27,10 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.launch": "config errors",
         "pipeline.gpus": "errors",
         "pipeline.processes": "errors",
-        "pipeline.retrying": "errors",
-        "pipeline.cache": "config errors urls retrying",
+        "pipeline.counters": "",
+        "pipeline.retrying": "errors counters",
+        "pipeline.cache": "config errors urls counters retrying",
+        "pipeline.metrics": "errors counters processes cache",
         "pipeline.sources": "config errors urls retrying cache",
         "pipeline.images": "config errors",
         "pipeline.models": "config errors kernels layer_classes",
@@ -36,17 +38,17 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.demo": "errors models",
         "pipeline.snapshots": "config errors cache sources images loader",
         "pipeline.loader": "errors amounts cache sources",
-        "pipeline.work": "config errors amounts terminal processes retrying launch cache",
+        "pipeline.work": "config errors amounts terminal counters processes retrying launch cache metrics",
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors amounts launch cache sources images models work",
-        "pipeline.training": "config errors gpus amounts terminal processes retrying launch cache models loader"
-        " parallel",
+        "pipeline.training": "config errors gpus amounts terminal counters processes retrying launch cache metrics"
+        " models loader parallel",
         "pipeline.planning": "config errors gpus amounts launch cache images models loader parallel training",
         "pipeline.reporting": "config errors options amounts processes cache sources images models snapshots"
         " loader encoding training",
         "pipeline.cli": "config errors options launch processes stages",
-        "stages": "config errors options gpus amounts urls launch processes retrying cache sources images models"
-        " snapshots loader work parallel encoding training planning reporting demo",
+        "stages": "config errors options gpus amounts urls launch processes retrying cache metrics sources images"
+        " models snapshots loader work parallel encoding training planning reporting demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it

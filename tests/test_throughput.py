@@ -22,8 +22,10 @@ from pipeline.cli import plan
 from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
+from pipeline.metrics import trackers
+from pipeline.metrics.textfile import store_counts
 from pipeline.parallel.mesh import Layout, open_mesh
-from pipeline.training import build, checks, memory, metrics, remedies, throughput, trackers
+from pipeline.training import build, checks, memory, metrics, remedies, throughput
 from pipeline.training.step import Outcome
 from pipeline.training.trainer import fit
 from tests.support.messages import naming
@@ -142,7 +144,10 @@ def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch:
     expected = {"loss": 1.5, "grad_norm": 3.0, "images_per_s": 4.0, "data_wait": 0.375, "forward_tokens": 24}
     expected |= {"tokens_per_s": (5 * 8 + 9 + 2 + 2) * 1.5 / 4, "padded_tokens": 18, "quarantined": 4}
     expected |= {"model_tflops": flops * 1.5 / 4 / 1e12, "mfu": flops * 1.5 / 4 / 0.5e12 / 2}
+    expected |= {"samples": 16, "data_wait_s": 2.25, "bytes": 0}
+    expected |= {name: 3 * count for name, count in store_counts().items()}
     assert row == pytest.approx({**expected, "rss_gib": 2.0, "rss_rank": 1} | dict.fromkeys(NO_GPU))
+    assert counts.of_process == {"data_wait_s": 0.75, "bytes": 0, **store_counts()}
     clock[0] += 4
     counts.add(Outcome(3, torch.tensor(4.0), torch.tensor(9.0), 4, (8, 4), skipped=True), [], 0.0)
     later = counts.row(0)
@@ -519,7 +524,7 @@ def test_each_service_is_opened_under_its_names_and_left_out_when_it_fails(monke
     ]
     assert calls[1::3] == ["start"] * 4 and calls[2] == calls[-1] != {}
     calls.clear()
-    services.log(3, {"step": 3, "loss": 0.5, "count": 2, "name": "x", "none": None})
+    services.log(3, {"step": 3, "loss": 0.5, "count": 2, "name": "x", "none": None}, "train")
     services.log(4, {"loss": 1.0}, "validation")
     assert calls == [(3, {"train/loss": 0.5, "train/count": 2})] * 2 + [(4, {"validation/loss": 1.0})] * 2
     assert ["left out" in line and "OSError: no network" in line for line in printed] == [True, True]

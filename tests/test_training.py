@@ -980,7 +980,7 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
         "validation after step 11/100  loss is not a finite number  5 samples  1.0 s",
     ]
     assert [given[0] for given in tracked] == [9, 10, 11, 11, 11, "closed"]
-    assert tracked[0][1]["quarantined"] == 1 and len(tracked[0]) == 2
+    assert tracked[0][1]["quarantined"] == 1 and tracked[0][2] == "train"
     assert tracked[3][1] == {**values, "sigma_0.5": 0.25, "old": 0.2, "new": None} and tracked[3][2] == "validation"
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (event,) = [line for line in lines if line.get("event") == "prediction"]

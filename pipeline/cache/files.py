@@ -631,6 +631,11 @@ class Files:
             self.put_back()
         return local_files.sweep_in(self.root / "tmp")
 
+    @property
+    def reports(self) -> Path:
+        """A local folder for lists and metrics that are no part of the cache's data."""
+        return self.root / "reports"
+
     def free_bytes(self) -> int | None:
         """Free space in bytes (without regard to quotas); None for an object store."""
         return local_files.free_at(self.root)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+from pipeline import counters
 from pipeline.cache.local_files import Handle, cache_errors, digest_of, free_at, sweep_in, temporary_in
 from pipeline.errors import CacheError, NoSpaceError
 
@@ -149,6 +150,10 @@ class Mirror:
         for path in (copy, self.mark_of(copy)):
             path.unlink(missing_ok=True)
 
+    def _evict(self, copy: Path) -> None:
+        self._unlink(copy)
+        counters.add(evictions=1)
+
     def _full(self, needed: int) -> NoSpaceError:
         return NoSpaceError(
             f"{self.root}: the mirror's disk is full",
@@ -221,7 +226,7 @@ class Mirror:
                 if fits(total, bound_before(size, self.limit)):
                     break
                 if path != spared:
-                    self._unlink(path)
+                    self._evict(path)
                     total -= size
             if on_disk and free_at(self.root) < needed:
                 raise self._full(needed)
@@ -235,7 +240,7 @@ class Mirror:
         self._forget_total()
         for _, size, path in self.list_copies():
             if removed < needed:
-                self._unlink(path)
+                self._evict(path)
                 removed += size
         return removed > 0
 

@@ -361,6 +361,10 @@ class ObjectFiles(Files):
         (abort incomplete multipart uploads) frees their space."""
         return self.mirror.sweep()
 
+    @property
+    def reports(self) -> Path:
+        return self.mirror.root / "reports"
+
     def free_bytes(self) -> int | None:
         return None
 

@@ -33,6 +33,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from pipeline import counters
 from pipeline.cache import codec, layout
 from pipeline.cache.arrow import combined, ipc_table
 from pipeline.cache.files import Files
@@ -456,6 +457,7 @@ class ShardReader:
         reads = _Reads.planned(columns, which, into, begin, end, apart=self._codec is not None)
         keys, checksums = columns["key"].tobytes(), columns["checksum"].tobytes()
         lengths = columns["length"].tolist() if "length" in columns else None
+        counters.add(read_bytes=sum(reads.sizes) if lengths is None else sum(lengths[row] for row in reads.rows))
         bad: list[tuple[int, RecordError]] = []
         for first, last in pairwise(reads.runs):
             shard = shards[reads.shards[first]]

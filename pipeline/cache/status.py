@@ -6,10 +6,11 @@ are asked for.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -33,7 +34,8 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     `rate` is records per second over the ten minutes up to the newest commit, by the store's clock, which may differ
     from this machine's (0 if the newest commit is the only one or older than an hour). `eta_s` is the time that the
     missing units take at that rate (null if unknown). `damaged` gives the `problem` and the `fix` of each document or
-    snapshot that is unreadable or incomplete; the counts leave it out.
+    snapshot that is unreadable or incomplete; the counts leave it out. `tasks` says how far each process is that makes
+    records now, as in its claim (`Progress.brief`), with `silent_s`, the seconds since its last beat.
     """
     counts = _Counts(cache, time.time() if now is None else now)
     stores = counts.stores()
@@ -50,6 +52,7 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
         "snapshots": names,
         "packed": packed,
         "prompts": sets,
+        "tasks": counts.tasks(),
         "damaged": damaged,
         "free_bytes": cache.files.free_bytes(),
     }
@@ -138,6 +141,19 @@ class _Counts:
                     "text": scan["text"],
                 }
         return sources, scanning
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """What the claims of units say of the processes that hold them, by node and task."""
+        newest: dict[str, dict[str, Any]] = {}
+        for entry in self.cache.files.walk("claims"):
+            silent_s = max(0.0, self.now - entry.modified)
+            if silent_s >= STOPPED_S:
+                continue
+            with suppress(CacheError, ValueError, AttributeError):  # removed meanwhile, or not of this program
+                claim = json.loads(self.cache.files.read(entry.name))
+                if progress := claim.get("progress"):
+                    newest[str(claim.get("owner"))] = {**progress, "silent_s": silent_s}
+        return sorted(newest.values(), key=lambda task: (str(task.get("node")), str(task.get("task"))))
 
     def prompts(self) -> dict[str, dict[str, Any]]:
         """The newest prompt set by name."""

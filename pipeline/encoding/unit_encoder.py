@@ -27,6 +27,7 @@ from pipeline.models import encoders
 from pipeline.models.frozen import from_bits, provenance_of
 from pipeline.models.text import TextEncoder, describe_text
 from pipeline.sources import caption_rules
+from pipeline.sources.reasons import kind
 from pipeline.sources.source import Source
 from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Meter
@@ -72,6 +73,8 @@ class UnitEncoder:
             self.cache, recipe, plan, unit, batches, progress, provenance, costs.measured, self.limits
         )
         costs.log()
+        self.meter.bytes += commit.bytes
+        self.meter.rejects.update(kind(reject.item, reject.reason) for reject in commit.rejects)
         if self._numerics is not None and self._numerics.pictures is not None:
             self._kind, self._encoder = "", None  # one encoder at a time
             self._numerics.log(lambda vae: encoders.LatentEncoder.load(vae, device(self.config)))

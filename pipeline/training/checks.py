@@ -11,10 +11,11 @@ import torch
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
+from pipeline.metrics import trackers
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import require_equal, run_on_all
 from pipeline.parallel.mesh import Layout, check_sizes
-from pipeline.training import checkpoint, drawings, optimizers, trackers
+from pipeline.training import checkpoint, drawings, optimizers
 from pipeline.training.assemble import Trainable
 from pipeline.training.build import architecture_of, has_packed_kernel
 from pipeline.training.checkpoint import Resumed
@@ -35,7 +36,7 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
     check_accelerate(train, launch, sizes={name: getattr(layout, name) for name in names})
     check_restart()
     optimizers.check(train.optim)
-    trackers.check(train.trackers)
+    trackers.check(train.trackers, "train.trackers")
     device = resolve_device(train.device, launch)
     check_text(train, device)
     task.check(layout)

@@ -1,4 +1,4 @@
-"""The journal of a run: one JSON line per logged step, and the same on the terminal.
+"""The journal of a run: one JSON line per logged step (`pipeline.metrics`), and the same on the terminal.
 
 `Metrics` appends rows to `metrics.jsonl` and prints them, on a terminal as one line that the next row overwrites;
 `read` returns one row per step, that of the last attempt. Its docstring says what a row has.
@@ -13,18 +13,19 @@ import json
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from pipeline.amounts import duration
 from pipeline.cache.local_files import replacing
-from pipeline.errors import UserError, writing
+from pipeline.errors import writing
+from pipeline.metrics import rows
+from pipeline.metrics.textfile import Textfile
+from pipeline.metrics.trackers import Trackers
 from pipeline.terminal import LiveLine
 from pipeline.training.loss_band import LossBand
 from pipeline.training.task import Compare
-from pipeline.training.trackers import Trackers
 
 _TREND_ROWS = 40
 """Rows that the trend of the loss is taken from."""
@@ -48,7 +49,7 @@ class Metrics:
             expected: compared once with what was measured.
             line: shows progress in place of a printed line per row, if it is live.
         """
-        self.path, self._log, self._trackers, self._expected = path, log, trackers, expected
+        self.path, self._log, self._expected = path, log, expected
         self._line = line or LiveLine(False)
         self._losses: deque[float] = deque(maxlen=_TREND_ROWS)
         self._rows, self._band = 0, LossBand()
@@ -56,9 +57,7 @@ class Metrics:
         self._drawn: set[int] = set()
         self._last: tuple[int, float] | None = None
         with self._writing():
-            torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-            self._file = path.open("ab", buffering=0)
-        self._unwritten = b"\n" if torn else b""
+            self._journal = rows.Rows(path, log, trackers)
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.path, "check the rights, or set train.output", again="--resume auto")
@@ -66,7 +65,7 @@ class Metrics:
     def start(self, **facts: Any) -> None:
         """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot."""
         with self._writing():
-            self._append({"event": "start", **facts, "time": _now()})
+            self._journal.append({"event": "start", **facts})
         self._last, self._band = (facts["step"], 0.0), LossBand()
         events = read_events(self.path)
         self._validations = events.get("validation", [])
@@ -75,19 +74,19 @@ class Metrics:
             if isinstance(row.get("loss"), float):
                 self._band.add(row["loss"])
 
-    def row(self, steps: int, values: dict[str, Any]) -> None:
-        """Write one row and print it. `steps`: `train.steps`, for the printed line."""
-        values = {**values, "time": _now()}
-        self._write(values)
-        left = self._time_left(values, steps)
+    def row(self, steps: int, values: dict[str, Any]) -> dict[str, Any]:
+        """Write one row and print it. `steps`: `train.steps`. Returns the row as it was written."""
+        left_s = self._seconds_left(values, steps)
+        values = {**values, "left": steps - values["step"], "left_s": left_s}
+        self._journal.write(values)
+        left = [f"{duration(left_s)} left"] if left_s else []
         self._losses.append(values["loss"])
         if self._line.live:
             self._line.show("  ".join([*self._progress(values, steps), *left]))
         else:
             self._log("  ".join([_line(values, steps), *left]))
-        if self._trackers is not None:
-            parts = {f"loss_{name}": value for name, value in (values.get("parts") or {}).items()}
-            self._trackers.log(values["step"], {**values, **parts})
+        parts = {f"loss_{name}": value for name, value in (values.get("parts") or {}).items()}
+        self._journal.track(values["step"], {**values, **parts}, "train")
         if (band := self._band.add(values["loss"])) is not None:
             self._log(
                 f"warning: the loss {values['loss']:.4f} left its band, {band[0]:.4f} to {band[1]:.4f}: look at lr and "
@@ -97,20 +96,17 @@ class Metrics:
         if self._expected is not None and (self._rows == 2 or values["step"] == steps):
             expected, self._expected = self._expected, None
             self._compare(expected, values)
+        return values
 
     def validation(self, steps: int, values: dict[str, Any]) -> None:
         """Write the row of a validation and print it with the change since the last validation on the same samples."""
         earlier = [row for row in self._validations if row["snapshot"] == values["snapshot"]]
-        self._write({"event": "validation", **values, "time": _now()})
+        self._journal.write({"event": "validation", **values})
         self._log(_validation_line(values, earlier[-1] if earlier else {}, steps))
         self._validations.append(values)
-        if self._trackers is not None:
-            by_sigma = {f"sigma_{sigma}": loss for sigma, loss in values["by_sigma"].items()}
-            self._trackers.log(
-                values["step"],
-                {**values, **by_sigma, **(values.get("by_age") or {}), **(values.get("parts") or {})},
-                "validation",
-            )
+        by_sigma = {f"sigma_{sigma}": loss for sigma, loss in values["by_sigma"].items()}
+        parts = {**(values.get("by_age") or {}), **(values.get("parts") or {})}
+        self._journal.track(values["step"], {**values, **by_sigma, **parts}, "validation")
 
     def has_validation(self, step: int, snapshot: str | None) -> bool:
         """Whether a validation after this step, on samples of this snapshot, is in the journal."""
@@ -118,7 +114,7 @@ class Metrics:
 
     def pictures(self, steps: int, values: dict[str, Any]) -> None:
         """Write the row of a drawing and print it."""
-        self._write({"event": "pictures", **values, "time": _now()})
+        self._journal.write({"event": "pictures", **values})
         self._drawn.add(values["step"])
         place, count = self.path.parent / values["file"], values["count"]
         self._log(f"pictures after step {values['step']}/{steps}  {count} prompts  {values['seconds']:.1f} s  {place}")
@@ -133,7 +129,7 @@ class Metrics:
             compared, lines, document = expected(values)
             for line in lines:
                 self._log(line)
-            self._write({"event": "prediction", "until_step": values["step"], **compared, "time": values["time"]})
+            self._journal.write({"event": "prediction", "until_step": values["step"], **compared})
             document["until_step"] = values["step"]
             with replacing(self.path.parent / "prediction.json") as work:
                 work.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -150,40 +146,36 @@ class Metrics:
             parts.append(f"validation {value:.4f}")
         return parts
 
-    def _time_left(self, row: dict[str, Any], steps: int) -> list[str]:
-        """At the speed since the last row."""
+    def _seconds_left(self, row: dict[str, Any], steps: int) -> float | None:
+        """At the speed since the last row; None if that is not known."""
         last, self._last = self._last, (row["step"], row.get("seconds", 0.0))
-        if last is None or row["step"] >= steps or row["step"] <= last[0] or self._last[1] <= last[1]:
-            return []
-        rate = (self._last[1] - last[1]) / (row["step"] - last[0])
-        return [f"{duration(rate * (steps - row['step']))} left"]
+        if row["step"] >= steps:
+            return 0.0
+        if last is None or row["step"] <= last[0] or self._last[1] <= last[1]:
+            return None
+        return (self._last[1] - last[1]) / (row["step"] - last[0]) * (steps - row["step"])
 
     def close(self) -> None:
         self._line.end()
-        try:
-            self._append()
-        except OSError as error:
-            rows = self._unwritten.count(b"\n")
-            self._log(f"warning: {self.path}: {rows} rows are lost: {error.strerror}")
-        self._file.close()
-        if self._trackers is not None:
-            self._trackers.close()
+        self._journal.close()
 
-    def _write(self, values: dict[str, Any]) -> None:
-        """Append a row. A journal that cannot be written (a full disk) does not end the run: its rows wait for the next
-        row."""
-        late = bool(self._unwritten)
-        try:
-            self._append(values)
-        except OSError as error:
-            if not late:
-                self._log(f"warning: {self.path}: cannot be written: {error.strerror}; its rows wait until it can be")
 
-    def _append(self, values: dict[str, Any] | None = None) -> None:
-        if values is not None:
-            self._unwritten += json.dumps(values, allow_nan=False).encode() + b"\n"
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+_OF_IMAGES = ("samples", "images_per_s", "tokens_per_s")
+_OF_STEPS = ("step", "left", "left_s", "loss", "grad_norm", "lr", "mfu")
+
+
+def export(textfile: Textfile, process: dict[str, Any], row: dict[str, Any] | None = None) -> None:
+    """Write a process's textfile.
+
+    Args:
+        process: this process's counts (`Throughput.of_process`).
+        row: of the run, on the process that writes the journal.
+    """
+    if row is None:
+        textfile.update(images=process)
+    else:
+        images = {**{name: row[name] for name in _OF_IMAGES}, "rejects": {"quarantined": row["quarantined"]}}
+        textfile.update(images={**images, **process}, steps={name: row[name] for name in _OF_STEPS})
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -205,6 +197,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the whole run that were skipped because
     the gradient overflowed); such steps do not count in grad_norm, which is null if the row has no other step.
 
+    As rows of `encode` (docs/metrics.md) it has left (steps), left_s (seconds, at the speed since the last row), and of
+    all processes samples, bytes (of records read), data_wait_s and the counts of stores.
+
     Once per attempt a row `event: prediction` has what was predicted and measured (`pipeline.planning.expectation`);
     `prediction.json` beside the journal has the whole prediction. A row `event: validation` (`read_events` returns
     them) has step, loss (mean over the samples and noise levels of `pipeline.training.validation`; null if it is not
@@ -225,29 +220,21 @@ def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:
     """
     starts: list[dict[str, Any]] = []
     events: dict[str | None, dict[int, dict[str, Any]]] = {}
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    values = json.loads(line)
-                except ValueError:
-                    continue
-                if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-                    continue
-                if values.get("event") == "start":
-                    starts.append(values)
-                    # drop the steps of an earlier attempt after the step that this attempt starts from
-                    events = {
-                        event: {step: row for step, row in rows.items() if step <= values["step"]}
-                        for event, rows in events.items()
-                    }
-                else:
-                    events.setdefault(values.get("event"), {})[values["step"]] = values
-                    if starts and "event" not in values:
-                        starts[-1]["seconds"] = values.get("seconds", 0.0)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    return {"start": starts} | {event: [rows[step] for step in sorted(rows)] for event, rows in events.items()}
+    for values in rows.read(path):
+        if not isinstance(values.get("step"), int):
+            continue
+        if values.get("event") == "start":
+            starts.append(values)
+            # drop the steps of an earlier attempt after the step that this attempt starts from
+            events = {
+                event: {step: row for step, row in of_step.items() if step <= values["step"]}
+                for event, of_step in events.items()
+            }
+        else:
+            events.setdefault(values.get("event"), {})[values["step"]] = values
+            if starts and "event" not in values:
+                starts[-1]["seconds"] = values.get("seconds", 0.0)
+    return {"start": starts} | {event: [of_step[step] for step in sorted(of_step)] for event, of_step in events.items()}
 
 
 def _line(row: dict[str, Any], steps: int) -> str:
@@ -295,7 +282,3 @@ def _validation_line(row: dict[str, Any], earlier: dict[str, Any], steps: int) -
 
 def _parts(row: dict[str, Any]) -> list[str]:
     return [f"{name} {value:.4f}" for name, value in (row.get("parts") or {}).items() if value is not None]
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline import gpus
+from pipeline import counters, gpus
 from pipeline.config import TrainConfig
 from pipeline.loader.loader import Batch
+from pipeline.metrics.textfile import store_counts
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import Layout
 from pipeline.training.memory import MemoryMonitor
@@ -43,7 +44,11 @@ class _Window:
 
 
 class Throughput:
-    """Counts of a run. Build it on every process."""
+    """Counts of a run. Build it on every process.
+
+    Attributes:
+        of_process: what this process has counted since it began, as in rows, which have the sums.
+    """
 
     def __init__(
         self,
@@ -59,6 +64,9 @@ class Throughput:
         if self.peak is None and device.type == "cuda" and (card := gpus.of_device(device)) is not None:
             self.peak = card.tflops(train.precision)
         self._window = _Window()
+        self._read_before = counters.totals()["read_bytes"]
+        self._samples, self._waited = 0, 0.0
+        self.of_process: dict[str, float] = {}
 
     def add(self, outcome: Outcome, microbatches: list[Batch], waited: float) -> None:
         """Count one step. `waited`: seconds until its microbatches were there."""
@@ -69,6 +77,8 @@ class Throughput:
             window.norms.append(outcome.grad_norm)
         window.samples += outcome.samples
         window.waited += waited
+        self._samples += outcome.samples
+        self._waited += waited
         for batch in microbatches:
             samples, _, height, width = batch.latents.shape
             tokens = self.architecture.tokens(height, width)
@@ -96,7 +106,9 @@ class Throughput:
         loss, norm = _mean(window.losses), _mean(window.norms) if window.norms else None
         elapsed = time.perf_counter() - window.began
         counts = [window.padded, replaced, window.tokens, window.flops, window.waited / elapsed]
-        columns = all_gather_numbers([*counts, *self.memory.peaks()], self.device)
+        read = counters.totals()["read_bytes"] - self._read_before
+        self.of_process = {"bytes": read, "data_wait_s": self._waited, **store_counts()}
+        columns = all_gather_numbers([*counts, *self.memory.peaks(), *self.of_process.values()], self.device)
         padded, replaced_in_all, tokens, flops = (sum(c) / self.layout.model_parallel_size for c in columns[:4])
         self._window = _Window()
         capacity = None if self.peak is None else self.peak * 1e12 * self.layout.world
@@ -112,7 +124,9 @@ class Throughput:
             "forward_tokens": window.forward_tokens,
             "padded_tokens": round(padded),
             "quarantined": round(replaced_in_all),
-            **self.memory.row(*columns[5:]),
+            "samples": self._samples,
+            **self.memory.row(*columns[5:9]),
+            **dict(zip(self.of_process, map(sum, columns[9:]), strict=True)),
         }
 
 

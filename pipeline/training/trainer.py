@@ -21,23 +21,25 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from pipeline import retrying
 from pipeline.cache.local_files import make_folder, replacing
 from pipeline.config import Config, TrainConfig, dump, written
 from pipeline.errors import UserError, printed_first, writing
 from pipeline.launch import Launch, set_tf32
 from pipeline.loader.loader import Batch, LoaderState
+from pipeline.metrics.textfile import Textfile
+from pipeline.metrics.trackers import Trackers
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.mesh import open_mesh
-from pipeline.retrying import stopping
 from pipeline.terminal import LiveLine
-from pipeline.training import checkpoint, optimizers, trackers
+from pipeline.training import checkpoint, optimizers
 from pipeline.training.build import TrainingRun, build, trainable_of, with_residual
 from pipeline.training.checks import check_inputs, check_start
 from pipeline.training.drawings import Drawings
 from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
-from pipeline.training.metrics import Metrics
+from pipeline.training.metrics import Metrics, export
 from pipeline.training.profiling import Profiler
 from pipeline.training.step import Outcome
 from pipeline.training.stop_request import StopRequest, catch_signals_of
@@ -115,7 +117,7 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
         checkpoint.record(folder, run.resumed)
         with replacing(path) as work:
             work.write_text(text, encoding="utf-8")
-    services = trackers.Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)
+    services = Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)
     journal = Metrics(folder / "metrics.jsonl", context.log, services, expected, progress)
     journal.start(
         step=run.done,
@@ -158,6 +160,8 @@ class Loop:
         )
         launch, device = context.launch, context.device
         self.profiler = Profiler(self.train.profile, context.folder, launch.rank, device, context.log)
+        labels = {"stage": "train", "run": "/".join(context.folder.absolute().parts[-2:]), "task": launch.rank}
+        self.textfile = Textfile(context.config.metrics.textfile, labels, retrying.log)
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
@@ -175,7 +179,8 @@ class Loop:
             self.saver,
             printed_first(launch.rank, launch.world),
             memory_errors(self.train),
-            stopping(self.stop.check),
+            retrying.stopping(self.stop.check),
+            self.textfile.renewed(),
             self._profiled(),
         ):
             feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), self.context.config, self.context.log)
@@ -233,6 +238,7 @@ class Loop:
         row = self.throughput.row(replaced)
         self.loss = row["loss"]
         if self.journal is None or self.lock.lost:
+            export(self.textfile, self.throughput.of_process)
             return
         values = {
             "step": outcome.step,
@@ -245,7 +251,7 @@ class Loop:
         }
         if self.step.scale.dynamic:
             values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
-        self.journal.row(self.train.steps, values)
+        export(self.textfile, self.throughput.of_process, self.journal.row(self.train.steps, values))
 
     def _look(self, state: LoaderState | None) -> None:
         """Validate and draw if it is due. The steps before an error are saved."""

@@ -41,12 +41,16 @@ class Claims:
     Args:
         stale_s: a claim that did not change for so long is free.
         clock: a monotonic clock, in seconds.
+
+    Attributes:
+        progress: how far this process is, as JSON values; every beat has it, for `sana-pipe status`.
     """
 
     def __init__(self, files: Files, stale_s: float, clock: Callable[[], float] = time.monotonic):
         self.files, self.stale_s, self._clock = files, stale_s, clock
         self.token = uuid.uuid4().hex
         self.place = process_identity.place()
+        self.progress: Callable[[], dict[str, object]] = dict
         self._seen: dict[str, tuple[bytes, float]] = {}  # name -> content, and when it was first seen
 
     def state(self, *work: str | int) -> State:
@@ -108,7 +112,10 @@ class Claims:
                 self.release(*work)
 
     def content(self, beat: int) -> bytes:
-        return json.dumps({"owner": self.token, "beat": beat, **self.place}).encode() + b"\n"
+        fields: dict[str, object] = {"owner": self.token, "beat": beat, **self.place}
+        if progress := self.progress():
+            fields["progress"] = progress
+        return json.dumps(fields).encode() + b"\n"
 
     def _owned(self, name: str) -> bool:
         content = self.read(name)

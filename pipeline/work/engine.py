@@ -11,6 +11,7 @@ Price: a process without work waits until it has seen a beat of every other owne
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -184,6 +185,8 @@ def make_units(
         NoSpaceError: there was too little space for too long.
     """
     job = _Units(maker, worker, bar, space)
+    share = {"node": platform.node(), "task": worker.task, "tasks": worker.tasks}
+    worker.claims.progress = lambda: {**share, **bar.brief()}
     bar.expect(sum(unit.count for _, unit in todo if worker.in_my_share(unit.unit)))
     with worker.stop.polite():
         worker.run(job, todo, lambda item: item[1].unit)

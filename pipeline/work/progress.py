@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.amounts import duration
@@ -30,6 +32,9 @@ class Meter:
         unshared: captions that changed the instruction's tokens and were encoded in full.
         busy_s: seconds in which an encoder computed.
         wall_s: seconds available to the encoders, where several work at the same time; None: the clock's.
+        bytes: of shards written.
+        rejects: records that could not be made, by kind of reason.
+        stores: counts of stores (`pipeline.counters`) of processes on other machines.
     """
 
     tokens: int = 0
@@ -37,12 +42,31 @@ class Meter:
     unshared: int = 0
     busy_s: float = 0.0
     wall_s: float | None = None
+    bytes: int = 0
+    rejects: Counter[str] = field(default_factory=Counter)
+    stores: Counter[str] = field(default_factory=Counter)
+
+    def since(self, earlier: Meter) -> Meter:
+        """What was counted after `earlier`, a copy of this meter."""
+        return Meter(
+            self.tokens - earlier.tokens,
+            self.truncated - earlier.truncated,
+            self.unshared - earlier.unshared,
+            self.busy_s - earlier.busy_s,
+            None if self.wall_s is None else self.wall_s - (earlier.wall_s or 0.0),
+            self.bytes - earlier.bytes,
+            self.rejects - earlier.rejects,
+            self.stores - earlier.stores,
+        )
 
     def add(self, other: Meter) -> None:
         self.tokens += other.tokens
         self.truncated += other.truncated
         self.unshared += other.unshared
         self.busy_s += other.busy_s
+        self.bytes += other.bytes
+        self.rejects.update(other.rejects)
+        self.stores.update(other.stores)
         if other.wall_s is not None:
             self.wall_s = (self.wall_s or 0.0) + other.wall_s
 
@@ -69,8 +93,7 @@ class Progress:
         self.noun, self.total, self.meter = noun, total, meter
         self.done = self.rejected = 0
         self._ended = False
-        self._tokens, self._busy_s = (meter.tokens, meter.busy_s) if meter is not None else (0, 0.0)
-        self._wall_s = (meter.wall_s or 0.0) if meter is not None else 0.0
+        self._before = deepcopy(meter)
         self._line = LiveLine(sys.stderr.isatty())
         self._start = self._last = time.monotonic()
 
@@ -109,17 +132,48 @@ class Progress:
         return max(time.monotonic() - self._start, 1e-9)
 
     @property
+    def made(self) -> Meter:
+        """What the encoders did since the start; all zero without a meter."""
+        return Meter() if self.meter is None or self._before is None else self.meter.since(self._before)
+
+    @property
     def tokens(self) -> int:
         """Caption tokens encoded since the start."""
-        return self.meter.tokens - self._tokens if self.meter is not None else 0
+        return self.made.tokens
 
     @property
     def busy(self) -> float:
         """Share of the time (0 to 1) in which the encoder computed."""
-        if self.meter is None:
-            return 0.0
-        wall = self._seconds if self.meter.wall_s is None else self.meter.wall_s - self._wall_s
-        return min(1.0, (self.meter.busy_s - self._busy_s) / wall) if wall > 0 else 0.0
+        busy, wall = self.encoder_seconds()
+        return min(1.0, busy / wall) if wall > 0 else 0.0
+
+    def encoder_seconds(self) -> tuple[float, float]:
+        """Seconds in which the encoders computed, and in which they could have."""
+        made = self.made
+        return made.busy_s, 0.0 if self.meter is None else self._seconds if made.wall_s is None else made.wall_s
+
+    @property
+    def left(self) -> int:
+        """Items that are neither done nor rejected; 0 if the total is unknown."""
+        return max(0, self.total - self.done - self.rejected) if self.total is not None else 0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until nothing is left, at the mean speed so far; None if that is unknown."""
+        made = self.done + self.rejected
+        return self.left * self._seconds / made if made else None if self.left else 0.0
+
+    def brief(self) -> dict[str, Any]:
+        """How far the work is, as JSON values, for claims."""
+        rate = round((self.done + self.rejected) / self._seconds, 3)
+        return {
+            "noun": self.noun,
+            "samples": self.done,
+            "rejected": self.rejected,
+            "per_s": rate,
+            "left": self.left,
+            "left_s": self.left_s,
+        }
 
     def figures(self) -> dict[str, Any]:
         """The figures of the line as JSON values: counts, seconds, rates per second, shares from 0 to 1."""
@@ -144,8 +198,8 @@ class Progress:
             parts.append(f"{self.tokens / seconds:.0f} tokens/s")
         if self.meter is not None:
             parts.append(f"encoder {self.busy:.0%} busy")
-        if self.total is not None and rate:
-            parts.append(f"{duration((self.total - self.done - self.rejected) / rate)} left")
+        if self.total is not None and self.left_s is not None:
+            parts.append(f"{duration(self.left_s)} left")
         if self.rejected:
             parts.append(f"{self.rejected} rejected")
         return ", ".join(parts)

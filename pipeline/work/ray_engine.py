@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import click
 
-from pipeline import __version__, launch
+from pipeline import __version__, counters, launch
 from pipeline.cache.root import Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.errors import NoSpaceError, UserError
@@ -107,7 +107,7 @@ def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str
     meter = maker.meter = Meter(wall_s=0.0)
     if engine.is_done(maker.cache, plan, unit):  # a retry of a task whose node died after the commit
         return Done(0, 0, meter)
-    began = time.monotonic()
+    began, counted = time.monotonic(), counters.totals()
     space = maker.disk_space()
     while True:
         try:
@@ -118,6 +118,7 @@ def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str
             space.wait(plan, unit, error)
     space.unit_made()
     meter.wall_s = time.monotonic() - began
+    meter.stores.update(counters.since(counted))
     return Done(commit.records, len(commit.rejects), meter)
 
 

@@ -1,7 +1,7 @@
 """Metrics to TensorBoard, Weights & Biases and the like, through accelerate's trackers: nine services, one interface.
 
-`check` refuses trackers whose package is missing, before anything starts. The journal `metrics.jsonl` stays the source:
-a tracker that fails (no network, no login) is reported and dropped, and the run continues.
+`check` refuses trackers whose package is missing, before anything starts. The rows of JSON lines stay the source: a
+tracker that fails (no network, no login) is reported and dropped, and the work continues.
 Price: a service shows each resumed attempt as a separate run; TensorBoard drops repeated steps.
 TensorBoard reads `tensorboard --logdir RUN`. The services have the project `sana-pipe` and the run directory's name.
 """
@@ -18,8 +18,8 @@ from pipeline.errors import UserError, machine_error
 PROJECT = "sana-pipe"
 
 
-def check(names: Sequence[str]) -> None:
-    """Refuse trackers that cannot be imported.
+def check(names: Sequence[str], option: str) -> None:
+    """Refuse trackers that cannot be imported. option: the one that names them.
 
     Raises:
         UserError: a package is missing; says how to install it.
@@ -28,9 +28,9 @@ def check(names: Sequence[str]) -> None:
     if missing:
         rest = [name for name in names if name not in missing]
         raise UserError(
-            f"train.trackers names {', '.join(missing)}, and that is not installed",
+            f"{option} names {', '.join(missing)}, and that is not installed",
             fix=f"pip install {' '.join(name.replace('_', '-') for name in missing)}, or --set "
-            f"'train.trackers=[{', '.join(rest)}]'",
+            f"'{option}=[{', '.join(rest)}]'",
         )
 
 
@@ -64,11 +64,11 @@ class Trackers:
                 what = f"the tracker {name} cannot be opened"
                 raise machine_error(error, what, "--resume auto") or UserError(
                     f"{what}: {type(error).__name__}: {error}",
-                    fix="mend that, or take it out of train.trackers",
+                    fix="mend that, or take it out of the option trackers",
                 ) from None
             self._open[name] = tracker
 
-    def log(self, step: int, row: dict[str, Any], group: str = "train") -> None:
+    def log(self, step: int, row: dict[str, Any], group: str) -> None:
         """Log the numbers of a row as GROUP/NAME. A tracker that fails is reported and dropped."""
         values = {f"{group}/{name}": v for name, v in row.items() if isinstance(v, int | float) and name != "step"}
         for name, tracker in list(self._open.items()):
