@@ -477,9 +477,8 @@ def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | 
         "sana-pipe plan --gpu h100 --gpus 8 --price 2.5",
         "sana-pipe plan --gpus 4 --gpu-memory 24GiB --set train.optim.name=came --set train.optim.eps=null"
         " --set train.optim.betas=null",
-        "sana-pipe plan --gpus 4 --gpu 3090 --search --write fitted.yaml",
+        "sana-pipe plan --gpus 4 --gpu 3090 --search",
         "sana-pipe plan --snapshot round2 --gpu a40 --json",
-        "sana-pipe plan --encode --data /data/pictures --gpus 8 --price 2.5",
     ]
 )
 @_configured
@@ -493,34 +492,15 @@ def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | 
 )
 @click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
-@click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
-@click.option("--encode", "encoding", is_flag=True, help="Plan the encoding of --data: bytes by storage, hours, cost.")
-@click.option("--data", metavar="PATH|URL", help="With --encode: the source.")
-@click.option("--probe/--no-probe", default=True, help="Whether --encode times the encoders (about two minutes).")
 @_json
-def plan(given: _Given, encoding: bool, data: str | None, probe: bool, **options: Any) -> Any:
+def plan(given: _Given, **options: Any) -> Any:
     """Predict memory, speed and cost of a training before it starts; needs no GPU.
 
     The training step is traced without memory on this machine's CPU, for the worst bucket. Exit code 1 if it does not
     fit.
     """
-    if encoding != (data is not None):
-        raise click.UsageError("--encode and --data go together: sana-pipe plan --encode --data DIR")
-    if data is not None:
-        others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write")
-        if any(options[name] for name in (*others, "nodes")):
-            raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
-        config = given.load("--encode")
-        from stages import plan as stage
-
-        chosen = {name: options[name] for name in ("gpus", "price", "as_json")}
-        return stage.encode(config, data, probe=probe, **chosen)
-    if options["write"] is not None and not options["search"]:
-        raise click.UsageError("--write is for --search")
     if options["search"] and options["price"] is not None:
-        raise click.UsageError("--price is for one configuration, such as the FILE of --search --write FILE")
-    if not probe:
-        raise click.UsageError("--no-probe is for --encode")
+        raise click.UsageError("--price is for one configuration, such as the one that --search prints first")
     config = given.load()
     from stages import plan as stage
 

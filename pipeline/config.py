@@ -1160,7 +1160,6 @@ READS: dict[str, tuple[str, ...]] = {
         *(*_CACHE, "model", "train", "phases", "data.resolution", "data.buckets", "text.max_length"),
         *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),
     ),
-    "plan --encode": _ENCODE,
     "export": _EXPORT,
     "sample": (*_DRAW, *_SOURCE, "data.background", "encode.device"),
     "sample --watch": ("vae", "encode.device"),

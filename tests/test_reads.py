@@ -71,7 +71,6 @@ def test_an_option_that_the_command_does_not_read_is_refused(command: str, given
         ("plan", "text.max_length=100"),
         ("plan", "bucket={batch: 4, batch_multiple: 2, resolutions: []}"),
         ("plan", "phases=[]"),
-        ("plan --encode", "encode.storage=int8"),
         ("export", "phases=[]"),
         ("sample --watch", "vae.tf32=true"),
         ("sample --watch", "encode.device=cpu"),
