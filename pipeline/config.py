@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -1333,64 +1332,20 @@ NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
-MAX_VALUES = 100_000
-"""Limit on the values of a file, aliases and merge keys written out: a few lines can mean billions."""
-MERGE = "tag:yaml.org,2002:merge"
-
-
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses a key given twice. Scalars are those of YAML 1.2: 0100 is a hundred, 1e-4 a number; 1:30,
     2026-01-01 and `no` are text."""
 
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            self._check(node, {})
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        words = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        keys: set[str] = set()
+        for word in words:
+            if word.value in keys:
+                what, fix = f"key {word.value!r} is given twice", "keep one of the two lines"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=word.start_mark, note=fix)
+            keys.add(word.value)
         return node
-
-    def _check(self, node: yaml.Node, sizes: dict[int, int]) -> int:
-        """The values in a node, aliases and merge keys written out.
-
-        It runs before anything is constructed: the construction writes merged keys into the nodes.
-
-        Args:
-            sizes: of the nodes that were checked, by `id`; 0 while a node is being checked.
-        """
-        if isinstance(node, yaml.ScalarNode):
-            return 1
-        if id(node) not in sizes:
-            sizes[id(node)] = 0
-            if isinstance(node, yaml.MappingNode):
-                self._check_keys(node)
-            below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-            sizes[id(node)] = 1 + sum(self._check(child, sizes) for child in below)
-            if sizes[id(node)] > MAX_VALUES:
-                what = f"its aliases and merge keys stand for more than {MAX_VALUES:,} values"
-                raise _wrong(node, what, "write out the values that are needed")
-        elif not sizes[id(node)]:
-            raise _wrong(node, "an alias stands inside of what it names", "write out its values in place of the alias")
-        return sizes[id(node)]
-
-    def _check_keys(self, node: yaml.MappingNode) -> None:
-        keys: set[Any] = set()
-        for key_node, value in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _wrong(key_node, "a key must be a word", "write `name: value`")
-            is_merge = key_node.tag == MERGE
-            key = key_node.value if is_merge else self.construct_object(key_node, deep=True)
-            if key in keys:
-                fix = "write one list, `<<: [*a, *b]`" if is_merge else "keep one of the two lines"
-                raise _wrong(key_node, f"key {key!r} is given twice", fix)
-            keys.add(key)
-            values = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if is_merge and (wrong := [each for each in values if not isinstance(each, yaml.MappingNode)]):
-                names = f"line {wrong[0].start_mark.line + 1} has a {'list' if wrong[0].id == 'sequence' else 'word'}"
-                fix = "`<<: *name`, where an earlier line has `&name {OPTION: VALUE, ...}`; or remove this line"
-                raise _wrong(key_node, f"`<<` takes options of another mapping, and {names}", fix)
-
-
-def _wrong(node: yaml.Node, what: str, fix: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark, note=fix)
 
 
 def _no_yaml(source: Path | str, error: Exception) -> ConfigError:
