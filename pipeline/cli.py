@@ -139,19 +139,14 @@ class _Given:
     path: str | None
     overrides: tuple[str, ...]
 
-    def load(self, *mode: str, more: Sequence[str] = ()) -> Config:
-        """The configuration.
-
-        Args:
-            mode: the options that decide what the command does, as in `pipeline.config.READS`.
-            more: further `a.b=c`.
-        """
+    def load(self, more: Sequence[str] = ()) -> Config:
+        """The configuration. more: further `a.b=c`."""
         from pipeline.config import load
         from pipeline.launch import prefer_expandable_segments
 
         prefer_expandable_segments()  # before a stage imports torch
-        words = click.get_current_context().command_path.split()[1:]
-        return load(self.path, [*self.overrides, *more], " ".join([*words, *mode]))
+        _, command = click.get_current_context().command_path.split(maxsplit=1)
+        return load(self.path, [*self.overrides, *more], command)
 
 
 def _grouped(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -287,7 +282,7 @@ def encode(
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run covers the pictures' own buckets only; leave --reassign out")
     flags = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
-    config = given.load(*(["--engine ray"] if options["engine"] == "ray" else []), more=flags)
+    config = given.load(flags)
     from stages import encode as stage
 
     if dry_run:
@@ -346,7 +341,7 @@ def bucket(
         raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
-    config = given.load(*(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
+    config = given.load()
     if caches:
         section = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
         config = config.model_copy(update={"bucket": section})
@@ -623,13 +618,13 @@ def sample(
         _only_with(context, "--watch", "once")
         from stages import sample as stage
 
-        return stage.watch(given.load("--watch"), local_path(watch), once=once)
+        return stage.watch(given.load(), local_path(watch), once=once)
     if once:
         raise click.UsageError("--once is for --watch")
     if prompts:
         if snapshot is not None or count is not None:
             raise click.UsageError("--prompt does not go with --snapshot and --count, which are about captions")
-        config = given.load("--prompt")
+        config = given.load()
         from stages import sample as stage
 
         size = {"height": height, "width": width}
@@ -759,7 +754,7 @@ def verify(given: _Given, repair: bool, data: tuple[str, ...], as_json: bool) ->
     """Read the whole cache and name the damaged records and documents."""
     if data and not repair:
         raise click.UsageError("--data is for --repair")
-    config = given.load(*(["--repair"] * repair))
+    config = given.load()
     from stages import verify as stage
 
     return stage.run(config, repair=repair, data=data, as_json=as_json)

@@ -1109,69 +1109,27 @@ class Config(_Section):
         return self
 
 
-def _options(section: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names.split())
-
-
 _CACHE = ("cache", "mirror", "patience_s")
-_SOURCE = _options(
-    "data",
-    "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
-    "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
-)
-_ENCODE = (*_CACHE, "vae", "text", "data", *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"))
-_JOIN = (
-    *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
-    *_options("data", "resolution buckets background min_side max_upscale max_crop_loss"),
-    *_options("vae", "id revision dtype tf32 channels_last scaling_factor"),
-    *_options("text", "id revision dtype recipe instruction max_length"),
-    "encode.storage",
-)
-_PACK = (*_CACHE, "bucket.pack_mib", "bucket.pack_window", "encode.grace_s", "encode.claim_timeout_s")
-_BASE = (*_options("model.weights", "id subfolder revision variant runs_in"), "model.arch", "train.seed")
-_EXPORT = (
-    *("phases", "train.output", "train.flow.shift", "sample.steps", "sample.guidance"),
-    *_options("data", "resolution buckets"),
-    *_options("vae", "id subfolder revision variant scaling_factor"),
-    *_options("text", "id subfolder revision variant tokenizer_subfolder recipe instruction max_length"),
-    *_BASE,
-)
-_DRAW = (
-    *_CACHE,
-    *_BASE,
-    "sample",
-    "vae",
-    "phases",
-    *_options("train", "output device precision tf32 microbatch flow.shift recipe residual"),
+_BUCKETS = (
+    *("data.resolution", "data.buckets", "data.background"),
+    *("data.min_side", "data.max_upscale", "data.max_crop_loss"),
 )
 READS: dict[str, tuple[str, ...]] = {
-    "encode": _ENCODE,
-    "encode --engine ray": (*_ENCODE, "encode.ray"),
-    "bucket": _JOIN,
-    "bucket --pack": (*_JOIN, *_PACK),
-    "bucket --pack --snapshot": _PACK,
-    "check": (
-        *("vae", "text", "model", "data.resolution", "data.buckets"),
-        *(f"train.{name}" for name in ("precision", "adapter", "only")),
-    ),
-    "train": (*_CACHE, "model", "train", "data.resolution", "phases", "sample.steps", "sample.guidance", "sample.seed"),
-    "plan": (
-        *(*_CACHE, "model", "train", "phases", "data.resolution", "data.buckets", "text.max_length"),
-        *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),
-    ),
-    "export": _EXPORT,
-    "sample": (*_DRAW, *_SOURCE, "data.background", "encode.device"),
-    "sample --watch": ("vae", "encode.device"),
-    "sample --prompt": (*_DRAW, "text", "encode", "data.resolution"),
-    "decode": ("vae", "encode.device"),
-    "inspect": (*_CACHE, "train.output"),
-    "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),
-    "view": (*_CACHE, *_SOURCE, "data.background"),
-    "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers", "bucket.caches"),
+    "encode": (*_CACHE, "vae", "text", "data", "encode"),
+    "bucket": (*_CACHE, "vae", "text", "bucket", *_BUCKETS, "encode"),
+    "check": ("vae", "text", "model", "data", "train"),
+    "train": (*_CACHE, "model", "train", "data.resolution", "phases", "sample"),
+    "plan": (*_CACHE, "text", "model", "train", "phases", "data", "bucket"),
+    "export": ("vae", "text", "model", "data", "train", "phases", "sample"),
+    "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "phases", "sample"),
+    "decode": ("vae", "encode"),
+    "inspect": (*_CACHE, "train"),
+    "report": (*_CACHE, "vae", "data", "encode", "train"),
+    "view": (*_CACHE, "data"),
+    "verify": (*_CACHE, "vae", "text", "data", "encode", "bucket"),
 }
-"""The options that a command reads, by the words that choose what it does; a section stands for all of its options.
-Commands that are not listed read `_CACHE` only. A file serves every command, so it may hold any option; `--set` takes
-the options that the command reads."""
+"""The sections and options that a command reads. Commands that are not listed read `_CACHE` only. A file serves every
+command, so it may hold any option; `--set` takes what the command reads."""
 
 
 def reads(command: str, option: str) -> bool:
@@ -1183,7 +1141,7 @@ def _check_read(command: str, option: str, value: Any) -> None:
     for name, _ in flat({option: value}):
         if reads(command, name):
             continue
-        others = [other for other in READS if reads(other, name) and not other.startswith("decode")]
+        others = [other for other in READS if reads(other, name) and other != "decode"]
         raise ConfigError(
             f"--set {name}: sana-pipe {command} does not read this option",
             expected="one of " + ", ".join(READS.get(command, _CACHE)),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pipeline.cache.local_files import sync_path
-from pipeline.config import READS, Config, Weights, written
+from pipeline.config import Config, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
 from pipeline.models.adapters import Adapter, Merged, adapter_from
@@ -47,6 +47,13 @@ _TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+_SAME = (
+    *("train.flow.shift", "data.resolution", "vae.scaling_factor"),
+    *("text.recipe", "text.instruction", "text.max_length"),
+)
+"""Options that must be as in training."""
+_PLACES = "vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"
+_MODEL = "model.weights.id", "model.weights.revision", "model.arch", "train.seed"
 _VAE_DEFAULTS = {"latent_channels": 32, "blocks": 6}
 _TEXT_WIDTH = 2304
 
@@ -234,20 +241,11 @@ def _check_dtype(config: Config, dtype: str) -> None:
 def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
     """Refuse a configuration whose values differ from those that the checkpoint was trained with."""
     current = config.model_dump(mode="json")
-    names = [
-        "train.flow.shift",
-        "data.resolution",
-        "vae.scaling_factor",
-        "text.recipe",
-        "text.instruction",
-        "text.max_length",
-    ]
-    places = ["vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"]
-    before = {name: value_at(trained, name) for name in (*names, *places)}
+    before = {name: value_at(trained, name) for name in (*_SAME, *_PLACES)}
     now = {name: value_at(current, name) for name in before}
     differences = [
         f"{name}: the checkpoint has {before[name]!r}, the configuration {now[name]!r}"
-        for name in names
+        for name in _SAME
         if before[name] != now[name]
     ]
     if differences:
@@ -255,7 +253,7 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
             f"{folder} was trained with another configuration\n  " + "\n  ".join(differences),
             fix="--config with the config.yaml of its run directory",
         )
-    for name in places:
+    for name in _PLACES:
         if before[name] != now[name]:
             what = f"{name} was {before[name]!r} in training and is {now[name]!r} now"
             print(f"note: {what}: the export takes the current one", flush=True)
@@ -324,7 +322,8 @@ def _shown(config: Config) -> dict[str, Any]:
     ids = {"vae.id": _name(config.vae), "text.id": _name(config.text)}
     if config.model.weights is not None:
         ids["model.weights.id"] = _name(config.model.weights)
-    return {name: ids.get(name, value_at(tree, name)) for name in READS["export"] if name != "train.output"}
+    names = (*_SAME, *_PLACES, *_MODEL, "sample.steps", "sample.guidance")
+    return {name: ids.get(name, value_at(tree, name)) for name in names}
 
 
 def _name(weights: Weights) -> str:
