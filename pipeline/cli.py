@@ -139,14 +139,14 @@ class _Given:
     path: str | None
     overrides: tuple[str, ...]
 
-    def load(self, more: Sequence[str] = ()) -> Config:
-        """The configuration. more: further `a.b=c`."""
+    def load(self) -> Config:
+        """The configuration."""
         from pipeline.config import load
         from pipeline.launch import prefer_expandable_segments
 
         prefer_expandable_segments()  # before a stage imports torch
         _, command = click.get_current_context().command_path.split(maxsplit=1)
-        return load(self.path, [*self.overrides, *more], command)
+        return load(self.path, self.overrides, command)
 
 
 def _grouped(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -237,12 +237,6 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 )
 @click.option("--reassign", metavar="FILE", help="Also encode these pictures for other buckets (a list of `bucket`).")
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
-@click.option("--shrink", is_flag=True, help="Accept that more than encode.max_shrink of the pictures are gone.")
-@click.option(
-    "--text-mode",
-    type=click.Choice(["auto", "exact"]),
-    help="text.mode: `auto` runs the instruction once for all captions and checks itself, `exact` is the reference.",
-)
 @click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
 @click.option("--task-count", type=click.IntRange(min=1), help="Workers that share the work.")
 @click.option(
@@ -255,9 +249,7 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
-def encode(
-    given: _Given, reassign: str | None, shrink: bool, text_mode: str | None, dry_run: bool, probe: bool, **options: Any
-) -> Any:
+def encode(given: _Given, reassign: str | None, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
     After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
@@ -265,24 +257,18 @@ def encode(
 
     Encoding waits for disk space for encode.low_disk_wait_s; --dry-run ends with 6 if there is too little.
     """
-    index, count = options["task_index"], options["task_count"]
-    if (index is None) != (count is None):
-        raise click.UsageError("--task-index and --task-count belong together")
-    if index is not None and index >= count:
-        raise click.UsageError(f"--task-index {index} must be below --task-count {count}")
     asked = {name: options.pop(name) for name in ("prompts", "prompts_name")}
     prompts = asked["prompts"]
     if options["data"] is None:
         if prompts is None:
             raise click.UsageError("Missing option '--data' (or '--prompts').")
-        if any(options[name] for name in ("format", "source_name", "rehash")) or reassign or shrink:
-            raise click.UsageError("--format, --source-name, --reassign, --rehash and --shrink are about --data")
+        if any(options[name] for name in ("format", "source_name", "rehash")) or reassign:
+            raise click.UsageError("--format, --source-name, --reassign and --rehash are about --data")
     if dry_run and prompts is not None:
         raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
     if dry_run and reassign is not None:
         raise click.UsageError("--dry-run covers the pictures' own buckets only; leave --reassign out")
-    flags = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
-    config = given.load(flags)
+    config = given.load()
     from stages import encode as stage
 
     if dry_run:
@@ -301,7 +287,6 @@ def encode(
 )
 @_configured
 @click.option("--name", metavar="NAME", help="Name of the snapshot. Default: only its id.")
-@click.option("--cache", "caches", multiple=True, metavar="DIR", help="Another cache to use; adds to bucket.caches.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
 @click.option(
     "--pack",
@@ -316,7 +301,6 @@ def encode(
 def bucket(
     given: _Given,
     name: str | None,
-    caches: tuple[str, ...],
     dry_run: bool,
     pack: bool,
     snapshot: str | None,
@@ -337,14 +321,11 @@ def bucket(
         raise click.UsageError("--snapshot is for --pack: training selects its snapshot by `train --snapshot`")
     if move and name is None and again is None and not pack:
         raise click.UsageError("--move is for --name")
-    if again is not None and (name or caches or dry_run or pack or as_json):
+    if again is not None and (name or dry_run or pack or as_json):
         raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = given.load()
-    if caches:
-        section = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
-        config = config.model_copy(update={"bucket": section})
     from stages import bucket as stage
 
     if again is not None:

@@ -331,7 +331,7 @@ class EncodeConfig(_Section):
     (`data.min_side`, ...) do not count; a source without usable items is always refused."""
     max_shrink: Share = 0.2
     """Refuse a scan that misses more than this share of the source's earlier pictures: the source is probably
-    unreachable or mistyped. `encode --shrink` sets it to 1."""
+    unreachable or mistyped. 1: accept it."""
     claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
