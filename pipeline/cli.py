@@ -717,8 +717,8 @@ def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool)
 def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None, as_json: bool) -> Any:
     """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.
 
-    ID is a sample id, an item (or 'source: item'), the digest of the picture's file, the key of the latent, or the
-    beginning of one that no other sample shares.
+    ID is a sample id, an item (or 'source: item'), the key of the latent, or the beginning of one that no other sample
+    shares.
     """
     config = given.load()
     from stages import view as stage
