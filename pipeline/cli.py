@@ -534,7 +534,7 @@ _weights = _grouped(
     "a whole pipeline with the adapter in its base.",
 )
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder; new or empty.")
-@click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
+@click.option("--overwrite", is_flag=True, help="Replace an export that is in the folder.")
 def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
     """Write a folder for diffusers' SanaPipeline.from_pretrained, or files with NVlabs' names."""
     config = given.load()

@@ -34,8 +34,7 @@ from pipeline.training.base_weights import whole_weights
 from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
-"""Marks a folder as an export: of which run (a later export of the same run may replace it), with the sha256 of every
-other file."""
+"""Marks a folder as an export, with the sha256 of every other file."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -84,8 +83,7 @@ def run(
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
         out: must not exist, or be empty.
         ema: export the EMA weights instead of the last weights.
-        overwrite: `out` may hold an export of the same weights of the same run after as many steps or fewer, which is
-            replaced.
+        overwrite: `out` may hold an export, which is replaced.
         dtype: of the transformer's files: fp32, bf16 or fp16.
         form: `diffusers` (a whole pipeline, or an adapter's file), `merged` (the whole pipeline of an adapter),
             `nvlabs` (the transformer) or `comfyui` (an adapter's file).
@@ -103,8 +101,8 @@ def run(
     config = config.at(folder)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
-    state = {"run": run_of(folder), "weights": name, **document.state.as_dict()}
-    _check_target(out, state, overwrite)
+    state = {"weights": name, **document.state.as_dict()}
+    _check_target(out, overwrite)
     check_same(config, document.config, folder)
     architecture, adapter = document.architecture, adapter_from(document.adapter)
     form = _form(form, architecture, adapter)
@@ -198,34 +196,16 @@ def _published(out: Path) -> Iterator[Path]:
 # ---------------------------------------------------------------------------------------------------- checks
 
 
-def run_of(checkpoint: Path) -> str:
-    """Identifies a run directory without its path."""
-    return hashlib.sha256(str(checkpoint.resolve().parents[1]).encode()).hexdigest()[:16]
-
-
-def _check_target(out: Path, state: dict[str, Any], overwrite: bool) -> None:
+def _check_target(out: Path, overwrite: bool) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    mark = out / MARK
-    exported = hub.read_json(mark).get("state") if mark.is_file() else None
-    if not isinstance(exported, dict):
-        raise UserError(
-            f"{out} exists and is not an export of sana-pipe",
-            expected="a folder that is new or empty",
-            fix="give another --out",
-        )
-    ours, theirs = ({k: v for k, v in of.items() if k not in ("step", "weights")} for of in (state, exported))
-    weights = exported.get("weights")
-    older = ours == theirs and weights == state["weights"] and exported["step"] <= state["step"]
-    if not (older and overwrite):
-        run = "this" if ours == theirs else "another"
-        what = f"of the {weights} after step {exported.get('step')} of {run} run"
-        raise UserError(
-            f"{out} holds an export {what}",
-            expected=f"a folder that is new or empty{', or --overwrite' if older else ''}",
-            found=f"the {state['weights']} after step {state['step']} are to be exported",
-            fix="--overwrite, or another --out" if older else "give another --out",
-        )
+    if not (out / MARK).is_file():
+        what, fix = f"{out} exists and is not an export of sana-pipe", "give another --out"
+    elif not overwrite:
+        what, fix = f"{out} holds an export", "--overwrite, or another --out"
+    else:
+        return
+    raise UserError(what, expected="a folder that is new or empty", fix=fix)
 
 
 def _check_dtype(config: Config, dtype: str) -> None:
