@@ -781,15 +781,14 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
     return click.echo(stage.markdown())
 
 
-@cli.command(examples=["sana-pipe demo", "sana-pipe demo --data /data/pictures --out demo2"])
+@cli.command(examples=["sana-pipe demo", "sana-pipe demo --quick --out demo2"])
 @click.option("--out", default="./demo", show_default=True, metavar="DIR", help="Folder of the demonstration.")
-@click.option("--data", metavar="DIR", help="Your pictures with captions, instead of scikit-image's.")
 @click.option("--quick", is_flag=True, help="A few steps only: shows that every stage runs, draws nothing good.")
-def demo(out: str, data: str | None, quick: bool) -> Any:
+def demo(out: str, quick: bool) -> Any:
     """Photographs to generated pictures with small models, on two cores, without downloads."""
     from stages import demo as stage
 
-    return stage.run(local_path(out), data=None if data is None else local_path(data), quick=quick)
+    return stage.run(local_path(out), quick=quick)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

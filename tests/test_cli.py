@@ -278,8 +278,8 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     assert export[0][0][1:] == ("c", Path("o"))
     assert end("sample", "--snapshot", "s", "--count", "2", "--out", "o") == 0
     assert sample[0][0][1:] == ("auto", "s", Path("o"), 2)
-    assert end("demo", "--out", "o", "--data", "d", "--quick") == 0
-    assert demo == [((Path("o"),), {"data": Path("d"), "quick": True})]
+    assert end("demo", "--out", "o", "--quick") == 0
+    assert demo == [((Path("o"),), {"quick": True})]
 
 
 def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls]) -> None:
