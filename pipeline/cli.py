@@ -235,7 +235,6 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option(
     "--prompts-name", metavar="NAME", default="prompts", show_default=True, help="Name of their set in the cache."
 )
-@click.option("--reassign", metavar="FILE", help="Also encode these pictures for other buckets (a list of `bucket`).")
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
 @click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
 @click.option("--task-count", type=click.IntRange(min=1), help="Workers that share the work.")
@@ -249,7 +248,7 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
-def encode(given: _Given, reassign: str | None, dry_run: bool, probe: bool, **options: Any) -> Any:
+def encode(given: _Given, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
     After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
@@ -262,31 +261,30 @@ def encode(given: _Given, reassign: str | None, dry_run: bool, probe: bool, **op
     if options["data"] is None:
         if prompts is None:
             raise click.UsageError("Missing option '--data' (or '--prompts').")
-        if any(options[name] for name in ("format", "source_name", "rehash")) or reassign:
-            raise click.UsageError("--format, --source-name, --reassign and --rehash are about --data")
+        if any(options[name] for name in ("format", "source_name", "rehash")):
+            raise click.UsageError("--format, --source-name and --rehash are about --data")
     if dry_run and prompts is not None:
         raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
-    if dry_run and reassign is not None:
-        raise click.UsageError("--dry-run covers the pictures' own buckets only; leave --reassign out")
     config = given.load()
     from stages import encode as stage
 
     if dry_run:
         return stage.dry_run(config, probe=probe, **options)
-    return stage.run(config, reassign=reassign, **(asked if prompts else {}), **options)
+    return stage.run(config, **(asked if prompts else {}), **options)
 
 
 @cli.command(
     examples=[
         "sana-pipe bucket --dry-run",
         "sana-pipe bucket --name round2 --set bucket.batch=128 --set bucket.remainder=drop",
-        "sana-pipe bucket --set 'bucket.filter=min(width, height) >= 768' --set bucket.heldout=0.01",
+        "sana-pipe bucket --filter 'least(width, height) >= 768' --set bucket.heldout=0.01",
         "sana-pipe bucket --pack --snapshot round2   # joint shards for training from an object store",
         "sana-pipe bucket --again round2   # write damaged lists of a snapshot again, as it was made",
     ]
 )
 @_configured
 @click.option("--name", metavar="NAME", help="Name of the snapshot. Default: only its id.")
+@click.option("--filter", "condition", metavar="SQL", help="Use only samples that satisfy this; sets bucket.filter.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
 @click.option(
     "--pack",
@@ -301,6 +299,7 @@ def encode(given: _Given, reassign: str | None, dry_run: bool, probe: bool, **op
 def bucket(
     given: _Given,
     name: str | None,
+    condition: str | None,
     dry_run: bool,
     pack: bool,
     snapshot: str | None,
@@ -321,11 +320,13 @@ def bucket(
         raise click.UsageError("--snapshot is for --pack: training selects its snapshot by `train --snapshot`")
     if move and name is None and again is None and not pack:
         raise click.UsageError("--move is for --name")
-    if again is not None and (name or dry_run or pack or as_json):
+    if again is not None and (name or condition or dry_run or pack or as_json):
         raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = given.load()
+    if condition is not None:
+        config = config.model_copy(update={"bucket": config.bucket.model_copy(update={"filter": condition})})
     from stages import bucket as stage
 
     if again is not None:
