@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
@@ -93,6 +93,16 @@ class _Section(BaseModel):
     def from_word(cls, word: str) -> Any:
         """What a word in place of the section stands for (`storage: int8`); most sections have no such form."""
         return word
+
+    @model_validator(mode="after")
+    def _check_conflicts(self) -> Self:
+        if (conflict := next(self._conflicts(), None)) is not None:
+            raise ValueError(conflict)
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """Values that do not go together, each with what to set."""
+        yield from ()
 
 
 class Weights(_Section):
@@ -357,11 +367,9 @@ class SourceConfig(_Section):
     (`10_sks dog`: ten times an epoch; not in the held-out part). null: if all pictures of the source lie in such
     folders; `bucket` says so."""
 
-    @model_validator(mode="after")
-    def _check_decimals(self) -> SourceConfig:
+    def _conflicts(self) -> Iterator[str]:
         if round(self.weight, 3) != self.weight:
-            raise ValueError("weight must have at most three decimals")
-        return self
+            yield "weight must have at most three decimals"
 
 
 class BucketConfig(_Section):
@@ -447,16 +455,14 @@ class ArchConfig(_Section):
     sample_size: Positive | None = None
     """Side of the latent at the base resolution, in latent pixels; null: that of `data.resolution`."""
 
-    @model_validator(mode="after")
-    def _check_widths(self) -> ArchConfig:
+    def _conflicts(self) -> Iterator[str]:
         self_width = self.num_attention_heads * self.attention_head_dim
         cross_width = self.num_cross_attention_heads * self.cross_attention_head_dim
         if self_width != cross_width:
-            raise ValueError(
+            yield (
                 f"num_attention_heads*attention_head_dim = {self_width} must equal "
                 f"num_cross_attention_heads*cross_attention_head_dim = {cross_width}"
             )
-        return self
 
 
 class ModelConfig(_Section):
@@ -468,14 +474,12 @@ class ModelConfig(_Section):
     arch: ArchConfig | None = None
     """Shape of a new model."""
 
-    @model_validator(mode="after")
-    def _check_either(self) -> ModelConfig:
+    def _conflicts(self) -> Iterator[str]:
         if (self.weights is None) == (self.arch is None):
-            raise ValueError(
+            yield (
                 "give either model.weights (fine-tuning; --set model.arch=null) or model.arch (from scratch; --set "
                 "model.weights=null), not both, not none"
             )
-        return self
 
 
 class FlowConfig(_Section):
@@ -534,22 +538,16 @@ class OptimConfig(_Section):
             eps = 1e-8
         return {**data, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps}
 
-    @model_validator(mode="after")
-    def _check_name(self) -> OptimConfig:
+    def _conflicts(self) -> Iterator[str]:
         expected = 3 if self.name == "came" else 2
         if len(self.betas) != expected:
-            raise ValueError(f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults")
+            yield f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults"
         if self.name == "came" and self.eps is not None:
-            raise ValueError("eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null")
-        return self
-
-    @model_validator(mode="after")
-    def _check_schedule(self) -> OptimConfig:
+            yield "eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null"
         if self.decay_steps is not None and self.schedule != "wsd":
-            raise ValueError(f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null")
+            yield f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null"
         if self.final_lr and self.schedule == "constant":
-            raise ValueError("final_lr needs a schedule that falls: linear, cosine or wsd")
-        return self
+            yield "final_lr needs a schedule that falls: linear, cosine or wsd"
 
 
 class EmaConfig(_Section):
@@ -643,37 +641,25 @@ class ParallelConfig(_Section):
     def from_word(cls, word: str) -> Any:
         return {"sizes": word} if word == "auto" else word
 
-    @model_validator(mode="after")
-    def _check_sizes(self) -> ParallelConfig:
+    def _conflicts(self) -> Iterator[str]:
         given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1, "offload": "none"}
         if self.sizes == "auto" and (others := [name for name, usual in given.items() if getattr(self, name) != usual]):
-            raise ValueError(f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given")
+            yield f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given"
         for name in ("dp_replicate", "dp_shard"):
             if getattr(self, name) == 0:
-                raise ValueError(f"{name} must be -1 (what remains) or a positive number")
+                yield f"{name} must be -1 (what remains) or a positive number"
         if self.dp_replicate == self.dp_shard == -1:
-            raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
-        return self
-
-    @model_validator(mode="after")
-    def _check_reductions(self) -> ParallelConfig:
+            yield "only one of dp_replicate and dp_shard can be -1 (what remains)"
         if self.reduce_each_microbatch and self.pp_size > 1:
-            raise ValueError("reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step")
-        return self
-
-    @model_validator(mode="after")
-    def _check_stages(self) -> ParallelConfig:
+            yield "reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step"
         stages, one_stage = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
-        if stages is None:
-            return self
-        if one_stage and stages > 1:
-            raise ValueError(
+        if one_stage and stages is not None and stages > 1:
+            yield (
                 f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {stages}: "
                 "interleaved_1f1b takes several"
             )
         if not one_stage and stages == 1:
-            raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
-        return self
+            yield f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1"
 
     def reshards(self, shards: int) -> bool:
         """`reshard_after_forward`, null resolved. `shards`: processes that share the parameters of a replica."""
@@ -871,14 +857,7 @@ class TrainConfig(_Section):
             raise ValueError("'train.steps' is null, and so is 'train.epochs': give one of them")
         return data
 
-    @model_validator(mode="after")
-    def _check_together(self) -> TrainConfig:
-        if (conflict := next(self._conflicts(), None)) is not None:
-            raise ValueError(conflict)
-        return self
-
     def _conflicts(self) -> Iterator[str]:
-        """Options that do not go together, each with what to set."""
         if self.activation_compression != "none" and self.activation_checkpointing == "selective":
             yield (
                 f"activation_compression: {self.activation_compression} does not go with activation_checkpointing: "
@@ -1083,28 +1062,22 @@ class Config(_Section):
         inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
         return self.of_phase(inside[0]) if inside else self
 
-    @model_validator(mode="after")
-    def _check_precision(self) -> Config:
+    def _conflicts(self) -> Iterator[str]:
         weights, precision = self.model.weights, self.train.precision
         if weights is not None and not weights.bears(precision):
             working = weights.runs_in or []
-            raise ValueError(
+            yield (
                 f"train.precision: {precision} breaks these weights, which run in {' and '.join(working)} "
                 "(model.weights.runs_in): weights trained in fp16 fail in bf16 (NVlabs/Sana #47, #109), weights "
                 f"trained in bf16 overflow in fp16 (#65); set train.precision={working[0]}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_phases(self) -> Config:
         names = [phase.name.lower() for phase in self.phases]
         for name in names:
             if names.count(name) > 1 or name in _NO_PHASE:
                 why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
-                raise ValueError(f"phases: the name {name!r} {why}")
+                yield f"phases: the name {name!r} {why}"
         for phase in self.phases:
-            self.of_phase(phase.name)
-        return self
+            self.of_phase(phase.name)  # checks its options
 
 
 _CACHE = ("cache", "mirror", "patience_s")
