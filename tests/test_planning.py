@@ -23,7 +23,7 @@ from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import auto, extent, predict, search
-from pipeline.planning.cost import CONSTANTS, Time
+from pipeline.planning.cost import LINK, Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.trace import Shape, Traced, block_numbers, trace
 from stages import plan
@@ -610,5 +610,5 @@ def test_replicas_on_several_nodes_sum_over_the_network() -> None:
         return sum(s for name, s in Time.of(prediction, data).traffic.items() if name == "allreduce")
 
     gradients = 4 * sum(p.numel() for p in SanaTransformer.on_meta(NARROW).parameters())
-    assert seconds(8, 8) == pytest.approx(2 * 7 / 8 * gradients / 8 / (50e9 / 8 * CONSTANTS.link), rel=0.02)
+    assert seconds(8, 8) == pytest.approx(2 * 7 / 8 * gradients / 8 / (50e9 / 8 * LINK), rel=0.02)
     assert seconds(1, 1) < seconds(8, 8) / 1000
