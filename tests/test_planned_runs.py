@@ -378,14 +378,6 @@ def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
         load("tiny", ["train.parallel=auto", "train.parallel.tp_size=2", "train.parallel.offload=all"])
 
 
-@pytest.mark.parametrize("deep", [True, False])
-def test_the_limits_of_all_control_groups_above_count(tmp_path: Path, deep: bool) -> None:
-    (tmp_path / "cgroup").write_text("0::/slurm/job_7/step_0\n" if deep else "12:memory:/x\n")
-    named = [path.relative_to(tmp_path).as_posix() for path in gpus.limit_files(tmp_path / "cgroup", tmp_path)]
-    below = ["slurm/job_7/step_0/memory.max", "slurm/job_7/memory.max", "slurm/memory.max"] if deep else []
-    assert set(named) == {*below, "memory.max", "memory/memory.limit_in_bytes"}
-
-
 @pytest.mark.slow
 def test_auto_leaves_a_tenth_free() -> None:
     narrow = replace(NARROW, num_layers=4)
