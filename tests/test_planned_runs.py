@@ -186,39 +186,6 @@ def test_devices_are_cards_by_name_and_memory() -> None:
     assert gpus.of_name("Tesla V100-SXM2-32GB", 1 << 35) is None
 
 
-# ------------------------------------------------------------------------------------------------------------- encode
-
-
-@pytest.mark.slow
-def test_plan_of_encoding_says_what_the_dry_run_says(
-    photos: Path, tiny_repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = [f"cache={tmp_path / 'none'}", f"vae.id={tiny_repo}", f"text.id={tiny_repo}"]
-    sets = ["--config", "tiny", *(part for path in paths for part in ("--set", path))]
-    code, out, error = plan([*sets, "--encode", "--data", str(photos), "--gpus", "2", "--json"], capsys)
-    assert code == 0, error
-    report, dry = json.loads(out), {}
-    for storage in ("bf16", "bf16-zstd", "int8"):
-        config = load("tiny", [*paths, f"encode.storage={storage}"])
-        stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
-        dry[storage] = json.loads(capsys.readouterr().out)
-        assert {kind: report["bytes"][storage][kind] for kind in ("latents", "text", "index", "total")} == dry[storage][
-            "bytes"
-        ]
-    assert report["new"] == dry["bf16"]["new"]
-    hours = report["hours"]
-    assert hours["latents_hours"] > 0
-    assert hours["text_exact_hours"] > hours["text_hours"] > 0, "the instruction is encoded with every caption"
-    assert not (tmp_path / "none").exists()
-    code, out, _ = plan([*sets, "--encode", "--data", str(photos), "--no-probe"], capsys)
-    assert code == 0 and "not probed" in out and "int8" in out
-
-
-@pytest.mark.parametrize("words", [["--encode"], ["--data", "x"], ["--encode", "--data", "x", "--gpu", "a40"]])
-def test_plan_of_encoding_takes_its_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(words, capsys)[0] == 2
-
-
 # --------------------------------------------------------------------------------------------------------------- auto
 
 AUTO = ("train.parallel=auto", "train.microbatch=auto", "train.activation_checkpointing=auto")
