@@ -32,8 +32,9 @@ from pipeline.encoding import estimate
 from pipeline.gpus import card
 from pipeline.loader.loader import LoaderSettings
 from pipeline.parallel.mesh import Layout
-from pipeline.planning.cost import Constants, Time
+from pipeline.planning.cost import LINK, REACHED, Time
 from pipeline.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
+from pipeline.planning.recorder import MATMUL
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"
@@ -148,7 +149,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
 
 def _speed(config: Config) -> estimate.Speed:
     """Of the encoders on one GPU, from operations and the card's peak."""
-    chosen, reached = card(CARD), Constants().matmul
+    chosen, reached = card(CARD), REACHED[MATMUL]
     peak = chosen.fp32_tflops if config.vae.dtype == "fp32" else chosen.bf16_tflops
     image_s = VAE_FLOPS / (peak * 1e12 * reached)
     token_s = TEXT_FLOPS / (chosen.bf16_tflops * 1e12 * reached)
@@ -218,7 +219,7 @@ def training(gpus: int, layout: Layout) -> Training:
     return Training(
         prediction,
         time,
-        between_s * NETWORK_GBS * 1e9 * time.constants.link,
+        between_s * NETWORK_GBS * 1e9 * LINK,
         checkpoint,
         copy,
         copy / (LINK_GBS * 1e9),

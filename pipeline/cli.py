@@ -139,19 +139,14 @@ class _Given:
     path: str | None
     overrides: tuple[str, ...]
 
-    def load(self, *mode: str, more: Sequence[str] = ()) -> Config:
-        """The configuration.
-
-        Args:
-            mode: the options that decide what the command does, as in `pipeline.config.READS`.
-            more: further `a.b=c`.
-        """
+    def load(self) -> Config:
+        """The configuration."""
         from pipeline.config import load
         from pipeline.launch import prefer_expandable_segments
 
         prefer_expandable_segments()  # before a stage imports torch
-        words = click.get_current_context().command_path.split()[1:]
-        return load(self.path, [*self.overrides, *more], " ".join([*words, *mode]))
+        _, command = click.get_current_context().command_path.split(maxsplit=1)
+        return load(self.path, self.overrides, command)
 
 
 def _grouped(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -241,12 +236,6 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
     "--prompts-name", metavar="NAME", default="prompts", show_default=True, help="Name of their set in the cache."
 )
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
-@click.option("--shrink", is_flag=True, help="Accept that more than encode.max_shrink of the pictures are gone.")
-@click.option(
-    "--text-mode",
-    type=click.Choice(["auto", "exact"]),
-    help="text.mode: `auto` runs the instruction once for all captions and checks itself, `exact` is the reference.",
-)
 @click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
 @click.option("--task-count", type=click.IntRange(min=1), help="Workers that share the work.")
 @click.option(
@@ -259,7 +248,7 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
-def encode(given: _Given, shrink: bool, text_mode: str | None, dry_run: bool, probe: bool, **options: Any) -> Any:
+def encode(given: _Given, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
     After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
@@ -267,22 +256,16 @@ def encode(given: _Given, shrink: bool, text_mode: str | None, dry_run: bool, pr
 
     Encoding waits for disk space for encode.low_disk_wait_s; --dry-run ends with 6 if there is too little.
     """
-    index, count = options["task_index"], options["task_count"]
-    if (index is None) != (count is None):
-        raise click.UsageError("--task-index and --task-count belong together")
-    if index is not None and index >= count:
-        raise click.UsageError(f"--task-index {index} must be below --task-count {count}")
     asked = {name: options.pop(name) for name in ("prompts", "prompts_name")}
     prompts = asked["prompts"]
     if options["data"] is None:
         if prompts is None:
             raise click.UsageError("Missing option '--data' (or '--prompts').")
-        if any(options[name] for name in ("format", "source_name", "rehash")) or shrink:
-            raise click.UsageError("--format, --source-name, --rehash and --shrink are about --data")
+        if any(options[name] for name in ("format", "source_name", "rehash")):
+            raise click.UsageError("--format, --source-name and --rehash are about --data")
     if dry_run and prompts is not None:
         raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
-    flags = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
-    config = given.load(*(["--engine ray"] if options["engine"] == "ray" else []), more=flags)
+    config = given.load()
     from stages import encode as stage
 
     if dry_run:
@@ -301,7 +284,6 @@ def encode(given: _Given, shrink: bool, text_mode: str | None, dry_run: bool, pr
 )
 @_configured
 @click.option("--name", metavar="NAME", help="Name of the snapshot. Default: only its id.")
-@click.option("--cache", "caches", multiple=True, metavar="DIR", help="Another cache to use; adds to bucket.caches.")
 @click.option("--filter", "condition", metavar="SQL", help="Use only samples that satisfy this; sets bucket.filter.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
 @click.option(
@@ -317,7 +299,6 @@ def encode(given: _Given, shrink: bool, text_mode: str | None, dry_run: bool, pr
 def bucket(
     given: _Given,
     name: str | None,
-    caches: tuple[str, ...],
     condition: str | None,
     dry_run: bool,
     pack: bool,
@@ -339,13 +320,13 @@ def bucket(
         raise click.UsageError("--snapshot is for --pack: training selects its snapshot by `train --snapshot`")
     if move and name is None and again is None and not pack:
         raise click.UsageError("--move is for --name")
-    if again is not None and (name or caches or condition or dry_run or pack or as_json):
+    if again is not None and (name or condition or dry_run or pack or as_json):
         raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
-    config = given.load(*(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
-    asked = {"caches": [*config.bucket.caches, *caches]} | ({} if condition is None else {"filter": condition})
-    config = config.model_copy(update={"bucket": config.bucket.model_copy(update=asked)})
+    config = given.load()
+    if condition is not None:
+        config = config.model_copy(update={"bucket": config.bucket.model_copy(update={"filter": condition})})
     from stages import bucket as stage
 
     if again is not None:
@@ -473,9 +454,8 @@ def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | 
         "sana-pipe plan --gpu h100 --gpus 8 --price 2.5",
         "sana-pipe plan --gpus 4 --gpu-memory 24GiB --set train.optim.name=came --set train.optim.eps=null"
         " --set train.optim.betas=null",
-        "sana-pipe plan --gpus 4 --gpu 3090 --search --write fitted.yaml",
+        "sana-pipe plan --gpus 4 --gpu 3090 --search",
         "sana-pipe plan --snapshot round2 --gpu a40 --json",
-        "sana-pipe plan --encode --data /data/pictures --gpus 8 --price 2.5",
     ]
 )
 @_configured
@@ -489,34 +469,15 @@ def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | 
 )
 @click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
-@click.option("--write", metavar="FILE", help="With --search: write the configuration of the fastest.")
-@click.option("--encode", "encoding", is_flag=True, help="Plan the encoding of --data: bytes by storage, hours, cost.")
-@click.option("--data", metavar="PATH|URL", help="With --encode: the source.")
-@click.option("--probe/--no-probe", default=True, help="Whether --encode times the encoders (about two minutes).")
 @_json
-def plan(given: _Given, encoding: bool, data: str | None, probe: bool, **options: Any) -> Any:
+def plan(given: _Given, **options: Any) -> Any:
     """Predict memory, speed and cost of a training before it starts; needs no GPU.
 
     The training step is traced without memory on this machine's CPU, for the worst bucket. Exit code 1 if it does not
     fit.
     """
-    if encoding != (data is not None):
-        raise click.UsageError("--encode and --data go together: sana-pipe plan --encode --data DIR")
-    if data is not None:
-        others = ("gpu", "gpu_memory", "snapshot", "phase", "search", "write")
-        if any(options[name] for name in (*others, "nodes")):
-            raise click.UsageError("--encode goes with --gpus, --price, --no-probe and --json only")
-        config = given.load("--encode")
-        from stages import plan as stage
-
-        chosen = {name: options[name] for name in ("gpus", "price", "as_json")}
-        return stage.encode(config, data, probe=probe, **chosen)
-    if options["write"] is not None and not options["search"]:
-        raise click.UsageError("--write is for --search")
     if options["search"] and options["price"] is not None:
-        raise click.UsageError("--price is for one configuration, such as the FILE of --search --write FILE")
-    if not probe:
-        raise click.UsageError("--no-probe is for --encode")
+        raise click.UsageError("--price is for one configuration, such as the one that --search prints first")
     config = given.load()
     from stages import plan as stage
 
@@ -574,7 +535,7 @@ _weights = _grouped(
     "a whole pipeline with the adapter in its base.",
 )
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder; new or empty.")
-@click.option("--overwrite", is_flag=True, help="Replace an export of the same run after as many steps or fewer.")
+@click.option("--overwrite", is_flag=True, help="Replace an export that is in the folder.")
 def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
     """Write a folder for diffusers' SanaPipeline.from_pretrained, or files with NVlabs' names."""
     config = given.load()
@@ -639,13 +600,13 @@ def sample(
         _only_with(context, "--watch", "once")
         from stages import sample as stage
 
-        return stage.watch(given.load("--watch"), local_path(watch), once=once)
+        return stage.watch(given.load(), local_path(watch), once=once)
     if once:
         raise click.UsageError("--once is for --watch")
     if prompts:
         if snapshot is not None or count is not None:
             raise click.UsageError("--prompt does not go with --snapshot and --count, which are about captions")
-        config = given.load("--prompt")
+        config = given.load()
         from stages import sample as stage
 
         size = {"height": height, "width": width}
@@ -761,8 +722,8 @@ def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool)
 def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None, as_json: bool) -> Any:
     """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.
 
-    ID is a sample id, an item (or 'source: item'), the digest of the picture's file, the key of the latent, or the
-    beginning of one that no other sample shares.
+    ID is a sample id, an item (or 'source: item'), the key of the latent, or the beginning of one that no other sample
+    shares.
     """
     config = given.load()
     from stages import view as stage
@@ -779,7 +740,7 @@ def verify(given: _Given, repair: bool, data: tuple[str, ...], as_json: bool) ->
     """Read the whole cache and name the damaged records and documents."""
     if data and not repair:
         raise click.UsageError("--data is for --repair")
-    config = given.load(*(["--repair"] * repair))
+    config = given.load()
     from stages import verify as stage
 
     return stage.run(config, repair=repair, data=data, as_json=as_json)
@@ -825,15 +786,14 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
     return click.echo(stage.markdown())
 
 
-@cli.command(examples=["sana-pipe demo", "sana-pipe demo --data /data/pictures --out demo2"])
+@cli.command(examples=["sana-pipe demo", "sana-pipe demo --quick --out demo2"])
 @click.option("--out", default="./demo", show_default=True, metavar="DIR", help="Folder of the demonstration.")
-@click.option("--data", metavar="DIR", help="Your pictures with captions, instead of scikit-image's.")
 @click.option("--quick", is_flag=True, help="A few steps only: shows that every stage runs, draws nothing good.")
-def demo(out: str, data: str | None, quick: bool) -> Any:
+def demo(out: str, quick: bool) -> Any:
     """Photographs to generated pictures with small models, on two cores, without downloads."""
     from stages import demo as stage
 
-    return stage.run(local_path(out), data=None if data is None else local_path(data), quick=quick)
+    return stage.run(local_path(out), quick=quick)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
@@ -94,6 +93,16 @@ class _Section(BaseModel):
     def from_word(cls, word: str) -> Any:
         """What a word in place of the section stands for (`storage: int8`); most sections have no such form."""
         return word
+
+    @model_validator(mode="after")
+    def _check_conflicts(self) -> Self:
+        if (conflict := next(self._conflicts(), None)) is not None:
+            raise ValueError(conflict)
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """Values that do not go together, each with what to set."""
+        yield from ()
 
 
 class Weights(_Section):
@@ -332,7 +341,7 @@ class EncodeConfig(_Section):
     (`data.min_side`, ...) do not count; a source without usable items is always refused."""
     max_shrink: Share = 0.2
     """Refuse a scan that misses more than this share of the source's earlier pictures: the source is probably
-    unreachable or mistyped. `encode --shrink` sets it to 1."""
+    unreachable or mistyped. 1: accept it."""
     claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
@@ -360,11 +369,9 @@ class SourceConfig(_Section):
     (`10_sks dog`: ten times an epoch; not in the held-out part). null: if all pictures of the source lie in such
     folders; `bucket` says so."""
 
-    @model_validator(mode="after")
-    def _check_decimals(self) -> SourceConfig:
+    def _conflicts(self) -> Iterator[str]:
         if round(self.weight, 3) != self.weight:
-            raise ValueError("weight must have at most three decimals")
-        return self
+            yield "weight must have at most three decimals"
 
 
 class BucketConfig(_Section):
@@ -458,16 +465,14 @@ class ArchConfig(_Section):
     sample_size: Positive | None = None
     """Side of the latent at the base resolution, in latent pixels; null: that of `data.resolution`."""
 
-    @model_validator(mode="after")
-    def _check_widths(self) -> ArchConfig:
+    def _conflicts(self) -> Iterator[str]:
         self_width = self.num_attention_heads * self.attention_head_dim
         cross_width = self.num_cross_attention_heads * self.cross_attention_head_dim
         if self_width != cross_width:
-            raise ValueError(
+            yield (
                 f"num_attention_heads*attention_head_dim = {self_width} must equal "
                 f"num_cross_attention_heads*cross_attention_head_dim = {cross_width}"
             )
-        return self
 
 
 class ModelConfig(_Section):
@@ -479,14 +484,12 @@ class ModelConfig(_Section):
     arch: ArchConfig | None = None
     """Shape of a new model."""
 
-    @model_validator(mode="after")
-    def _check_either(self) -> ModelConfig:
+    def _conflicts(self) -> Iterator[str]:
         if (self.weights is None) == (self.arch is None):
-            raise ValueError(
+            yield (
                 "give either model.weights (fine-tuning; --set model.arch=null) or model.arch (from scratch; --set "
                 "model.weights=null), not both, not none"
             )
-        return self
 
 
 class FlowConfig(_Section):
@@ -545,22 +548,16 @@ class OptimConfig(_Section):
             eps = 1e-8
         return {**data, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps}
 
-    @model_validator(mode="after")
-    def _check_name(self) -> OptimConfig:
+    def _conflicts(self) -> Iterator[str]:
         expected = 3 if self.name == "came" else 2
         if len(self.betas) != expected:
-            raise ValueError(f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults")
+            yield f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults"
         if self.name == "came" and self.eps is not None:
-            raise ValueError("eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null")
-        return self
-
-    @model_validator(mode="after")
-    def _check_schedule(self) -> OptimConfig:
+            yield "eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null"
         if self.decay_steps is not None and self.schedule != "wsd":
-            raise ValueError(f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null")
+            yield f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null"
         if self.final_lr and self.schedule == "constant":
-            raise ValueError("final_lr needs a schedule that falls: linear, cosine or wsd")
-        return self
+            yield "final_lr needs a schedule that falls: linear, cosine or wsd"
 
 
 class EmaConfig(_Section):
@@ -654,37 +651,25 @@ class ParallelConfig(_Section):
     def from_word(cls, word: str) -> Any:
         return {"sizes": word} if word == "auto" else word
 
-    @model_validator(mode="after")
-    def _check_sizes(self) -> ParallelConfig:
+    def _conflicts(self) -> Iterator[str]:
         given = {"dp_replicate": 1, "dp_shard": -1, "tp_size": 1, "pp_size": 1, "offload": "none"}
         if self.sizes == "auto" and (others := [name for name, usual in given.items() if getattr(self, name) != usual]):
-            raise ValueError(f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given")
+            yield f"sizes: auto chooses {', '.join(others)}, too: leave them out, or write sizes: given"
         for name in ("dp_replicate", "dp_shard"):
             if getattr(self, name) == 0:
-                raise ValueError(f"{name} must be -1 (what remains) or a positive number")
+                yield f"{name} must be -1 (what remains) or a positive number"
         if self.dp_replicate == self.dp_shard == -1:
-            raise ValueError("only one of dp_replicate and dp_shard can be -1 (what remains)")
-        return self
-
-    @model_validator(mode="after")
-    def _check_reductions(self) -> ParallelConfig:
+            yield "only one of dp_replicate and dp_shard can be -1 (what remains)"
         if self.reduce_each_microbatch and self.pp_size > 1:
-            raise ValueError("reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step")
-        return self
-
-    @model_validator(mode="after")
-    def _check_stages(self) -> ParallelConfig:
+            yield "reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step"
         stages, one_stage = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
-        if stages is None:
-            return self
-        if one_stage and stages > 1:
-            raise ValueError(
+        if one_stage and stages is not None and stages > 1:
+            yield (
                 f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {stages}: "
                 "interleaved_1f1b takes several"
             )
         if not one_stage and stages == 1:
-            raise ValueError(f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1")
-        return self
+            yield f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1"
 
     def reshards(self, shards: int) -> bool:
         """`reshard_after_forward`, null resolved. `shards`: processes that share the parameters of a replica."""
@@ -882,14 +867,7 @@ class TrainConfig(_Section):
             raise ValueError("'train.steps' is null, and so is 'train.epochs': give one of them")
         return data
 
-    @model_validator(mode="after")
-    def _check_together(self) -> TrainConfig:
-        if (conflict := next(self._conflicts(), None)) is not None:
-            raise ValueError(conflict)
-        return self
-
     def _conflicts(self) -> Iterator[str]:
-        """Options that do not go together, each with what to set."""
         if self.activation_compression != "none" and self.activation_checkpointing == "selective":
             yield (
                 f"activation_compression: {self.activation_compression} does not go with activation_checkpointing: "
@@ -1096,101 +1074,46 @@ class Config(_Section):
         inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
         return self.of_phase(inside[0]) if inside else self
 
-    @model_validator(mode="after")
-    def _check_precision(self) -> Config:
+    def _conflicts(self) -> Iterator[str]:
         weights, precision = self.model.weights, self.train.precision
         if weights is not None and not weights.bears(precision):
             working = weights.runs_in or []
-            raise ValueError(
+            yield (
                 f"train.precision: {precision} breaks these weights, which run in {' and '.join(working)} "
                 "(model.weights.runs_in): weights trained in fp16 fail in bf16 (NVlabs/Sana #47, #109), weights "
                 f"trained in bf16 overflow in fp16 (#65); set train.precision={working[0]}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_phases(self) -> Config:
         names = [phase.name.lower() for phase in self.phases]
         for name in names:
             if names.count(name) > 1 or name in _NO_PHASE:
                 why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
-                raise ValueError(f"phases: the name {name!r} {why}")
+                yield f"phases: the name {name!r} {why}"
         for phase in self.phases:
-            self.of_phase(phase.name)
-        return self
-
-
-def _options(section: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names.split())
+            self.of_phase(phase.name)  # checks its options
 
 
 _CACHE = ("cache", "mirror", "patience_s")
-_SOURCE = _options(
-    "data",
-    "caption caption_prefix caption_suffix caption_field caption_weights caption_scores score_threshold score_power "
-    "image_field image_root link_timeout_s allow_links max_pixels max_picture_mib",
-)
-_ENCODE = (
-    *(*_CACHE, "vae", "text", "data", "metrics"),
-    *(f"encode.{name}" for name in EncodeConfig.model_fields if name != "ray"),
-)
-_JOIN = (
-    *(*_CACHE, *(f"bucket.{name}" for name in BucketConfig.model_fields if not name.startswith("pack_"))),
-    *_options("data", "resolution buckets background min_side max_upscale max_crop_loss"),
-    *_options("vae", "id revision dtype tf32 channels_last scaling_factor"),
-    *_options("text", "id revision dtype recipe instruction max_length"),
-    "encode.storage",
-)
-_PACK = (*_CACHE, "bucket.pack_mib", "bucket.pack_window", "encode.grace_s", "encode.claim_timeout_s")
-_BASE = (*_options("model.weights", "id subfolder revision variant runs_in"), "model.arch", "train.seed")
-_EXPORT = (
-    *("phases", "train.output", "train.flow.shift", "sample.steps", "sample.guidance"),
-    *_options("data", "resolution buckets"),
-    *_options("vae", "id subfolder revision variant scaling_factor"),
-    *_options("text", "id subfolder revision variant tokenizer_subfolder recipe instruction max_length"),
-    *_BASE,
-)
-_DRAW = (
-    *_CACHE,
-    *_BASE,
-    "sample",
-    "vae",
-    "phases",
-    *_options("train", "output device precision tf32 microbatch flow.shift recipe residual"),
+_BUCKETS = (
+    *("data.resolution", "data.buckets", "data.background"),
+    *("data.min_side", "data.max_upscale", "data.max_crop_loss"),
 )
 READS: dict[str, tuple[str, ...]] = {
-    "encode": _ENCODE,
-    "encode --engine ray": (*_ENCODE, "encode.ray"),
-    "bucket": _JOIN,
-    "bucket --pack": (*_JOIN, *_PACK),
-    "bucket --pack --snapshot": _PACK,
-    "check": (
-        *("vae", "text", "model", "data.resolution", "data.buckets"),
-        *(f"train.{name}" for name in ("precision", "adapter", "only")),
-    ),
-    "train": (
-        *(*_CACHE, "model", "train", "metrics", "data.resolution", "phases"),
-        *_options("sample", "steps guidance seed"),
-    ),
-    "plan": (
-        *(*_CACHE, "model", "train", "phases", "data.resolution", "data.buckets", "text.max_length"),
-        *(f"bucket.{name}" for name in ("batch", "tokens", "batches", "batch_multiple", "resolutions")),
-    ),
-    "plan --encode": _ENCODE,
-    "export": _EXPORT,
-    "sample": (*_DRAW, *_SOURCE, "data.background", "encode.device"),
-    "sample --watch": ("vae", "encode.device"),
-    "sample --prompt": (*_DRAW, "text", "encode", "data.resolution"),
-    "decode": ("vae", "encode.device"),
-    "inspect": (*_CACHE, "train.output"),
-    "status": (*_CACHE, "train.output"),
-    "report": (*_CACHE, *_SOURCE, "train.output", "data.background", "vae", "encode.device"),
-    "view": (*_CACHE, *_SOURCE, "data.background"),
-    "verify --repair": (*_CACHE, *_SOURCE, "vae", "text", "encode.device", "encode.workers", "bucket.caches"),
+    "encode": (*_CACHE, "vae", "text", "data", "encode", "metrics"),
+    "bucket": (*_CACHE, "vae", "text", "bucket", *_BUCKETS, "encode"),
+    "check": ("vae", "text", "model", "data", "train"),
+    "train": (*_CACHE, "model", "train", "metrics", "data.resolution", "phases", "sample"),
+    "plan": (*_CACHE, "text", "model", "train", "phases", "data", "bucket"),
+    "export": ("vae", "text", "model", "data", "train", "phases", "sample"),
+    "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "phases", "sample"),
+    "decode": ("vae", "encode"),
+    "inspect": (*_CACHE, "train"),
+    "status": (*_CACHE, "train"),
+    "report": (*_CACHE, "vae", "data", "encode", "train"),
+    "view": (*_CACHE, "data"),
+    "verify": (*_CACHE, "vae", "text", "data", "encode", "bucket"),
 }
-"""The options that a command reads, by the words that choose what it does; a section stands for all of its options.
-Commands that are not listed read `_CACHE` only. A file serves every command, so it may hold any option; `--set` takes
-the options that the command reads."""
+"""The sections and options that a command reads. Commands that are not listed read `_CACHE` only. A file serves every
+command, so it may hold any option; `--set` takes what the command reads."""
 
 
 def reads(command: str, option: str) -> bool:
@@ -1202,7 +1125,7 @@ def _check_read(command: str, option: str, value: Any) -> None:
     for name, _ in flat({option: value}):
         if reads(command, name):
             continue
-        others = [other for other in READS if reads(other, name) and not other.startswith("decode")]
+        others = [other for other in READS if reads(other, name) and other != "decode"]
         raise ConfigError(
             f"--set {name}: sana-pipe {command} does not read this option",
             expected="one of " + ", ".join(READS.get(command, _CACHE)),
@@ -1351,64 +1274,20 @@ NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
-MAX_VALUES = 100_000
-"""Limit on the values of a file, aliases and merge keys written out: a few lines can mean billions."""
-MERGE = "tag:yaml.org,2002:merge"
-
-
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses a key given twice. Scalars are those of YAML 1.2: 0100 is a hundred, 1e-4 a number; 1:30,
     2026-01-01 and `no` are text."""
 
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            self._check(node, {})
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        words = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        keys: set[str] = set()
+        for word in words:
+            if word.value in keys:
+                what, fix = f"key {word.value!r} is given twice", "keep one of the two lines"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=word.start_mark, note=fix)
+            keys.add(word.value)
         return node
-
-    def _check(self, node: yaml.Node, sizes: dict[int, int]) -> int:
-        """The values in a node, aliases and merge keys written out.
-
-        It runs before anything is constructed: the construction writes merged keys into the nodes.
-
-        Args:
-            sizes: of the nodes that were checked, by `id`; 0 while a node is being checked.
-        """
-        if isinstance(node, yaml.ScalarNode):
-            return 1
-        if id(node) not in sizes:
-            sizes[id(node)] = 0
-            if isinstance(node, yaml.MappingNode):
-                self._check_keys(node)
-            below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-            sizes[id(node)] = 1 + sum(self._check(child, sizes) for child in below)
-            if sizes[id(node)] > MAX_VALUES:
-                what = f"its aliases and merge keys stand for more than {MAX_VALUES:,} values"
-                raise _wrong(node, what, "write out the values that are needed")
-        elif not sizes[id(node)]:
-            raise _wrong(node, "an alias stands inside of what it names", "write out its values in place of the alias")
-        return sizes[id(node)]
-
-    def _check_keys(self, node: yaml.MappingNode) -> None:
-        keys: set[Any] = set()
-        for key_node, value in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _wrong(key_node, "a key must be a word", "write `name: value`")
-            is_merge = key_node.tag == MERGE
-            key = key_node.value if is_merge else self.construct_object(key_node, deep=True)
-            if key in keys:
-                fix = "write one list, `<<: [*a, *b]`" if is_merge else "keep one of the two lines"
-                raise _wrong(key_node, f"key {key!r} is given twice", fix)
-            keys.add(key)
-            values = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if is_merge and (wrong := [each for each in values if not isinstance(each, yaml.MappingNode)]):
-                names = f"line {wrong[0].start_mark.line + 1} has a {'list' if wrong[0].id == 'sequence' else 'word'}"
-                fix = "`<<: *name`, where an earlier line has `&name {OPTION: VALUE, ...}`; or remove this line"
-                raise _wrong(key_node, f"`<<` takes options of another mapping, and {names}", fix)
-
-
-def _wrong(node: yaml.Node, what: str, fix: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark, note=fix)
 
 
 def _no_yaml(source: Path | str, error: Exception) -> ConfigError:

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -118,23 +115,8 @@ def card(name: str) -> Card:
 
 
 def processor() -> Card:
-    """This machine's CPU: its main memory, or the limit of its control group; nominal speeds."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in limit_files(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
-        with suppress(OSError, ValueError):
-            sizes.append(int(file.read_text()))
-    return Card(CPU, CPU, min(sizes) / GIB, 0.05, 0.05, 10, 1)
-
-
-def limit_files(membership: Path, root: Path) -> Iterator[Path]:
-    """Files that may limit this process's memory: of its control group and of all above it (cgroup v2), then of v1."""
-    groups = [""]
-    with suppress(OSError):
-        groups += [line.partition("::")[2] for line in membership.read_text().splitlines() if line.startswith("0::")]
-    for group in groups:
-        below = root / group.strip("/")
-        yield from (folder / "memory.max" for folder in (below, *below.parents) if folder.is_relative_to(root))
-    yield root / "memory" / "memory.limit_in_bytes"
+    """This machine's CPU: its main memory; nominal speeds."""
+    return Card(CPU, CPU, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 0.05, 0.05, 10, 1)
 
 
 def of_device(device: torch.device) -> Card | None:

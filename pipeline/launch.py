@@ -2,9 +2,9 @@
 
 `detect()` turns the variables of torchrun, `accelerate launch` (the same names) or SLURM's `srun` into a `Launch`. A
 wrong rank would train on the wrong slice, and a precision or FSDP option that is accepted but not obeyed would be
-another run than its owner believes: so `check_accelerate()` refuses settings that contradict the configuration, and
-`mpirun` is refused, not guessed. `resolve_device()` turns `auto` into a device, `set_tf32()` and
-`prefer_expandable_segments()` set up the process for it. Only this module reads or writes the environment.
+another run than its owner believes: so `check_accelerate()` refuses these, and `mpirun` is refused, not guessed.
+`resolve_device()` turns `auto` into a device, `set_tf32()` and `prefer_expandable_segments()` set up the process for
+it. Only this module reads or writes the environment.
 """
 
 from __future__ import annotations
@@ -255,141 +255,35 @@ def _checked(launch: Launch) -> Launch:
     return launch
 
 
-# Options of accelerate's FSDP plugin without effect here: FSDP2 has no such switch (original parameters, prefetch), the
-# start weights are equal on every process, and checkpoints are always sharded.
-_FSDP_WITHOUT_EFFECT = {
-    "FSDP_MIN_NUM_PARAMS",
-    "FSDP_BACKWARD_PREFETCH",
-    "FSDP_FORWARD_PREFETCH",
-    "FSDP_USE_ORIG_PARAMS",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING",
-    "FSDP_SYNC_MODULE_STATES",
-    "FSDP_STATE_DICT_TYPE",
-}
-_BLOCK_CLASS = "SanaTransformerBlock"
-
-
-class _Answers:
-    """accelerate's variables and how they contradict the configuration."""
-
-    def __init__(self, env: Mapping[str, str]):
-        self.env = env
-        self.contradictions: list[str] = []
-
-    def on(self, name: str) -> bool:
-        return self.env.get(name, "").lower() in {"1", "true"}
-
-    def need(self, name: str, allowed: set[str], here: str) -> None:
-        """The variable is missing or has one of these values (in lower case); `here`: what the configuration says."""
-        value = self.env.get(name)
-        if value is not None and value.strip().lower() not in allowed:
-            self.contradictions.append(f"{name}={value}, but {here}")
-
-
-def check_accelerate(
-    train: TrainConfig,
-    launch: Launch,
-    environ: Mapping[str, str] | None = None,
-    *,
-    sizes: Mapping[str, int] | None = None,
-) -> None:
-    """Refuse settings of accelerate's environment that differ from the configuration.
-
-    `accelerate launch` exports its answers (`ACCELERATE_*`, `FSDP_*`, `PARALLELISM_CONFIG_*`), meant for
-    `Accelerator.prepare`. Here only the configuration decides; a different answer would be ignored silently.
-
-    Args:
-        sizes: `dp_replicate`, `dp_shard` and `tp` as they follow from `train.parallel`; default: dp_shard is the
-            world.
+def check_accelerate(train: TrainConfig, device: torch.device, environ: Mapping[str, str] | None = None) -> None:
+    """Refuse what `accelerate launch` exports for `Accelerator.prepare`: a training would ignore it, since only the
+    configuration decides.
 
     Raises:
-        UserError: one line per contradiction, with the setting of the configuration.
+        UserError: one line per variable, with the setting of the configuration.
     """
-    answers = _Answers(os.environ if environ is None else environ)
-    layout = {"dp_replicate": 1, "dp_shard": launch.world, "tp": 1, **(sizes or {})}
-    _check_computation(answers, train)
-    _check_parallelism_config(answers, layout)
-    _check_fsdp(answers, train, layout)
-    if answers.contradictions:
-        raise UserError(
-            "accelerate's environment contradicts the configuration:\n  " + "\n  ".join(answers.contradictions),
-            fix="make the answers in `accelerate config` (or the options of `accelerate launch`) equal to the "
-            "configuration, or start with torchrun",
-        )
-
-
-def _check_computation(answers: _Answers, train: TrainConfig) -> None:
-    """Precision, engines, compilation and device."""
+    env = os.environ if environ is None else environ
+    off, strategy = {"", "0", "false", "no"}, "train.parallel says how the model is parallelized"
     precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
-    off = {"", "0", "false", "no"}
-    dynamo = off | ({train.compile_backend.lower()} if train.compile == "block" else set())  # off: it compiles nothing
-    for name, allowed, here in (
-        ("ACCELERATE_MIXED_PRECISION", {precision}, f"train.precision is {train.precision} (= {precision!r} there)"),
-        ("ACCELERATE_USE_DEEPSPEED", off, "the model is parallelized with FSDP2, not DeepSpeed"),
-        ("ACCELERATE_USE_MEGATRON_LM", off, "the model is parallelized with FSDP2, not Megatron-LM"),
-        ("ACCELERATE_DYNAMO_BACKEND", dynamo, f"train.compile is {train.compile} ({train.compile_backend})"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", {"1"}, "bucket.batch and train.microbatch decide on accumulation"),
-        ("ACCELERATE_CPU_AFFINITY", off, "processes are not bound to cores here (torchrun has --numa-binding)"),
-    ):
-        answers.need(name, allowed, here)
-    kind = _kind_of_device(train.device)
-    if kind == "cuda":
-        answers.need("ACCELERATE_USE_CPU", off, f"train.device is {train.device}")
-    device = answers.env.get("ACCELERATE_TORCH_DEVICE", kind)
-    if device.partition(":")[0] != kind:
-        answers.contradictions.append(f"ACCELERATE_TORCH_DEVICE={device}, but train.device is {train.device}")
-
-
-def _kind_of_device(name: str) -> str:
-    if name != "auto":
-        return name.partition(":")[0]
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _check_fsdp(answers: _Answers, train: TrainConfig, sizes: Mapping[str, int]) -> None:
-    parallel = train.parallel
-    strategy, sharding = {"1", "full_shard"}, "every process holds a shard (FULL_SHARD)"
-    shards = sizes["dp_shard"]
-    if sizes["dp_replicate"] > 1 and not answers.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        name = "HYBRID_SHARD" if shards > 1 else "NO_SHARD"
-        strategy = {"4" if name == "HYBRID_SHARD" else "3", name.lower()}
-        sharding = f"train.parallel.dp_replicate is {sizes['dp_replicate']} ({name})"
-    reshards = parallel.reshards(max(2, shards))  # a launch of one process is no other answer
-    known = {
-        "FSDP_VERSION": ({"2"}, "only FSDP2 is used (fsdp_version: 2)"),
-        "FSDP_SHARDING_STRATEGY": (strategy, sharding),
-        "FSDP_RESHARD_AFTER_FORWARD": (
-            {"true", "full_shard"} if reshards else {"false", "shard_grad_op"},
-            f"train.parallel.reshard_after_forward is {str(reshards).lower()}",
-        ),
-        "FSDP_OFFLOAD_PARAMS": (
-            {str(parallel.offload == "all").lower()},
-            f"train.parallel.offload is {parallel.offload}",
-        ),
-        "FSDP_AUTO_WRAP_POLICY": ({"transformer_based_wrap"}, "each transformer block is wrapped"),
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": ({_BLOCK_CLASS.lower()}, f"the wrapped block is {_BLOCK_CLASS}"),
-        "FSDP_ACTIVATION_CHECKPOINTING": (
-            {str(train.activation_checkpointing != "none").lower()},
-            f"train.activation_checkpointing is {train.activation_checkpointing}",
-        ),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ({"false"}, "saved tensors stay on the device"),
-        "FSDP_IGNORED_MODULES": ({"", "none"}, "all modules are sharded"),
+    allowed: dict[str, tuple[set[str], str]] = {
+        "MIXED_PRECISION": ({precision}, f"train.precision is {train.precision} (= {precision!r} there)"),
+        **dict.fromkeys(("USE_FSDP", "USE_PARALLELISM_CONFIG", "USE_DEEPSPEED", "USE_MEGATRON_LM"), (off, strategy)),
+        "DYNAMO_BACKEND": (off, f"train.compile is {train.compile}"),
+        "GRADIENT_ACCUMULATION_STEPS": ({"1"}, "bucket.batch and train.microbatch decide on accumulation"),
+        "CPU_AFFINITY": (off, "processes are not bound to cores here (torchrun has --numa-binding)"),
+        **({} if device.type == "cpu" else {"USE_CPU": (off, f"train.device is {train.device}")}),
     }
-    for name, (allowed, here) in known.items():
-        answers.need(name, allowed, here)
-    if answers.on("ACCELERATE_USE_FSDP"):
-        known_names = known.keys() | _FSDP_WITHOUT_EFFECT
-        for name in sorted(name for name in answers.env if name.startswith("FSDP_") and name not in known_names):
-            answers.contradictions.append(f"{name}={answers.env[name]}, but there is no such setting here")
-
-
-def _check_parallelism_config(answers: _Answers, sizes: Mapping[str, int]) -> None:
-    if not answers.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return
-    for name, size in {**sizes, "sp": 1}.items():
-        answers.need(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", {str(size)}, f"here it is {size}")
+    given = {name: value for name in allowed if (value := env.get(f"ACCELERATE_{name}")) is not None}
+    lines = [
+        f"ACCELERATE_{name}={value}, but {allowed[name][1]}"
+        for name, value in given.items()
+        if value.strip().lower() not in allowed[name][0]
+    ]
+    if lines:
+        raise UserError(
+            "accelerate's environment contradicts the configuration:\n  " + "\n  ".join(lines),
+            fix="leave these answers out of `accelerate config` (or of `accelerate launch`), or start with torchrun",
+        )
 
 
 def resolve_device(name: str, launch: Launch | None = None) -> torch.device:

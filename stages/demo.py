@@ -27,7 +27,7 @@ from pipeline.images import decoding
 from pipeline.processes import command, shown
 from pipeline.sources.caption_rules import instruction
 from pipeline.sources.detect import open_source
-from pipeline.sources.source import Item, Unreadable
+from pipeline.sources.source import Item
 
 TINY = "tiny.yaml"
 MARK = "demo.json"
@@ -39,33 +39,29 @@ PROMPTED = ("astronaut", "galaxies", "tissue", "retina")
 ROUND_STEPS, QUICK_STEPS = {"round1": 500, "round2": 350}, 10
 VALIDATIONS, DRAWINGS = 4, 2
 """Of a round, beside those before its first step."""
-MAX_PICTURES = 256
-"""Limit on pictures that the small VAE is fitted to; more would make the demonstration slow."""
 
 
-def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
+def run(out: Path, quick: bool = False) -> int:
     """Run the demonstration.
 
     Args:
         out: its folder; created if it does not exist.
-        data: pictures with captions, as for `encode`; None: a dozen photographs of the scikit-image wheel.
         quick: a few steps only, to show that every stage runs.
 
     Returns:
         0, or the exit code of the command that failed.
 
     Raises:
-        UserError: `out` belongs to another demonstration, or there are no usable pictures.
+        UserError: `out` belongs to another demonstration, or to something else.
     """
     began = time.monotonic()
     out = Path(out)
-    folders = [out / name for name in ("photos", "more")] if data is None else [Path(data)]
     with writing(out, "check the rights, or give another --out"):
-        _claim(out, data, quick)
+        _claim(out, quick)
         config = _configuration(out)
-        _photographs(out, data)
-        _models(out, config, folders, quick)
-    for arguments in _rounds(out, quick) if data is None else _single(Path(data), quick):
+        _photographs(out)
+        _models(out, config, quick)
+    for arguments in _rounds(out, quick):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
         code = subprocess.run(command(*arguments), cwd=out, check=False).returncode
@@ -85,14 +81,6 @@ _RESULTS = (
     ["sample", "--out", "samples"],
     ["report", "--out", "report.html", "--gallery", "4"],
 )
-
-
-def _single(data: Path, quick: bool) -> Iterator[list[str]]:
-    """The commands for the user's pictures."""
-    yield ["encode", "--data", str(data.resolve())]
-    yield ["bucket"]
-    yield [*_TRAIN, *(["--set", f"train.steps={QUICK_STEPS}"] if quick else [])]
-    yield from _RESULTS
 
 
 def _rounds(out: Path, quick: bool) -> Iterator[list[str]]:
@@ -133,9 +121,9 @@ def _add_phase(out: Path, name: str, quick: bool) -> None:
     print(f"\nadded to {path}:\n{added.strip()}", flush=True)
 
 
-def _claim(out: Path, data: Path | None, quick: bool) -> None:
+def _claim(out: Path, quick: bool) -> None:
     """Mark the folder with this demonstration's options; refuse a folder of other content or options."""
-    options = {"data": None if data is None else str(Path(data).resolve()), "quick": quick, "rounds": 2}
+    options = {"quick": quick}
     mark = out / MARK
     try:
         marked = json.loads(mark.read_text(encoding="utf-8"))
@@ -166,26 +154,26 @@ def _configuration(out: Path) -> Config:
     return load(path)
 
 
-def _photographs(out: Path, data: Path | None) -> None:
-    for name, photos in photographs.ROUNDS.items() if data is None else ():
+def _photographs(out: Path) -> None:
+    for name, photos in photographs.ROUNDS.items():
         if not (out / name).is_dir():
             work = out / f".{name}.partial"
             shutil.rmtree(work, ignore_errors=True)
             photographs.demo_photos(work, photos)
             os.rename(work, out / name)
             print(f"{len(photos)} photographs with captions in {out / name}", flush=True)
-    if data is None and not (out / PROMPTS).exists():
+    if not (out / PROMPTS).exists():
         captions = [
             photo.caption for photos in photographs.ROUNDS.values() for photo in photos if photo.name in PROMPTED
         ]
         (out / PROMPTS).write_text("".join(f"{caption}\n" for caption in dict.fromkeys(captions)), encoding="utf-8")
 
 
-def _models(out: Path, config: Config, folders: Sequence[Path], quick: bool) -> None:
+def _models(out: Path, config: Config, quick: bool) -> None:
     if (out / MODELS).is_dir():
         print(f"small models in {out / MODELS} are reused", flush=True)
         return
-    pictures, captions = _read(config, folders)
+    pictures, captions = _read(config, [out / name for name in ("photos", "more")])
     sizes = config.data.buckets
     assert sizes != "sana", "the demonstration's configuration lists its buckets"
     start = time.monotonic()
@@ -213,27 +201,18 @@ def _models(out: Path, config: Config, folders: Sequence[Path], quick: bool) -> 
 
 
 def _read(config: Config, folders: Sequence[Path]) -> tuple[list[np.ndarray], list[str]]:
-    """Pictures (H, W, 3) uint8, their shorter side at most four times the resolution, and captions. Unusable files are
-    skipped; `encode` reports them."""
+    """Pictures (H, W, 3) uint8, their shorter side at most four times the resolution, and captions."""
     pictures: list[np.ndarray] = []
     captions: list[str] = []
+    limits = config.data.max_pixels, config.data.max_bytes
     for folder in folders:
         source = open_source(str(folder), config.data)
         items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
         captions += [text for item in items for text, _ in item.captions]
         for item in items:
-            if len(pictures) == MAX_PICTURES:
-                print(f"the small VAE is fitted to the first {MAX_PICTURES} of {len(items)} pictures", flush=True)
-                break
-            try:
-                content = source.read(item.key)
-                limits = config.data.max_pixels, config.data.max_bytes
-                width, height = decoding.probe(content, *limits)
-                scale = min(1.0, 4 * config.data.resolution / min(width, height))
-                size = (max(1, round(height * scale)), max(1, round(width * scale)))
-                pictures.append(decoding.load(content, size, config.data.background, limits[0], max_bytes=limits[1]))
-            except (Unreadable, decoding.ImageReject) as error:
-                print(f"not used for the small VAE: {item.key}: {error}", flush=True)
-    if not pictures:
-        raise UserError(f"{folders[0]} holds no usable picture with a caption", fix="--data with another folder")
+            content = source.read(item.key)
+            width, height = decoding.probe(content, *limits)
+            scale = min(1.0, 4 * config.data.resolution / min(width, height))
+            size = round(height * scale), round(width * scale)
+            pictures.append(decoding.load(content, size, config.data.background, limits[0], max_bytes=limits[1]))
     return pictures, captions

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pipeline.cache.local_files import sync_path
-from pipeline.config import READS, Config, Weights, written
+from pipeline.config import Config, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
 from pipeline.models.adapters import Adapter, Merged, adapter_from
@@ -34,8 +34,7 @@ from pipeline.training.base_weights import whole_weights
 from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
-"""Marks a folder as an export: of which run (a later export of the same run may replace it), with the sha256 of every
-other file."""
+"""Marks a folder as an export, with the sha256 of every other file."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,6 +46,13 @@ _TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+_SAME = (
+    *("train.flow.shift", "data.resolution", "vae.scaling_factor"),
+    *("text.recipe", "text.instruction", "text.max_length"),
+)
+"""Options that must be as in training."""
+_PLACES = "vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"
+_MODEL = "model.weights.id", "model.weights.revision", "model.arch", "train.seed"
 _VAE_DEFAULTS = {"latent_channels": 32, "blocks": 6}
 _TEXT_WIDTH = 2304
 
@@ -77,8 +83,7 @@ def run(
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
         out: must not exist, or be empty.
         ema: export the EMA weights instead of the last weights.
-        overwrite: `out` may hold an export of the same weights of the same run after as many steps or fewer, which is
-            replaced.
+        overwrite: `out` may hold an export, which is replaced.
         dtype: of the transformer's files: fp32, bf16 or fp16.
         form: `diffusers` (a whole pipeline, or an adapter's file), `merged` (the whole pipeline of an adapter),
             `nvlabs` (the transformer) or `comfyui` (an adapter's file).
@@ -96,8 +101,8 @@ def run(
     config = config.at(folder)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
-    state = {"run": run_of(folder), "weights": name, **document.state.as_dict()}
-    _check_target(out, state, overwrite)
+    state = {"weights": name, **document.state.as_dict()}
+    _check_target(out, overwrite)
     check_same(config, document.config, folder)
     architecture, adapter = document.architecture, adapter_from(document.adapter)
     form = _form(form, architecture, adapter)
@@ -191,34 +196,16 @@ def _published(out: Path) -> Iterator[Path]:
 # ---------------------------------------------------------------------------------------------------- checks
 
 
-def run_of(checkpoint: Path) -> str:
-    """Identifies a run directory without its path."""
-    return hashlib.sha256(str(checkpoint.resolve().parents[1]).encode()).hexdigest()[:16]
-
-
-def _check_target(out: Path, state: dict[str, Any], overwrite: bool) -> None:
+def _check_target(out: Path, overwrite: bool) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    mark = out / MARK
-    exported = hub.read_json(mark).get("state") if mark.is_file() else None
-    if not isinstance(exported, dict):
-        raise UserError(
-            f"{out} exists and is not an export of sana-pipe",
-            expected="a folder that is new or empty",
-            fix="give another --out",
-        )
-    ours, theirs = ({k: v for k, v in of.items() if k not in ("step", "weights")} for of in (state, exported))
-    weights = exported.get("weights")
-    older = ours == theirs and weights == state["weights"] and exported["step"] <= state["step"]
-    if not (older and overwrite):
-        run = "this" if ours == theirs else "another"
-        what = f"of the {weights} after step {exported.get('step')} of {run} run"
-        raise UserError(
-            f"{out} holds an export {what}",
-            expected=f"a folder that is new or empty{', or --overwrite' if older else ''}",
-            found=f"the {state['weights']} after step {state['step']} are to be exported",
-            fix="--overwrite, or another --out" if older else "give another --out",
-        )
+    if not (out / MARK).is_file():
+        what, fix = f"{out} exists and is not an export of sana-pipe", "give another --out"
+    elif not overwrite:
+        what, fix = f"{out} holds an export", "--overwrite, or another --out"
+    else:
+        return
+    raise UserError(what, expected="a folder that is new or empty", fix=fix)
 
 
 def _check_dtype(config: Config, dtype: str) -> None:
@@ -234,20 +221,11 @@ def _check_dtype(config: Config, dtype: str) -> None:
 def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
     """Refuse a configuration whose values differ from those that the checkpoint was trained with."""
     current = config.model_dump(mode="json")
-    names = [
-        "train.flow.shift",
-        "data.resolution",
-        "vae.scaling_factor",
-        "text.recipe",
-        "text.instruction",
-        "text.max_length",
-    ]
-    places = ["vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"]
-    before = {name: value_at(trained, name) for name in (*names, *places)}
+    before = {name: value_at(trained, name) for name in (*_SAME, *_PLACES)}
     now = {name: value_at(current, name) for name in before}
     differences = [
         f"{name}: the checkpoint has {before[name]!r}, the configuration {now[name]!r}"
-        for name in names
+        for name in _SAME
         if before[name] != now[name]
     ]
     if differences:
@@ -255,7 +233,7 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
             f"{folder} was trained with another configuration\n  " + "\n  ".join(differences),
             fix="--config with the config.yaml of its run directory",
         )
-    for name in places:
+    for name in _PLACES:
         if before[name] != now[name]:
             what = f"{name} was {before[name]!r} in training and is {now[name]!r} now"
             print(f"note: {what}: the export takes the current one", flush=True)
@@ -324,7 +302,8 @@ def _shown(config: Config) -> dict[str, Any]:
     ids = {"vae.id": _name(config.vae), "text.id": _name(config.text)}
     if config.model.weights is not None:
         ids["model.weights.id"] = _name(config.model.weights)
-    return {name: ids.get(name, value_at(tree, name)) for name in READS["export"] if name != "train.output"}
+    names = (*_SAME, *_PLACES, *_MODEL, "sample.steps", "sample.guidance")
+    return {name: ids.get(name, value_at(tree, name)) for name in names}
 
 
 def _name(weights: Weights) -> str:

@@ -1,25 +1,20 @@
 """`sana-pipe plan`: whether a run fits, how fast it is and what it costs, before a GPU is rented.
 
-What: opens the snapshot (if there is one), predicts memory and time of the worst bucket, prints them. `encode` does so
-for the encoding of a source. Nothing is written but the configuration of `--write`.
+Opens the snapshot (if there is one), predicts memory and time of the worst bucket, and prints them. Writes nothing.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
 from pipeline.amounts import amount, duration, figure
 from pipeline.cache.root import Cache
-from pipeline.config import Config, as_yaml, written
-from pipeline.encoding import survey as surveying
-from pipeline.errors import UserError, print_error, writing
+from pipeline.config import Config
+from pipeline.errors import UserError, print_error
 from pipeline.gpus import CARDS, CPU, UNNAMED, card, memory_of
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
@@ -27,7 +22,7 @@ from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.search import Candidate, NothingFitsError, Search
 from pipeline.training.build import architecture_of_weights
-from pipeline.training.remedies import changed
+from pipeline.training.remedies import changed, flags
 
 GIB = 2**30
 PER_NODE = 8
@@ -45,7 +40,6 @@ class Options:
         nodes: None: as few as have at most `PER_NODE` GPUs each; of CPUs one.
         price: of a GPU hour.
         phase: of the configuration; its options and, unless `snapshot` is given, its snapshot count.
-        write: file for the configuration that was searched for.
     """
 
     gpus: int = 1
@@ -56,7 +50,6 @@ class Options:
     snapshot: str | None = None
     phase: str | None = None
     search: bool = False
-    write: str | None = None
     as_json: bool = False
 
 
@@ -103,10 +96,9 @@ def _predict(config: Config, search: Search, options: Options) -> int:
         error, candidate = refused, refused.smallest
         decided = ["auto: nothing fits; the most frugal case:"]
     prediction = candidate.prediction
-    largest = None if "microbatch" in undecided else predicting.largest_microbatch(prediction, data)
     time = Time.of(prediction, data) if machine.card.is_gpu else None
     if options.as_json:
-        report: dict[str, Any] = {"prediction": prediction.as_dict(), "largest_microbatch": largest}
+        report: dict[str, Any] = {"prediction": prediction.as_dict()}
         report["time"] = None if time is None else time.as_dict(options.price)
         values = candidate.train.model_dump(mode="json")
         report |= {"decided": {name: values[name] for name in undecided}} if undecided else {}
@@ -116,7 +108,7 @@ def _predict(config: Config, search: Search, options: Options) -> int:
         run_lines = extent.lines(config.train, search.shape, data, None if time is None else time.step)
         if time is not None:
             run_lines += batch_lines(candidate, time, search)
-        memory, speed = memory_lines(prediction, largest), time_lines(time, prediction, options.price)
+        memory, speed = memory_lines(prediction), time_lines(time, prediction, options.price)
         for line in (*decided, *memory, *speed, *run_lines):
             click.echo(line)
     if error is not None:
@@ -124,83 +116,21 @@ def _predict(config: Config, search: Search, options: Options) -> int:
     return 0
 
 
-def encode(
-    config: Config,
-    data: str,
-    *,
-    gpus: int = 1,
-    price: float | None = None,
-    probe: bool = True,
-    as_json: bool = False,
-) -> int:
-    """Bytes and hours of encoding a source, by storage choice and text mode; nothing is written.
-
-    Args:
-        gpus: devices that share the work. probe: measure the encoders on this device.
-
-    Raises:
-        UserError: a source or a model that cannot be read.
-    """
-    with redirect_stdout(sys.stderr):
-        survey = surveying.survey(config, data)
-        sizes = {storage: asdict(size) | {"total": size.total} for storage, size in survey.by_storage().items()}
-        hours = survey.hours() if probe else None
-    work = survey.work
-    report = {
-        "source": survey.source.name,
-        "new": {"latents": work.images, "captions": work.texts},
-        "bytes": sizes,
-        "hours": hours,
-        "gpus": gpus,
-    }
-    if as_json:
-        click.echo(json.dumps(report))
-        return 0
-    click.echo(
-        f"source {survey.source.name!r}: {work.items} items, {work.usable} usable; to be encoded: {work.images} "
-        f"latents, {work.texts} captions"
-    )
-    click.echo(f"{'encode.storage':<16}{'latents':>12}{'text':>12}{'index':>12}{'all':>12}")
-    for storage, size in sizes.items():
-        columns = (amount(size[kind]) for kind in ("latents", "text", "index", "total"))
-        click.echo(f"{storage:<16}" + "".join(f"{text:>12}" for text in columns))
-    for line in _hours_lines(hours, gpus, price) if hours is not None else ["time: not probed"]:
-        click.echo(line)
-    return 0
-
-
-def _hours_lines(hours: dict[str, Any], gpus: int, price: float | None) -> list[str]:
-    """Time of encoding for people."""
-    lines = [
-        f"time, probed on {hours['device']} with {hours['probed_images']} pictures and {hours['probed_captions']} "
-        "captions"
-        + ("; decoding takes longer than encoding: more encode.workers would help" if hours["decode_bound"] else "")
-    ]
-    named = {"latents": "latents", "text": "text, shared instruction", "text_exact": "text.mode: exact"}
-    for kind, name in named.items():
-        value = hours[f"{kind}_hours"]
-        if value is None:
-            lines.append(f"  {name:<26}unknown: nothing of it could be encoded")
-            continue
-        cost = "" if price is None else f", cost {value * price:.4g}"
-        lines.append(f"  {name:<26}{value:.4g} device-hours, {duration(value / gpus * 3600)} on {gpus}{cost}")
-    return lines
-
-
 def _search(config: Config, search: Search, options: Options) -> int:
-    """Print what fits, the fastest first, and write the first."""
-    write, machine = options.write, search.machine
-    if write is not None and Path(write).exists():  # before a minute of search
-        raise UserError(f"{write} exists already", fix="--write another name, or remove the file")
+    """Print what fits, the fastest first."""
+    machine = search.machine
     try:
         candidates = search.ranked(config.train)
     except NothingFitsError as error:
         raise search.refusal(config.train, error.smallest) from None
-    if write is not None:
-        _write(config, candidates[0], write)
     if options.as_json:
         rows = [
-            {"images_per_s": c.images_per_s, "total": round(c.prediction.total), **named(c.changes)} for c in candidates
+            {
+                "images_per_s": candidate.images_per_s,
+                "total": round(candidate.prediction.total),
+                **{f"train.{name}": value for name, value in candidate.changes.items()},
+            }
+            for candidate in candidates
         ]
         click.echo(json.dumps({"candidates": rows, "gpu": machine.card.name, "gpus": machine.gpus}))
         return 0
@@ -209,22 +139,9 @@ def _search(config: Config, search: Search, options: Options) -> int:
     for candidate in candidates:
         total = candidate.prediction.total / GIB
         click.echo(f"{figure(candidate.images_per_s):>9} {total:6.1f}  {_described(candidate)}")
-    if write is not None:
-        click.echo(f"the first one is in {write}: sana-pipe train --config {write}")
+    sizes = {"parallel.sizes": "given"} if config.train.parallel.sizes == "auto" else {}
+    click.echo(f"the first one: {flags({**sizes, **candidates[0].changes})}")
     return 0
-
-
-def named(changes: dict[str, Any]) -> dict[str, Any]:
-    """Options of the section `train` by their whole names."""
-    return {f"train.{name}": value for name, value in changes.items()}
-
-
-def _write(config: Config, best: Candidate, path: str) -> None:
-    """Write the configuration with the changes of a candidate to a new file."""
-    train = changed(config.train, {"parallel.sizes": "given", **best.changes})
-    fitted = written(config.model_copy(update={"train": train}))
-    with writing(Path(path), "--write another name"), open(path, "x", encoding="utf-8") as file:
-        file.write(as_yaml(fitted, sort_keys=False))
 
 
 def _described(candidate: Candidate) -> str:
@@ -291,7 +208,7 @@ def data_of(config: Config, snapshot: str | None) -> Data:
     return Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
 
 
-def memory_lines(prediction: Prediction, largest: int | None) -> list[str]:
+def memory_lines(prediction: Prediction) -> list[str]:
     """The prediction for people."""
     p, shape = prediction, prediction.shape
     height, width = p.bucket
@@ -301,23 +218,17 @@ def memory_lines(prediction: Prediction, largest: int | None) -> list[str]:
         f"checkpointing {p.train.activation_checkpointing}",
         f"worst bucket {height}x{width}: {p.share} samples a GPU and step, {count} x {shape.microbatch}, "
         f"{shape.rows} text rows",
-        f"{'GiB per GPU':<24}{'traced':>9}{'closed form':>13}",
+        f"{'GiB per GPU':<24}{'traced':>9}",
     ]
     for kind, size in p.kinds.items():
-        closed = f"{p.closed[kind] / GIB:13.2f}" if kind in p.closed else ""
-        if size or p.closed.get(kind):
+        if size:
             note = "  (estimate)" if kind in ("context", "fragmentation") else ""
-            lines.append(f"  {kind:<22}{size / GIB:9.2f}{closed}{note}")
+            lines.append(f"  {kind:<22}{size / GIB:9.2f}{note}")
     verdict = "fits" if p.fits else "DOES NOT FIT"
     state = "free" if p.fits else "missing"
     lines.append(f"  {'peak (' + p.phase + ')':<22}{p.total / GIB:9.2f}   {verdict}: {amount(abs(p.margin))} {state}")
     if p.host:
         lines.append(f"  in host memory, too   {p.host / GIB:9.2f}")
-    if largest is not None:
-        needed = f"; a step has {p.share} a GPU" if largest > p.share else ""
-        lines.append(
-            f"largest microbatch that fits: {largest}{needed}" if largest else "not even a microbatch of 1 fits"
-        )
     return lines
 
 

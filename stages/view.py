@@ -20,7 +20,7 @@ def run(config: Config, text: str, snapshot: str | None = None, out: Path | None
     """Print a sample.
 
     Args:
-        text: its id, name, digest or key, or the beginning of one.
+        text: its id, name or key, or the beginning of one.
         snapshot: a name or id; None: the newest.
         out: file of a page with the pictures; None: no page.
 

@@ -722,8 +722,7 @@ def test_a_name_that_is_none_makes_nothing(tmp_path: Path, name: str, options: l
     settings = (f"cache={of.cache}", f"data.buckets={[list(size) for size in synthetic.TABLE]}", "bucket.batch=4")
     arguments = [
         "--config=tiny",
-        "--cache",
-        of.bucket.caches[0],
+        f"--set=bucket.caches=[{of.bucket.caches[0]}]",
         *(f"--set={setting}" for setting in settings),
         *options,
     ]

@@ -62,21 +62,6 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Call
     return install
 
 
-def test_text_mode_reaches_the_configuration(stage: Callable[..., Calls]) -> None:
-    calls = stage("encode")
-    assert end("encode", "--config", "tiny", "--data", ".") == 0
-    assert end("encode", "--config", "tiny", "--data", ".", "--text-mode", "exact") == 0
-    assert [arguments[0].text.mode for arguments, _ in calls] == ["auto", "exact"]
-    assert end("encode", "--config", "tiny", "--data", ".", "--text-mode", "fast") == 2
-
-
-def test_shrink_reaches_the_configuration(stage: Callable[..., Calls]) -> None:
-    calls = stage("encode")
-    assert end("encode", "--config", "tiny", "--data", ".") == 0
-    assert end("encode", "--config", "tiny", "--data", ".", "--shrink") == 0
-    assert 0 < calls[0][0][0].encode.max_shrink < 1 == calls[1][0][0].encode.max_shrink
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--version") == 0
     assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"
@@ -184,7 +169,6 @@ def test_encode_takes_prompts_with_and_without_data(stage: Callable[..., Calls])
     [
         [],
         ["--prompts", "p", "--rehash"],
-        ["--prompts", "p", "--shrink"],
         ["--prompts", "p", "--format", "folder"],
         ["--prompts", "p", "--source-name", "s"],
         ["--prompts", "p", "--data", "d", "--dry-run"],
@@ -200,22 +184,14 @@ def test_watch_takes_the_options_that_it_reads(stage: Callable[..., Calls]) -> N
     assert end("sample", "--watch", "runs/a", "--once", "--set", "encode.device=cpu", "--set", "vae.dtype=bf16") == 0
     ((config, run), options) = calls[0]
     assert (run, options, config.vae.dtype) == (Path("runs/a"), {"once": True}, "bf16")
-    for words in (["--count", "2"], ["--ema"], ["--checkpoint", "auto"], ["--set", "sample.steps=2"]):
+    for words in (["--count", "2"], ["--ema"], ["--checkpoint", "auto"]):
         assert end("sample", "--watch", "runs/a", *words) == 2
     assert end("sample", "--once") == 2 and len(calls) == 1
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--no-probe"],
-        ["--write", "fitted.yaml"],
-        ["--search", "--price", "2"],
-    ],
-)
-def test_no_option_of_plan_is_ignored(words: list[str], stage: Callable[..., Calls]) -> None:
+def test_no_option_of_plan_is_ignored(stage: Callable[..., Calls]) -> None:
     calls = stage("plan")
-    assert end("plan", *words) == 2
+    assert end("plan", "--search", "--price", "2") == 2
     assert not calls
 
 
@@ -282,8 +258,8 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     assert end("bucket", "--name", "mine", "--config", "sana_600m_512") == 0
     assert bucket[0][0][0].data.resolution == 512
     assert bucket[0][1] == {"name": "mine", "dry_run": False, "as_json": False, "move": False}
-    assert end("bucket", "--cache", "a", "--cache", "b", "--dry-run", "--json", "--set", "bucket.caches=[c]") == 0
-    assert bucket[1][0][0].bucket.caches == ["c", "a", "b"]
+    assert end("bucket", "--dry-run", "--json", "--set", "bucket.caches=[c]") == 0
+    assert bucket[1][0][0].bucket.caches == ["c"]
     assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True, "move": False}
     assert end("train", "--snapshot", "s", "--resume", "auto") == 0
     assert train[0][1] == {"snapshot": "s", "resume": "auto", "quarantine": None, "begin": None}
@@ -293,8 +269,8 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     assert export[0][0][1:] == ("c", Path("o"))
     assert end("sample", "--snapshot", "s", "--count", "2", "--out", "o") == 0
     assert sample[0][0][1:] == ("auto", "s", Path("o"), 2)
-    assert end("demo", "--out", "o", "--data", "d", "--quick") == 0
-    assert demo == [((Path("o"),), {"data": Path("d"), "quick": True})]
+    assert end("demo", "--out", "o", "--quick") == 0
+    assert demo == [((Path("o"),), {"quick": True})]
 
 
 def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls]) -> None:
@@ -333,9 +309,6 @@ def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -
     "arguments",
     [
         ("encode",),
-        ("encode", "--data", "d", "--task-index", "1"),
-        ("encode", "--data", "d", "--task-count", "2"),
-        ("encode", "--data", "d", "--task-index", "2", "--task-count", "2"),
         ("encode", "--data", "d", "--task-index", "-1", "--task-count", "2"),
         ("sample", "--count", "0"),
         ("train", "--resum", "auto"),
@@ -354,6 +327,14 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
+    "share", [["--task-index", "1"], ["--task-count", "2"], ["--task-index", "2", "--task-count", "2"]]
+)
+def test_a_share_that_cannot_be_ends_with_2(share: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert end("encode", "--config", "tiny", "--data", "d", *share) == 2
+    assert "--task-index" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("encode", "--data", ""),
@@ -361,7 +342,6 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], capsys: pytest.Capt
         ("encode", "--prompts", ""),
         ("train", "--snapshot", ""),
         ("train", "--from="),
-        ("bucket", "--cache", "other", "--cache", ""),
         ("report", "--out", ""),
         ("config", ""),
         ("snapshots", "name", "latest", ""),
@@ -450,7 +430,6 @@ def test_a_defect_keeps_its_traceback(stage: Callable[..., Calls]) -> None:
         ("encode", "--data", "LONG/x.jsonl"),
         ("bucket", "--config", "LONG"),
         ("status", "--set", "cache=LONG"),
-        ("bucket", "--cache", "LONG"),
         ("export", "--checkpoint", "LONG"),
         ("sample", "--checkpoint", "LONG"),
         ("demo", "--out", "LONG"),

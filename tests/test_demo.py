@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from pipeline.config import load
 from pipeline.demo import small_models
@@ -119,32 +118,6 @@ def test_an_interrupted_preparation_is_done_again(
     assert list((tmp_path / "demo" / "tiny").iterdir()) == []
 
 
-def test_pictures_of_the_user(tmp_path: Path, commands: Commands, made: list[dict[str, Any]]) -> None:
-    data = tmp_path / "mine"
-    data.mkdir()
-    for name, size in (("a", (900, 600)), ("b", (40, 60))):
-        Image.new("RGB", size, (9, 90, 200)).save(data / f"{name}.png")
-        (data / f"{name}.txt").write_text(f"picture {name}")
-    (data / "broken.png").write_bytes(b"no picture")
-    (data / "broken.txt").write_text("broken")
-    assert demo.run(tmp_path / "demo", data=data, quick=True) == 0
-    assert [p.shape for p in made[0]["pictures"]] == [(256, 384, 3), (60, 40, 3)]
-    assert made[0]["steps"] == demo.QUICK_VAE_STEPS
-    assert commands.lines[0] == ["encode", "--data", str(data)]
-    assert [line[0] for line in commands.lines] == ["encode", "bucket", "train", "export", "sample", "report"]
-    assert commands.lines[2][-2:] == ["--set", f"train.steps={demo.QUICK_STEPS}"] and commands.phases == [[]]
-    assert not (tmp_path / "demo" / "photos").exists()
-
-
-def test_no_usable_picture(tmp_path: Path, commands: Commands) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "a.png").write_bytes(b"no picture")
-    (tmp_path / "mine" / "a.txt").write_text("x")
-    with pytest.raises(UserError, match=naming(tmp_path / "mine", "--data")):
-        demo.run(tmp_path / "demo", data=tmp_path / "mine")
-    assert commands.lines == []
-
-
 def test_a_failing_command_stops_the_demonstration(
     tmp_path: Path, made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +140,7 @@ def test_a_folder_of_something_else_is_left_alone(
     demo.run(tmp_path / "demo", quick=True)
     with pytest.raises(UserError, match=naming(tmp_path / "demo", "--out")):
         demo.run(tmp_path / "demo", quick=False)
-    assert json.loads((tmp_path / "demo" / demo.MARK).read_text()) == {"data": None, "quick": True, "rounds": 2}
+    assert json.loads((tmp_path / "demo" / demo.MARK).read_text()) == {"quick": True}
 
 
 @pytest.mark.nightly

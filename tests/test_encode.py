@@ -476,7 +476,7 @@ def test_a_source_of_which_much_is_missing_is_left_as_it_was(
         path.rename(path.with_suffix(".gone"))
     with pytest.raises(UserError, match="3 of the 12") as refused:
         stages.encode.run(start, data=str(source))
-    assert away[0].name in str(refused.value) and "--shrink" in str(refused.value.fix)
+    assert away[0].name in str(refused.value) and "encode.max_shrink=1" in str(refused.value.fix)
     assert Cache(start.cache).last_scan("photos") == before
     done = stages.encode.run(make_config(tmp_path, "encode.max_shrink=0.25"), data=str(source))
     assert (done["items"], done["gone"]) == (9, 3)

@@ -220,13 +220,6 @@ def test_the_probe_keeps_to_its_time(
     monkeypatch.setattr(estimate, "probe_images", lambda *rest: (ends.append(rest[6]), (None, 0))[1])
     estimate.probe(dataclasses.replace(result.work, captions=0), config, result.source, result.latent, "cpu", 600)
     assert len(ends) > 1 and np.diff(ends) == pytest.approx(400 / len(ends))
-    probed: list[tuple[int, str]] = []
-    monkeypatch.setattr(
-        estimate, "probe", lambda work, config, *rest: (probed.append((work.images, config.text.mode)), speed)[1]
-    )
-    assert result.hours()["latents_hours"] > 0
-    pictures = result.work.images
-    assert probed == [(pictures, "auto"), (0, "exact")], "for the other text, pictures are not measured again"
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,6 @@ def test_the_ema_weights_are_exported_and_drawn_with_when_asked_for(
     assert not all(torch.equal(last[name], value) for name, value in averages.items())
     assert json.loads((tmp_path / "averaged" / export.MARK).read_text())["state"]["weights"] == "EMA weights"
     assert "the EMA weights of step 3" in (tmp_path / "averaged" / "README.md").read_text()
-    with pytest.raises(UserError, match="EMA weights"):
-        export.run(trained.config, "auto", tmp_path / "averaged", overwrite=True)
     for ema, stem in ((False, "sana_step_3"), (True, "sana_step_3_ema")):
         export.run(trained.config, "auto", tmp_path / stem, ema=ema, form="nvlabs")
         assert (tmp_path / stem / f"{stem}.pth").is_file()
@@ -347,35 +345,19 @@ def test_the_folder_that_one_stands_in_may_be_exported_to(
     assert (tmp_path / "export" / "model_index.json").is_file()
 
 
-def test_only_an_older_export_of_the_same_run_is_overwritten(
+def test_an_export_is_replaced_only_by_overwrite(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "export"
     out.mkdir()
-    mark = out / export.MARK
-    document = checkpoints.read_document(trained.checkpoint)
-    state = {"run": export.run_of(trained.checkpoint), "weights": "last weights", **document.state.as_dict()}
+    (out / export.MARK).write_text("{}")
     written: list[Path] = []
     monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[2]))
-
-    def run(before: dict[str, Any], overwrite: bool) -> str:
-        mark.write_text(json.dumps({"state": before}))
-        content = mark.read_bytes()
-        try:
-            export.run(trained.config, "auto", out, overwrite=overwrite)
-        except UserError as error:
-            assert mark.read_bytes() == content
-            return str(error)
-        return "written"
-
-    assert "--overwrite" in run({**state, "step": 2}, False)
-    assert run({**state, "step": 4}, True).count("--overwrite") == 0
-    for odd in ({"run": "another"}, {"seed": 1}, {"snapshot": "another"}):
-        assert "another run" in run({**state, **odd, "step": 2}, True)
-    assert "another run" in run({name: value for name, value in state.items() if name != "run"}, True)
-    assert "EMA weights" in run({**state, "weights": "EMA weights", "step": 2}, True)
-    assert not written
-    assert run({**state, "step": 2}, True) == "written"
+    with pytest.raises(UserError, match="holds an export") as caught:
+        export.run(trained.config, "auto", out)
+    assert "--overwrite" in str(caught.value.fix) and (out / export.MARK).read_text() == "{}" and not written
+    export.run(trained.config, "auto", out, overwrite=True)
+    assert written and json.loads((out / export.MARK).read_text())["state"]["step"] == 3
 
 
 def test_an_export_says_what_is_in_it_and_not_where_it_came_from(trained: Trained, tmp_path: Path) -> None:

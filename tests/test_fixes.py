@@ -12,7 +12,7 @@ import click
 import pytest
 
 from pipeline.cli import cli
-from pipeline.config import READS, option_fields, reads
+from pipeline.config import option_fields, reads
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = "PLACE"
@@ -121,8 +121,7 @@ def check_setting(command: str, option: str, value: str) -> None:
     name = value.partition("=")[0]
     if option != "--set" or PLACE in name or name.isupper():
         return
-    commands = [key for key in READS if key.split(" --")[0] == command] or [command]
-    if name not in SETTINGS or not any(reads(key, name) for key in commands):
+    if name not in SETTINGS or not reads(command, name):
         raise click.UsageError(f"sana-pipe {command} reads no {name}")
 
 

@@ -186,39 +186,6 @@ def test_devices_are_cards_by_name_and_memory() -> None:
     assert gpus.of_name("Tesla V100-SXM2-32GB", 1 << 35) is None
 
 
-# ------------------------------------------------------------------------------------------------------------- encode
-
-
-@pytest.mark.slow
-def test_plan_of_encoding_says_what_the_dry_run_says(
-    photos: Path, tiny_repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = [f"cache={tmp_path / 'none'}", f"vae.id={tiny_repo}", f"text.id={tiny_repo}"]
-    sets = ["--config", "tiny", *(part for path in paths for part in ("--set", path))]
-    code, out, error = plan([*sets, "--encode", "--data", str(photos), "--gpus", "2", "--json"], capsys)
-    assert code == 0, error
-    report, dry = json.loads(out), {}
-    for storage in ("bf16", "bf16-zstd", "int8"):
-        config = load("tiny", [*paths, f"encode.storage={storage}"])
-        stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
-        dry[storage] = json.loads(capsys.readouterr().out)
-        assert {kind: report["bytes"][storage][kind] for kind in ("latents", "text", "index", "total")} == dry[storage][
-            "bytes"
-        ]
-    assert report["new"] == dry["bf16"]["new"]
-    hours = report["hours"]
-    assert hours["latents_hours"] > 0
-    assert hours["text_exact_hours"] > hours["text_hours"] > 0, "the instruction is encoded with every caption"
-    assert not (tmp_path / "none").exists()
-    code, out, _ = plan([*sets, "--encode", "--data", str(photos), "--no-probe"], capsys)
-    assert code == 0 and "not probed" in out and "int8" in out
-
-
-@pytest.mark.parametrize("words", [["--encode"], ["--data", "x"], ["--encode", "--data", "x", "--gpu", "a40"]])
-def test_plan_of_encoding_takes_its_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(words, capsys)[0] == 2
-
-
 # --------------------------------------------------------------------------------------------------------------- auto
 
 AUTO = ("train.parallel=auto", "train.microbatch=auto", "train.activation_checkpointing=auto")
@@ -376,14 +343,6 @@ def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
         assert (parallel.sizes, parallel.timeout_s) == ("auto", 60)
     with pytest.raises(ConfigError, match=naming("tp_size", "offload")):
         load("tiny", ["train.parallel=auto", "train.parallel.tp_size=2", "train.parallel.offload=all"])
-
-
-@pytest.mark.parametrize("deep", [True, False])
-def test_the_limits_of_all_control_groups_above_count(tmp_path: Path, deep: bool) -> None:
-    (tmp_path / "cgroup").write_text("0::/slurm/job_7/step_0\n" if deep else "12:memory:/x\n")
-    named = [path.relative_to(tmp_path).as_posix() for path in gpus.limit_files(tmp_path / "cgroup", tmp_path)]
-    below = ["slurm/job_7/step_0/memory.max", "slurm/job_7/memory.max", "slurm/memory.max"] if deep else []
-    assert set(named) == {*below, "memory.max", "memory/memory.limit_in_bytes"}
 
 
 @pytest.mark.slow

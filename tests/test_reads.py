@@ -23,7 +23,7 @@ OPTIONS = [path for path in PATHS if not any(other.startswith(path + ".") for ot
 def test_every_option_is_read_by_a_command_and_every_entry_is_an_option() -> None:
     assert [option for option in OPTIONS if not any(reads(command, option) for command in READS)] == []
     assert {name for names in READS.values() for name in names} <= set(PATHS)
-    assert {command.split()[0] for command in READS} <= set(cli.commands)
+    assert READS.keys() <= cli.commands.keys()
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,10 @@ def test_every_option_is_read_by_a_command_and_every_entry_is_an_option() -> Non
         ("train", "data={resolution: 64, decoder: pillow}"),
         ("train", "data.caption_weights={long: 1}"),
         ("bucket", "train.steps=3"),
-        ("bucket", "bucket.pack_mib=8"),
         ("bucket", "data.caption_field=long"),
-        ("bucket --pack --snapshot", "bucket.batch=24"),
-        ("encode", "encode.ray.cpus=2"),
-        ("verify", "encode.device=cpu"),
         ("snapshots diff", "bucket.batch=24"),
-        ("export", "train.steps=3"),
-        ("sample", "model.weights=null"),
+        ("export", "bucket.batch=3"),
+        ("status", "encode.device=cpu"),
     ],
 )
 def test_an_option_that_the_command_does_not_read_is_refused(command: str, given: str) -> None:
@@ -57,11 +53,11 @@ def test_an_option_that_the_command_does_not_read_is_refused(command: str, given
         ("train", "train.optim={lr: 1e-3}"),
         ("train", "model.arch.num_layers=2"),
         ("train", "mirror.gib=2"),
-        ("bucket --pack", "bucket.pack_mib=8"),
+        ("bucket", "bucket.pack_mib=8"),
         ("bucket", "bucket.sources.photos.weight=2"),
-        ("encode --engine ray", "encode.ray.cpus=2"),
+        ("encode", "encode.ray.cpus=2"),
         ("encode", "encode.storage=int8"),
-        ("verify --repair", "encode.device=cpu"),
+        ("verify", "encode.device=cpu"),
         ("gc", "cache=elsewhere"),
         # what these commands read only if pictures are drawn, phases follow, damage is repaired
         ("train", "sample={steps: 3, guidance: 5.0, seed: 1}"),
@@ -71,18 +67,17 @@ def test_an_option_that_the_command_does_not_read_is_refused(command: str, given
         ("plan", "text.max_length=100"),
         ("plan", "bucket={batch: 4, batch_multiple: 2, resolutions: []}"),
         ("plan", "phases=[]"),
-        ("plan --encode", "encode.storage=int8"),
         ("export", "phases=[]"),
-        ("sample --watch", "vae.tf32=true"),
-        ("sample --watch", "encode.device=cpu"),
-        ("sample --prompt", "text.max_length=100"),
-        ("sample --prompt", "data.resolution=64"),
+        ("sample", "vae.tf32=true"),
+        ("sample", "encode.device=cpu"),
+        ("sample", "text.max_length=100"),
+        ("sample", "data.resolution=64"),
         ("report", "vae.tf32=true"),
         ("report", "encode.device=cpu"),
         ("view", "data.background=[0, 0, 0]"),
-        ("verify --repair", "bucket.caches=[elsewhere]"),
-        ("verify --repair", "encode.workers=1"),
-        ("verify --repair", "text.max_length=100"),
+        ("verify", "bucket.caches=[elsewhere]"),
+        ("verify", "encode.workers=1"),
+        ("verify", "text.max_length=100"),
     ],
 )
 def test_an_option_that_it_reads_is_taken(command: str, given: str) -> None:
@@ -102,10 +97,7 @@ def test_a_misspelt_option_is_still_named_as_such() -> None:
     ("words", "refused"),
     [
         ("train --set bucket.batch=24", "train"),
-        ("encode --data . --set encode.ray.cpus=2", "encode"),
-        ("bucket --set bucket.pack_mib=8", "bucket"),
-        ("bucket --pack --snapshot s --set bucket.batch=8", "bucket --pack --snapshot"),
-        ("verify --set encode.device=cpu", "verify"),
+        ("verify --set train.steps=1", "verify"),
         ("snapshots diff a b --set train.steps=1", "snapshots diff"),
         ("gc --set train.steps=1", "gc"),
     ],
@@ -171,7 +163,7 @@ def test_the_table_holds_what_the_stages_really_read(
 
     run("encode", stages.encode.run, data=str(photos))
     run("bucket", stages.bucket.run, name="x")
-    run("bucket --pack --snapshot", stages.pack.run, snapshot="x", name="y")
+    run("bucket", stages.pack.run, snapshot="x", name="y")
     run("train", stages.train.run)
     run("export", stages.export.run, checkpoint="auto", out=tmp_path / "export")
     monkeypatch.setattr(stages.sample, "decode_in_subprocess", lambda *_: (_ for _ in ()).throw(ConfigError("enough")))

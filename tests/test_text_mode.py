@@ -151,7 +151,7 @@ def test_a_small_mistake_ends_the_run(tiny_repo: Path) -> None:
     with pytest.raises(UserError) as caught:
         one.encode(CAPTIONS)
     message = str(caught.value)
-    assert "--text-mode exact" in message and "1.0e-04" in message and "largest error" in message
+    assert "--set text.mode=exact" in message and "1.0e-04" in message and "largest error" in message
     assert one.tokens == 0
 
 
@@ -182,7 +182,7 @@ def test_a_great_mistake_ends_the_run_in_either_dtype(
             return {kind: torch.zeros_like(mask) for kind, mask in made.items()}
 
         monkeypatch.setattr(module.Prefix, "masks", open_to_all)
-    with pytest.raises(UserError, match="text-mode exact"):
+    with pytest.raises(UserError, match=r"text\.mode=exact"):
         one.encode(CAPTIONS)
 
 
@@ -230,7 +230,7 @@ def test_longer_captions_are_compared_again(tiny_repo: Path) -> None:
     assert one.largest_error is not None and one.largest_error < module.tolerance("fp32", 3)
     spoil_a_key(one)
     one.encode(["a snow"])  # not longer: trusted
-    with pytest.raises(UserError, match="text-mode exact"):
+    with pytest.raises(UserError, match=r"text\.mode=exact"):
         one.encode([CAPTIONS[-1]])
 
 
@@ -263,9 +263,9 @@ def test_bf16_may_differ_as_much_as_the_reference_from_itself(tiny_repo: Path, m
         assert calls
 
     tried(noise=0.02, wrong=0.05)
-    with pytest.raises(UserError, match="text-mode exact"):
+    with pytest.raises(UserError, match=r"text\.mode=exact"):
         tried(noise=0.0, wrong=0.05)
-    with pytest.raises(UserError, match="text-mode exact"):
+    with pytest.raises(UserError, match=r"text\.mode=exact"):
         tried(noise=0.3, wrong=0.15)
 
 

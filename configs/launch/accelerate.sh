@@ -1,7 +1,8 @@
 #!/bin/bash
 # accelerate, by hand: copy the lines you need. accelerate only starts the processes; how the model is spread, its
-# precision and everything else is what the configuration says. Answers of `accelerate config` that contradict it are
-# refused, each by name, so pass --mixed_precision as train.precision has it (fp32 is "no").
+# precision and everything else is what the configuration says. Answers of `accelerate config` for FSDP, DeepSpeed and
+# others are refused, each by name, and so is another precision: pass --mixed_precision as train.precision has it (fp32
+# is "no").
 
 # Batches change their shape: let the allocator grow its blocks (sana-pipe sets this, too, where it is not set).
 [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
@@ -10,12 +11,6 @@
 # one node, eight GPUs
 accelerate launch --multi_gpu --num_machines 1 --num_processes 8 --mixed_precision bf16 --dynamo_backend no \
     --no_python sana-pipe train --resume auto
-
-# the same, with the answers of `accelerate config` for FSDP2 that agree with the configuration
-accelerate launch --use_fsdp --fsdp_version 2 --num_machines 1 --num_processes 8 --mixed_precision bf16 \
-    --dynamo_backend no --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \
-    --fsdp_transformer_layer_cls_to_wrap SanaTransformerBlock --fsdp_activation_checkpointing true \
-    --no_python sana-pipe train --resume auto --set train.activation_checkpointing=full
 
 # two nodes; run it on both, NODE=0 on the first
 accelerate launch --multi_gpu --num_machines 2 --num_processes 16 --machine_rank "$NODE" \

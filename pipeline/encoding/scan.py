@@ -774,8 +774,8 @@ def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
             f"{len(lost)} of the {before} pictures of source {name!r} are missing",
             expected=f"at most {most:.0%} (encode.max_shrink)",
             found="\n" + "\n".join(kinds.lines()),
-            fix="bring them back; if they are gone for good: sana-pipe encode --shrink ...; if this is another data "
-            "set: --source-name NAME",
+            fix="bring them back; if they are gone for good: --set encode.max_shrink=1; if this is another data set: "
+            "--source-name NAME",
         )
     return len(lost)
 

@@ -1,8 +1,7 @@
 """Survey: a source and the cache as they are, before anything is encoded.
 
-What: `survey` opens a source, scans it by headers and compares it with the cache; `by_storage` has the bytes of every
-storage choice, `hours` the time of latents and of text, with and without the shared instruction. `encode --dry-run` and
-`plan --encode` share it. Nothing is published; beside the cache there may be temporary files without a name.
+What: `survey` opens a source, scans it by headers and compares it with the cache, for `encode --dry-run`. Nothing is
+published; beside the cache there may be temporary files without a name.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
 
 import click
 import numpy as np
@@ -22,7 +20,7 @@ import pyarrow.compute as pc
 from pipeline.cache import layout
 from pipeline.cache.arrow import batches
 from pipeline.cache.root import Cache, check_source_name
-from pipeline.config import Config, DataConfig, Storage
+from pipeline.config import Config, DataConfig
 from pipeline.encoding import estimate, unit_encoder
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
@@ -71,38 +69,6 @@ class Survey:
         """Speed of the encoders on a few batches of the work."""
         device = unit_encoder.device(self.config)
         return estimate.probe(self.work, self.config, self.source, self.latent, device)
-
-    def by_storage(self) -> dict[str, estimate.Sizes]:
-        """Bytes of the work for every storage choice of both kinds."""
-        result = {}
-        for storage in get_args(Storage):
-            latent, text = replace(self.latent, storage=storage), replace(self.text, storage=storage)
-            work = estimate.wanted(self.scan, self.cache, latent, text, self.table)
-            result[storage] = estimate.sizes(work, self.config, latent, text, self.count_rows)
-        return result
-
-    def hours(self) -> dict[str, Any]:
-        """Device-hours of latents, of text with the shared instruction and of text without it (null: not measured)."""
-        size, parts = self.sizes(), {}
-        for mode in ("auto", "exact"):
-            text = self.config.text.model_copy(update={"mode": mode})
-            pictures = self.work.pictures if mode == "auto" else {}
-            part = replace(
-                self,
-                config=self.config.model_copy(update={"text": text}),
-                work=replace(self.work, pictures=pictures, undecided=self.work.undecided if pictures else 0),
-            )
-            parts[mode] = estimate.times(part.work, size, part.probe(), self.config, 1)
-        shared, exact = parts["auto"], parts["exact"]
-        latent_s = None if shared["image_encode_s"] is None else max(shared["image_encode_s"], shared["image_decode_s"])
-        seconds = {"latents": latent_s, "text": shared["text_encode_s"], "text_exact": exact["text_encode_s"]}
-        return {
-            "device": shared["device"],
-            "probed_images": shared["probed_images"],
-            "probed_captions": shared["probed_captions"],
-            "decode_bound": shared["decode_bound"],
-            **{f"{kind}_hours": None if value is None else value / 3600 for kind, value in seconds.items()},
-        }
 
 
 def survey(

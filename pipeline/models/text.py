@@ -442,7 +442,7 @@ class TextEncoder:
                 "the text encoder gives other rows with a shared instruction than without",
                 expected=f"a relative error of at most {limit:.1e} for every token ({self.dtype})",
                 found=f"largest error {worst:.1e}, in the caption {caption[:80]!r}",
-                fix="--text-mode exact (slower: every caption is encoded as the reference does it)",
+                fix="--set text.mode=exact (slower: every caption is encoded as the reference does it)",
             )
         self.largest_error = max(worst, self.largest_error or 0.0)
         self._compared_to = longest

@@ -122,14 +122,11 @@ def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[st
 def as_it_began(
     config: Config, earlier: dict[str, Any] | None, world: int, processes: int | None = None
 ) -> dict[str, Any] | None:
-    """The values in the checkpoint; None if it was made on another number of processes, or has none."""
+    """The values in the checkpoint; None if it was made on another number of processes."""
     if earlier is None or processes not in (None, world):
         return None
-    try:
-        values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
-        values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, *_BESIDE)}
-    except KeyError:  # of a version without one of these options
-        return None
+    values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
+    values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, *_BESIDE)}
     sizes = [values["parallel"][name] for name in _SIZES]
     try:
         before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True))), world)

@@ -2,7 +2,7 @@
 
 What: `Time.of` gives each class of kernels the longer of its arithmetic and its memory traffic, at stated efficiencies,
 adds communication that arithmetic cannot hide and the pipeline's bubble, and scales to an epoch. It is an estimate.
-Assumptions (`Constants`): the share of a peak that kernels reach in practice; a start of 4 microseconds a kernel;
+Assumptions: the share of a peak that kernels reach in practice; a start of 4 microseconds a kernel;
 all-gathers, reduce-scatters and all-reduces over replicas overlap with arithmetic, those of tensor parallelism do not.
 With tensor parallelism and replicas together, no all-reduce overlaps.
 """
@@ -10,7 +10,7 @@ With tensor parallelism and replicas together, no all-reduce overlaps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.parallel.mesh import Layout
@@ -22,21 +22,12 @@ REPLICAS = "over replicas"
 """In the name of a sum over replicas, where its group may be as large as that of tensor parallelism."""
 
 
-@dataclass(frozen=True)
-class Constants:
-    """Shares of the card's peaks that are reached.
-
-    Attributes:
-        start_s: seconds to start a kernel.
-    """
-
-    matmul: float = 0.60
-    attention: float = 0.35
-    memory: float = 0.75
-    depthwise: float = 0.35
-    link: float = 0.70
-    overlap: float = 0.80
-    start_s: float = 4e-6
+REACHED = {MATMUL: 0.60, ATTENTION: 0.35, KERNELS: 0.60}
+"""Shares of the card's FLOP/s that kernels reach, by class."""
+MEMORY, DEPTHWISE_MEMORY, LINK, OVERLAP = 0.75, 0.35, 0.70, 0.80
+"""Shares of the card's memory rate and link that are reached, and of the arithmetic that traffic overlaps with."""
+START_S = 4e-6
+"""Seconds to start a kernel."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,6 @@ class Time:
     peak: float
     gpus: int
     epoch_samples: int | None
-    constants: Constants = field(default_factory=Constants)
 
     @property
     def step(self) -> float:
@@ -96,24 +86,22 @@ class Time:
             "traffic_s": self.traffic,
             "exposed_s": self.exposed,
             "bubble_s": self.bubble,
-            "constants": asdict(self.constants),
         }
 
     @classmethod
-    def of(cls, prediction: Prediction, data: Data, constants: Constants | None = None) -> Time:
+    def of(cls, prediction: Prediction, data: Data) -> Time:
         """The time of a step of the worst bucket. Buckets of one table have about the same area, so it is near the
         mean."""
-        constants = constants or Constants()
         shape = prediction.shape
         count = -(-prediction.share // shape.microbatch)
         repeats = count / shape.count
-        kernels = _kernels(prediction, constants)
-        traffic = _traffic(prediction, repeats, constants)
+        kernels = _kernels(prediction)
+        traffic = _traffic(prediction, repeats)
         busy = sum(kernels.values())
         divided = prediction.layout.tp > 1  # blocks wait for sums of activations
         beside = ("gather", "scatter") if divided else ("gather", "reduce")
         hidden = sum(s for name, s in traffic.items() if any(word in name for word in beside))
-        exposed = max(0.0, hidden - constants.overlap * busy) + sum(traffic.values()) - hidden
+        exposed = max(0.0, hidden - OVERLAP * busy) + sum(traffic.values()) - hidden
         stages = prediction.layout.pp
         tokens = shape.tokens(prediction.architecture)
         samples = prediction.share * prediction.layout.data_world
@@ -127,27 +115,25 @@ class Time:
             prediction.machine.card.tflops(prediction.train.precision) * _TERA * prediction.machine.gpus,
             prediction.machine.gpus,
             data.samples,
-            constants,
         )
 
 
-def _kernels(prediction: Prediction, constants: Constants) -> dict[str, float]:
+def _kernels(prediction: Prediction) -> dict[str, float]:
     """Seconds of a step by class: the longest of arithmetic, memory traffic and the starts of kernels."""
     shape, card = prediction.shape, prediction.machine.card
     repeats = -(-prediction.share // shape.microbatch) / shape.count
     peak = card.tflops(prediction.train.precision) * _TERA
-    reached = {MATMUL: constants.matmul, ATTENTION: constants.attention, KERNELS: constants.matmul}
     result = {}
     for name, work in prediction.traced.work.items():
         times = 1.0 if name == UPDATE else repeats
-        arithmetic = work.flops / (peak * reached.get(name, 1.0))
-        share = constants.depthwise if name == DEPTHWISE else constants.memory
+        arithmetic = work.flops / (peak * REACHED.get(name, 1.0))
+        share = DEPTHWISE_MEMORY if name == DEPTHWISE else MEMORY
         moved = work.bytes / (card.memory_gbs * _GB * share)
-        result[name] = times * max(arithmetic, moved, work.calls * constants.start_s)
+        result[name] = times * max(arithmetic, moved, work.calls * START_S)
     return result
 
 
-def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> dict[str, float]:
+def _traffic(prediction: Prediction, repeats: float) -> dict[str, float]:
     """Seconds of each collective: bytes over the slowest link that its group uses. Groups that share a node share its
     network. One group over whole nodes uses the full link: its ring crosses each node boundary once."""
     machine, layout = prediction.machine, prediction.layout
@@ -168,7 +154,7 @@ def _traffic(prediction: Prediction, repeats: float, constants: Constants) -> di
         once = _over_replicas(name, group, layout)
         once |= ("scatter" in name and scatters_once) or ("gather" in name and gathers_once)
         times = 1.0 if once else repeats
-        seconds[name] = seconds.get(name, 0.0) + times * payload * passes / (rate * _GB * constants.link)
+        seconds[name] = seconds.get(name, 0.0) + times * payload * passes / (rate * _GB * LINK)
     return seconds
 
 

@@ -1,7 +1,7 @@
 """What a run is expected to need, predicted when it starts and set beside what it measures.
 
-When: on a GPU always. On a CPU memory only, from 2 GiB of predicted parameters and states (`closed_form`, which takes
-milliseconds), so small runs on a CPU pay nothing. The journal compares once, after the second row (the first contains
+When: on a GPU always. On a CPU memory only, from 2 GiB of parameters and states on, so small runs on a CPU pay nothing.
+The journal compares once, after the second row (the first contains
 the start), or at the end of a shorter run.
 Price: two to four seconds for Sana 1.6B, on the first process; the others wait for it where they meet. Whatever fails
 is a note: a prediction never ends a training.
@@ -25,7 +25,7 @@ from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import auto, extent
 from pipeline.planning.cost import Time
-from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, closed_form, predict
+from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, predict
 from pipeline.planning.recorder import BUFFERS, GRADIENTS, LASTING
 from pipeline.training.checkpoint import complete
 
@@ -143,10 +143,10 @@ def _expect(
     machine, given = auto.present(device, launch), config.train
     is_bound = given.compile != "none"
     train = as_new_run(given).model_copy(update={"compile": "none"})
-    layout = check_sizes(train.parallel, launch.world)
     on_gpu = machine.card.is_gpu
-    if not on_gpu and sum(closed_form(shape, train, layout).values()) < MEANINGFUL:
+    if not on_gpu and checkpoint_bytes(shape, train) < MEANINGFUL:
         return None, None
+    layout = check_sizes(train.parallel, launch.world)
     prediction = predict(train, shape, data, machine, layout=layout)
     time = Time.of(prediction, data)
     known = on_gpu and not is_bound and not machine.assumed

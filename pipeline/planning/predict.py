@@ -1,23 +1,18 @@
-"""What a run needs of each GPU, and how fast it would be.
+"""What a run needs of each GPU.
 
-What: `predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says
-whether it fits, by how much, which microbatch would still fit, and why.
-`closed_form` computes memory present in the whole step (parameters, gradients, optimizer), from parameter counts.
-Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers, and the allocator's
-rounding and fragmentation. `CONTEXT`, `NCCL` and `FRAGMENTATION` state them.
+`predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says whether
+it fits and by how much. Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers,
+and the allocator's rounding and fragmentation. `CONTEXT`, `NCCL` and `FRAGMENTATION` state them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from torch import nn
-
-from pipeline.config import Config, ParallelConfig, TrainConfig
+from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.gpus import GIB, Card
 from pipeline.images import buckets
@@ -25,8 +20,7 @@ from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, spec_from_arch, spec_of
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
-from pipeline.parallel.parallelize import blocks_of
-from pipeline.planning.recorder import BUFFERS, EMA, GRADIENTS, KINDS, LASTING, OPTIMIZER, PARAMETERS
+from pipeline.planning.recorder import KINDS, LASTING
 from pipeline.planning.trace import Shape, Traced
 from pipeline.training.optimizers import in_backward
 
@@ -118,7 +112,6 @@ class Prediction:
         phase: of the step in which the peak is.
         host: bytes in this process's host memory that are not on the GPU.
         bucket: the worst one. shape: what a process computes for it. rank: the process.
-        closed: what the closed form says of the kinds that it covers.
     """
 
     train: TrainConfig
@@ -133,7 +126,6 @@ class Prediction:
     share: int
     rank: int
     traced: Traced
-    closed: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -164,7 +156,6 @@ class Prediction:
             "peak_in": self.phase,
             "host": round(self.host),
             "rank": self.rank,
-            "closed_form": {kind: round(size) for kind, size in self.closed.items()},
         }
 
 
@@ -256,7 +247,6 @@ def predict(
         share,
         rank,
         traced,
-        closed_form(shape, train, layout),
     )
 
 
@@ -267,127 +257,21 @@ def with_overheads(peak: Mapping[str, float], layout: Layout) -> dict[str, float
     return {**{kind: peak.get(kind, 0.0) for kind in KINDS}, "context": context, "fragmentation": FRAGMENTATION * brief}
 
 
-# ---------------------------------------------------------------------------------------------------- closed form
-
 _STATE_BYTES = {"adamw": 8.0, "came": 4.0, "adamw8bit": 2 * (1 + 4 / 256)}
-
-
-def closed_form(shape: ModelSpec, train: TrainConfig, layout: Layout) -> dict[str, float]:
-    """Bytes per GPU of what lasts, from counts of parameters alone.
-
-    parameters: 4 bytes (2 in bf16_pure) over dp_shard x tp x pp; frozen ones in the dtype of the computation.
-    optimizer: by its bytes per parameter that is trained (half in bf16_pure but for adamw8bit). gradients: as the
-    parameters that are trained, all of them at the end of the backward pass; none if the update is in the backward
-    pass. ema: 4 bytes. buffers: gathered parameters in the dtype of the computation, of one block, or of all where
-    `reshard_after_forward` is off; without frozen ones where nothing is sharded.
-    """
-    trained, frozen = parameter_counts(shape, train)
-    pure = train.precision == "bf16_pure"
-    shard, frozen_shard = (
-        (part.blocks * part.block / layout.pp + part.ends) / layout.tp / layout.dp_shard for part in (trained, frozen)
-    )
-    each = 2.0 if pure else 4.0
-    state = _STATE_BYTES[train.optim.name] / (2 if pure and train.optim.name != "adamw8bit" else 1)
-    compute = 4.0 if train.precision == "fp32" else 2.0
-    block, whole = trained.block / layout.tp, shard * layout.dp_shard
-    if layout.dp_shard > 1 or train.parallel.offload == "all":
-        block, whole = block + frozen.block / layout.tp, whole + frozen_shard * layout.dp_shard
-    gathered = block if train.parallel.reshards(layout.dp_shard) else whole
-    sizes = {
-        PARAMETERS: each * shard + compute * frozen_shard,
-        GRADIENTS: 0.0 if train.optim.in_backward else each * shard,
-        OPTIMIZER: state * shard,
-        EMA: 4.0 * shard if train.ema is not None and train.ema.device == "same" else 0.0,
-        BUFFERS: compute * gathered if layout.dp_shard > 1 or compute == 2.0 else 0.0,
-    }
-    if train.parallel.offload == "all":
-        sizes |= dict.fromkeys((PARAMETERS, GRADIENTS, OPTIMIZER, EMA), 0.0)
-    return sizes
 
 
 def checkpoint_bytes(shape: ModelSpec, train: TrainConfig) -> float:
     """Bytes of a checkpoint: moments, averages and all parameters that are trained, wherever they lie."""
-    trained, _ = parameter_counts(shape, train)
-    ema = None if train.ema is None else train.ema.model_copy(update={"device": "same"})
-    sizes = closed_form(shape, train.model_copy(update={"parallel": ParallelConfig(), "ema": ema}), Layout(1, 1, 1, 1))
-    each = 2.0 if train.precision == "bf16_pure" else 4.0
-    return each * (trained.blocks * trained.block + trained.ends) + sizes[OPTIMIZER] + sizes[EMA]
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Parameters of a block (the mean) and of the model's ends, and the number of blocks."""
-
-    block: float
-    ends: int
-    blocks: int
-
-
-def parameter_counts(shape: ModelSpec, train: TrainConfig) -> tuple[ParameterCounts, ParameterCounts]:
-    """Of the parameters that are trained, and of the frozen ones; of the model on the meta device."""
-    part = train.model_dump_json(include={"adapter", "only"})
-    return _parameter_counts(shape, part)
+    pure, optimizer = train.precision == "bf16_pure", train.optim.name
+    state = _STATE_BYTES[optimizer] / (2 if pure and optimizer != "adamw8bit" else 1)
+    each = (2.0 if pure else 4.0) + state + (0.0 if train.ema is None else 4.0)
+    return each * _trained_parameters(shape, train.model_dump_json(include={"adapter", "only"}))
 
 
 @cache
-def _parameter_counts(shape: ModelSpec, part: str) -> tuple[ParameterCounts, ParameterCounts]:
+def _trained_parameters(shape: ModelSpec, part: str) -> int:
+    """part: the options that say which parameters are trained, as JSON."""
     module, adapter = shape.module(), adapter_of(TrainConfig.model_validate_json(part), shape, start=False)
     if adapter is not None:
         adapter.apply(module)
-
-    def count(of: nn.Module, trained: bool) -> int:
-        return sum(p.numel() for p in of.parameters() if p.requires_grad == trained)
-
-    blocks = blocks_of(module)
-    return tuple(  # type: ignore[return-value]
-        ParameterCounts(inside / len(blocks), count(module, trained) - inside, len(blocks))
-        for trained in (True, False)
-        for inside in [sum(count(block, trained) for block in blocks)]
-    )
-
-
-# ------------------------------------------------------------------------------------------------ larger microbatches
-
-
-_LARGEST = 4096
-"""No larger microbatch is tried."""
-
-
-def largest_microbatch(prediction: Prediction, data: Data) -> int:
-    """The largest microbatch whose peak fits, whatever the batch; 0: not even one sample fits.
-
-    A line through two traces gives a guess, which a third trace corrects: the peak is piecewise linear and convex in
-    the microbatch, so that a guess beyond the last piece is too large, never too small.
-    """
-    low, at_low = 1, bytes_at(prediction, 1) if prediction.shape.microbatch != 1 else prediction.total
-    if at_low > prediction.machine.memory:
-        return 0
-    high, at_high = prediction.shape.microbatch, prediction.total
-    if high == 1:
-        high, at_high = 8, bytes_at(prediction, 8)
-    for _ in range(3):
-        slope = (at_high - at_low) / (high - low)
-        guess = low + math.floor((prediction.machine.memory - at_low) / max(slope, 1.0))
-        guess = min(max(1, guess), _LARGEST)
-        if guess == high:
-            break
-        at_guess = bytes_at(prediction, guess)
-        if at_guess <= prediction.machine.memory:
-            low, at_low = guess, at_guess
-            high, at_high = (high, at_high) if high > guess else (guess + 1, at_guess + slope)
-        else:
-            high, at_high = guess, at_guess
-    return low if at_high > prediction.machine.memory else max(low, min(high, _LARGEST))
-
-
-def bytes_at(prediction: Prediction, microbatch: int) -> float:
-    shape = replace(prediction.shape, microbatch=microbatch)
-    traced = Traced.of(
-        prediction.architecture,
-        prediction.train,
-        prediction.layout,
-        shape,
-        rank=prediction.rank,
-        on_gpu=prediction.machine.card.is_gpu,
-    )
-    return sum(with_overheads(traced.peak, prediction.layout).values())
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

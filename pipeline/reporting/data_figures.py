@@ -49,7 +49,6 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     sources = Counter[str]()
     first = 0
     starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in snapshot.buckets])])
-    latent_bytes = text_bytes = 0
     for samples, names in zip(snapshot.tables(), snapshot.name_tables(), strict=True):
         bucket = np.searchsorted(starts, np.arange(first, first + samples.num_rows), side="right") - 1
         first += samples.num_rows
@@ -63,15 +62,6 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         for entry in pc.value_counts(names.column("source")).to_pylist():
             sources[entry["values"]] += entry["counts"]
         sizes.add(names, bucket)
-        if "length" in samples.column_names:
-            latent_bytes += pc.sum(samples.column("length")).as_py() or 0
-        text_lengths = captions.field("length").to_numpy() if captions.type.get_field_index("length") >= 0 else None
-        text_bytes += int(rows.sum()) * snapshot.text_recipe.width * 2 if text_lengths is None else text_lengths.sum()
-    if "length" not in (next(snapshot.tables()).column_names if head.chunks else ["length"]):
-        shapes = [snapshot.latent_shape(i) for i in range(len(snapshot.buckets))]
-        latent_bytes = sum(
-            bucket.samples * 2 * int(np.prod(s)) for bucket, s in zip(snapshot.buckets, shapes, strict=True)
-        )
     return {
         "id": snapshot.id,
         "names": _names(cache, snapshot.id),
@@ -90,7 +80,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
             for reason, count in sorted(head.left_out.items(), key=lambda pair: (-pair[1], pair[0]))
         ],
         "rejects": rejects(cache, snapshot),
-        "storage": _storage(cache, snapshot, {"latent": int(latent_bytes), "text": int(text_bytes)}),
+        "storage": _storage(cache, snapshot),
         "new": new_samples(cache, snapshot),
     }
 
@@ -266,16 +256,15 @@ def _rejected_items(cache: Cache, snapshot: Snapshot) -> Iterator[tuple[str, str
                     yield stage, None, reject.item, reject.reason
 
 
-def _storage(cache: Cache, snapshot: Snapshot, payload: dict[str, int]) -> dict[str, Any]:
-    """Bytes by kind. `payload`: of the tensors alone; `bytes`: the shards that the snapshot names, which may hold other
-    records, too. A packed snapshot has both kinds in its joint shards, counted under the first."""
+def _storage(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
+    """Bytes by kind, of the shards that the snapshot names, which may hold other records, too. A packed snapshot has
+    both kinds in its joint shards, counted under the first."""
     tables = [Paths.table(digest, "arrow") for digest in snapshot.head.tables()]
     return {
         **{
             recipe.kind: {
                 "shards": len(snapshot.head.shards[recipe.kind]),
                 "bytes": sum(shard.bytes for shard in snapshot.head.shards[recipe.kind]),
-                "payload": payload[recipe.kind],
                 "storage": recipe.storage,
             }
             for recipe in (snapshot.latent_recipe, snapshot.text_recipe)

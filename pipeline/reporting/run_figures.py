@@ -85,7 +85,6 @@ def _part(folder: Path) -> dict[str, Any]:
         "steps": rows[-1]["step"] if rows else None,
         "last": {name: rows[-1][name] for name in CURVES if _number(rows[-1].get(name))} if rows else {},
         "mean": {name: float(values.mean()) for name, (_, values) in columns.items()},
-        "highest": {name: float(values.max()) for name, (_, values) in columns.items()},
         "curves": {name: thinned(steps, values) for name, (steps, values) in columns.items()},
         "validation": _validation(events.get("validation", [])),
         "pictures": run_pictures.listed(folder, events.get("pictures", [])),
@@ -143,7 +142,6 @@ def _validation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {
         "rows": len(rows),
         "samples": rows[-1].get("samples"),
-        "seconds": float(np.sum(_column(rows, "seconds")[1])),
         "loss": _curve(rows, "loss"),
         "ema_loss": _curve(rows, "ema_loss"),
         "by_sigma": dict(sorted(several("by_sigma").items(), key=lambda pair: _sigma(pair[0]))),

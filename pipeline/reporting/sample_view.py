@@ -1,7 +1,7 @@
 """One sample of a snapshot: how it is named, where its bytes lie, what its latent and captions are, its pictures.
 
-`find` resolves what a user has at hand: a sample id (`samples.jsonl`, messages of `train`), an item's name, the digest
-of the picture's file, the key of the latent (the member's name in its shard), or the beginning of one of them.
+`find` resolves what a user has at hand: a sample id (`samples.jsonl`, messages of `train`), an item's name, the key of
+the latent (the member's name in its shard), or the beginning of one of them.
 Price: `find` reads the tables of the whole snapshot, in columns.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import string
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,10 @@ from pipeline.images.decoding import cover_box
 from pipeline.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
 
 HEX_DIGITS = 6
-"""The shortest beginning of a digest or key that is looked for."""
+"""The shortest beginning of a key or an id that is looked for."""
 SHOWN = 5
+ALIKE = 3
+"""Characters that a name shares with a name that does not exist, to be compared with it first."""
 CANDIDATES = 5000
 """Limit on names that are compared letter by letter with a name that does not exist."""
 LARGE = 480
@@ -40,74 +41,51 @@ def find(cache: Cache, snapshot: Snapshot, text: str) -> int:
     """The row of a sample.
 
     Args:
-        text: an id, a name (`item` or `source: item`), a digest or key (hex), or the beginning of one.
+        text: an id, a name (`item` or `source: item`), the key of a latent (hex), or the beginning of one.
 
     Raises:
         UserError: no sample has it, or several; the message names the nearest.
     """
-    exact = list(islice(_exact(cache, snapshot, text), SHOWN + 1)) if text else []
-    matches = exact or (list(islice(_beginning(cache, snapshot, text), SHOWN + 1)) if text else [])
+    matches = _rows(snapshot, text, pc.equal) or _rows(snapshot, text, pc.starts_with)
     if len(matches) == 1:
         return matches[0]
     if matches:
+        shown = [f"{snapshot.sample_id(row)} ({': '.join(snapshot.source_item(row))})" for row in matches[:SHOWN]]
         raise UserError(
             f"{text!r} names several samples of snapshot {snapshot.id[:12]}",
-            found="; ".join(_label(snapshot, row) for row in matches[:SHOWN]) + ("; ..." if matches[SHOWN:] else ""),
+            found="; ".join(shown) + ("; ..." if len(matches) > SHOWN else ""),
             fix="give the sample id, the first number of the sample that you mean",
         )
     raise UserError(
         f"no sample of snapshot {snapshot.id[:12]} is called {text!r}{_rejected(cache, snapshot, text)}",
-        expected=f"a sample id, an item, or {HEX_DIGITS} or more digits of a digest; near: "
+        expected=f"a sample id, an item, or {HEX_DIGITS} or more digits of a key; near: "
         + ", ".join(_nearest(snapshot, text)),
         fix="sana-pipe snapshots lists other snapshots (--snapshot NAME)",
     )
 
 
-def _label(snapshot: Snapshot, row: int) -> str:
-    return f"{snapshot.sample_id(row)} ({': '.join(snapshot.source_item(row))})"
-
-
-def _chunks(snapshot: Snapshot) -> Iterator[tuple[int, pa.Table, pa.Table]]:
-    """(first row, samples, names) of each chunk."""
-    first = 0
-    for samples, names in zip(snapshot.tables(), snapshot.name_tables(), strict=True):
-        yield first, samples, names
-        first += samples.num_rows
-
-
-def _rows(first: int, chosen: Any) -> list[int]:
-    """Rows of a chunk where a column of booleans is true."""
-    mask = chosen.to_numpy() if isinstance(chosen, pa.ChunkedArray | pa.Array) else chosen
-    return (first + np.flatnonzero(mask)).tolist()
-
-
-def _exact(cache: Cache, snapshot: Snapshot, text: str) -> Iterator[int]:
+def _rows(snapshot: Snapshot, text: str, compare: Callable[[Any, str], Any]) -> list[int]:
+    """The first rows that a text names. compare: a column with a text, `pc.equal` or `pc.starts_with`."""
     source, colon, item = text.partition(": ")
-    for first, samples, names in _chunks(snapshot):
+    is_long = len(text) >= HEX_DIGITS
+    digits = text.lower() if is_long and set(text) <= set(string.hexdigits) else ""
+    rows: list[int] = []
+    first = 0
+    for samples, names in zip(snapshot.tables(), snapshot.name_tables(), strict=True) if text else ():
         items = names.column("item")
-        chosen = pc.equal(items, text)
+        chosen = compare(items, text)
         if colon:
-            chosen = pc.or_(chosen, pc.and_(pc.equal(items, item), pc.equal(names.column("source"), source)))
-        if text.isdecimal() and int(text) < 2**64:
-            chosen = pc.or_(chosen, pc.equal(samples.column("sample_id"), pa.scalar(int(text), pa.uint64())))
-        yield from _rows(first, chosen)
-
-
-def _beginning(cache: Cache, snapshot: Snapshot, text: str) -> Iterator[int]:
-    digits = text.lower() if len(text) >= HEX_DIGITS and set(text) <= set(string.hexdigits) else ""
-    pictures = _pictures(cache, snapshot, digits) if digits else {}
-    for first, samples, names in _chunks(snapshot):
-        items = names.column("item")
-        chosen = pc.starts_with(items, text)
-        if text.isdecimal() and len(text) >= HEX_DIGITS:
-            ids = pc.cast(samples.column("sample_id"), pa.string())
-            chosen = pc.or_(chosen, pc.starts_with(ids, text))
-        for source, found in pictures.items():
-            chosen = pc.or_(chosen, pc.and_(pc.equal(names.column("source"), source), pc.is_in(items, found)))
+            chosen = pc.or_(chosen, pc.and_(compare(items, item), pc.equal(names.column("source"), source)))
+        if text.isdecimal() and (is_long or compare is pc.equal):
+            chosen = pc.or_(chosen, compare(pc.cast(samples.column("sample_id"), pa.string()), text))
         mask = chosen.to_numpy()
-        if digits:
+        if digits and compare is not pc.equal:
             mask = mask | _begins(fixed(samples.column("key")), digits)
-        yield from _rows(first, mask)
+        rows += (first + np.flatnonzero(mask)).tolist()
+        first += samples.num_rows
+        if len(rows) > SHOWN:
+            break
+    return rows
 
 
 def _begins(keys: np.ndarray, digits: str) -> np.ndarray:
@@ -118,19 +96,6 @@ def _begins(keys: np.ndarray, digits: str) -> np.ndarray:
     whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
     chosen = (raw[:, : len(whole)] == whole).all(1)
     return chosen & (raw[:, len(whole)] >> 4 == int(digits[-1], 16)) if len(digits) % 2 else chosen
-
-
-def _pictures(cache: Cache, snapshot: Snapshot, digits: str) -> dict[str, pa.Array]:
-    """Items by source whose file has a digest that begins with these digits."""
-    pictures = {}
-    for source in snapshot.head.sources:
-        table = _scan(cache, snapshot, source)
-        if table is None:
-            continue
-        table = table.filter(pc.is_valid(table.column("digest")))
-        items = table.filter(pa.array(_begins(fixed(table.column("digest")), digits))).column("item")
-        pictures[source] = items.combine_chunks() if isinstance(items, pa.ChunkedArray) else items
-    return {source: items.cast(pa.string()) for source, items in pictures.items() if len(items)}
 
 
 def _scan(cache: Cache, snapshot: Snapshot, source: str) -> pa.Table | None:
@@ -159,22 +124,14 @@ def _rejected(cache: Cache, snapshot: Snapshot, item: str) -> str:
 
 
 def _nearest(snapshot: Snapshot, text: str) -> list[str]:
-    """Names of a few items that resemble a text: those that share the longest beginning first."""
+    """Names of a few items that resemble a text: of those that begin like it, else of all."""
     text = re.sub(r"^[\w.-]+: ?", "", text)  # a source
-    low, high = 0, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if any(pc.any(pc.starts_with(names.column("item"), text[:middle])).as_py() for names in snapshot.name_tables()):
-            low = middle
-        else:
-            high = middle - 1
     candidates: list[str] = []
-    for names in snapshot.name_tables():
-        items = names.column("item")
-        chosen = items.filter(pc.starts_with(items, text[:low])) if low else items
-        candidates += chosen.slice(0, CANDIDATES - len(candidates)).to_pylist()
-        if len(candidates) == CANDIDATES:
-            break
+    for beginning in (text[:ALIKE], ""):
+        for names in snapshot.name_tables():
+            items = names.column("item")
+            alike = items.filter(pc.starts_with(items, beginning))
+            candidates += alike.slice(0, CANDIDATES - len(candidates)).to_pylist()
     return difflib.get_close_matches(text, candidates, SHOWN, 0.3) or candidates[:SHOWN]
 
 

@@ -184,11 +184,8 @@ def _storage(figures: Figures) -> Iterator[Block]:
         Column("stored as", "storage"),
         Column("shards", "shards", count),
         Column("bytes of its shards", "bytes", size),
-        Column("tensors of this snapshot", "payload", size),
     )
     yield Table(columns, rows)
-    names = [row["name"] for row in rows]
-    yield bar_plot("Tensors of the snapshot", names, {"": [row["payload"] for row in rows]}, amount)
 
 
 def _new_samples(new: Figures) -> Iterator[Block]:

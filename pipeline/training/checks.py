@@ -32,12 +32,11 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
         fix = "sana-pipe train decides it, as does pipeline.planning.auto.decide"
         raise ConfigError(f"train.{train.undecided[0]}: auto is not decided", fix=fix)
     layout = check_sizes(train.parallel, launch.world)
-    names = "dp_replicate", "dp_shard", "tp"
-    check_accelerate(train, launch, sizes={name: getattr(layout, name) for name in names})
+    device = resolve_device(train.device, launch)
+    check_accelerate(train, device)
     check_restart()
     optimizers.check(train.optim)
     trackers.check(train.trackers, "train.trackers")
-    device = resolve_device(train.device, launch)
     check_text(train, device)
     task.check(layout)
     if layout.model_parallel_size > 1:
