@@ -82,12 +82,14 @@ def run(data: Sequence[str], options: Options) -> int:
             found=looked[0].source.name,
             fix="rename a folder; its name is the source's",
         )
+    for line in [*_sources(looked), *_card(machine)]:
+        click.echo(line)
     trigger = None if options.trigger is None else " ".join(options.trigger.split())
     made = recommend.recommend(_facts(config, looked, machine), options.purpose, trigger or None)
     _override(made, options.overrides)
     text = _text(made, data, options)
     written = Config.model_validate(from_yaml(text))
-    lines = [*_sources(looked), *_card(machine), *made.notes]
+    lines = list(made.notes)
     lines += [_line(choice) for choice in made.choices if choice.option != "text"]  # its models are the VAE's
     lines += _expected(written, made, looked, machine)
     _write(options, text, made)
@@ -170,7 +172,7 @@ def _machine(options: Options) -> Machine | None:
     return Machine(here or card(UNNAMED), memory, options.gpus or torch.cuda.device_count(), assumed=here is None)
 
 
-def _override(made: Recommendation, overrides: Sequence[str]) -> None:
+def _override(made: Recommendation, overrides: tuple[str, ...]) -> None:
     """Put the options of `--set` among the choices."""
     given = load_given(recommend.BASES[made.resolution], overrides)[1]
     for option in given.overridden:

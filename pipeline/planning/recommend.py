@@ -234,7 +234,7 @@ def recommend(facts: Facts, purpose: str | None = None, trigger: str | None = No
     resolution = 512 if chosen == SCRATCH else resolution
     memory = _memory(chosen, resolution, facts)
     if memory is None:
-        raise _too_little(chosen, resolution, facts)
+        raise _too_little(chosen, facts)
     made = Recommendation(chosen, resolution, notes=[f"{chosen}: {why}"])
     _models(made, why_small)
     used = _data(made, facts, trigger, left_out)
@@ -292,12 +292,12 @@ def _memory(purpose: str, resolution: int, facts: Facts) -> Memory | None:
     return next((row for row in rows if facts.all_gib >= row.gib), None)
 
 
-def _too_little(purpose: str, resolution: int, facts: Facts) -> UserError:
-    needed = min(row.gib for row in MEMORY if (row.purpose, row.resolution) == (purpose, resolution))
+def _too_little(purpose: str, facts: Facts) -> UserError:
+    least = min((row for row in MEMORY if row.purpose == purpose), key=lambda row: row.gib)
     names = {LORA: "a LoRA", FULL: "full fine-tuning", SCRATCH: "training from scratch"}
     return UserError(
-        f"{names[purpose]} at {resolution} px does not fit into {facts.gpus} x {facts.memory_gib:.1f} GiB",
-        expected=f"{needed:g} GiB, of all cards together",
+        f"{names[purpose]} does not fit into {facts.gpus} x {facts.memory_gib:.1f} GiB",
+        expected=f"{least.gib:g} GiB, of all cards together, for {BASES[least.resolution]}",
         fix="a card with more memory" if purpose == LORA else "--for lora, or more cards",
     )
 
@@ -448,3 +448,7 @@ def _lines() -> Iterator[str]:
     for row in MEMORY:
         settings = ", ".join(f"`{option}: {value}`" for option, value in row.settings.items())
         yield f"| {row.purpose} | {row.resolution} | {row.gib:g} | {settings} | {row.source} |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
