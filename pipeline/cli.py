@@ -869,7 +869,9 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
 @_configured
 @click.argument("data", nargs=-1, required=True, metavar="PATH|URL...")
 @click.option(
-    "--prompts", metavar="FILE|default", help="As for encode. Default, with train.pictures: prompts.txt here."
+    "--prompts",
+    metavar="FILE|default",
+    help="As for encode. Default, with train.pictures: prompts.txt beside the configuration, else `default`.",
 )
 def run(given: _Given, data: tuple[str, ...], prompts: str | None) -> Any:
     """Encode, bucket, train, sample and export: the single commands one after the other, each printed as it starts.

@@ -85,13 +85,13 @@ def run(data: Sequence[str], options: Options) -> int:
     for line in [*_sources(looked), *_card(machine)]:
         click.echo(line)
     trigger = None if options.trigger is None else " ".join(options.trigger.split())
-    made = recommend.recommend(_facts(config, looked, machine), options.purpose, trigger or None)
+    made = recommend.recommend(_facts(config, looked, machine, options.gpus or 1), options.purpose, trigger or None)
     _override(made, options.overrides)
     text = _text(made, data, options)
     written = Config.model_validate(from_yaml(text))
     lines = list(made.notes)
     lines += [_line(choice) for choice in made.choices if choice.option != "text"]  # its models are the VAE's
-    lines += _expected(written, made, looked, machine)
+    lines += expected(written, made, looked, machine)
     _write(options, text, made)
     for line in [*lines, *_next(options, data, machine)]:
         click.echo(line)
@@ -122,7 +122,7 @@ class _Looked:
         return pc.struct_field(pc.list_element(self.usable.column("captions").combine_chunks(), 0), "text")
 
 
-def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None) -> Facts:
+def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, gpus: int) -> Facts:
     usable = pa.concat_tables([each.usable for each in looked])
     sized = usable.filter(pc.is_valid(usable.column("width")))
     heights, widths = (sized.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
@@ -141,7 +141,7 @@ def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None) -
         tuple(shown),
         _held_out(config, looked) if usable.num_rows <= COUNTED else None,
         None if machine is None else machine.memory / GIB,
-        1 if machine is None else machine.gpus,
+        gpus if machine is None else machine.gpus,
     )
 
 
@@ -161,10 +161,11 @@ def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
 def _machine(options: Options) -> Machine | None:
     """The cards that were asked for, else those that are here; None: no GPU."""
     gpus = options.gpus or 1
+    nodes = predict.least_nodes(gpus)
     if options.gpu is not None or options.gpu_memory is not None:
         chosen = card(options.gpu or UNNAMED)
         memory = chosen.memory if options.gpu_memory is None else memory_of(options.gpu_memory)
-        return Machine(chosen, memory, gpus, assumed=options.gpu is None) if options.gpu != CPU else None
+        return Machine(chosen, memory, gpus, nodes, assumed=options.gpu is None) if options.gpu != CPU else None
     if not torch.cuda.is_available():
         return None
     here: Card | None = of_device(torch.device("cuda", 0))
@@ -252,7 +253,7 @@ def _card(machine: Machine | None) -> list[str]:
     return [f"card: {machine.gpus} x {amount(machine.memory)} ({name})"]
 
 
-def _expected(config: Config, made: Recommendation, looked: Sequence[_Looked], machine: Machine | None) -> list[str]:
+def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], machine: Machine | None) -> list[str]:
     """Memory, time and disk space, by what `plan` and `encode --dry-run` compute.
 
     Raises:
@@ -291,6 +292,10 @@ def _cache_bytes(config: Config, looked: _Looked) -> int:
 
 
 def _next(options: Options, data: Sequence[str], machine: Machine | None) -> list[str]:
+    """Where the file is, and the command that uses it."""
     config = [] if options.out == Path(LOCAL_NAME) else ["--config", str(options.out)]
+    lines = [f"written: {options.out}"]
+    if machine is not None and machine.nodes > 1:
+        lines.append(f"for {machine.nodes} nodes: sana-pipe encode, bucket and train, as in configs/launch")
     where = "" if machine is not None else "   # on a machine with a GPU"
-    return [f"written: {options.out}", f"next: {shlex.join(['sana-pipe', 'run', *data, *config])}{where}"]
+    return [*lines, f"next: {shlex.join(['sana-pipe', 'run', *data, *config])}{where}"]

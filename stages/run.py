@@ -58,7 +58,8 @@ def run(
         given: what the file and `--set` say. path: of `--config`. overrides: of `--set`; each goes to the commands that
             read it.
         data: sources, as for `encode --data`.
-        prompts: as for `encode --prompts`; None: with `train.pictures` those of `prompts.txt`, else the default ones.
+        prompts: as for `encode --prompts`; None: with `train.pictures` those of `prompts.txt` beside the
+            configuration or here, else the default ones.
 
     Returns:
         0, or the exit code of the command that failed.
@@ -83,7 +84,7 @@ def chain(
     """The commands; see `run`."""
     options = {stage: _options(stage, given, path, overrides) for stage in STAGES}
     encoders, trainers = _processes(config.encode.device), _processes(config.train.device)
-    drawn = prompts or _prompts(config)
+    drawn = prompts or _prompts(config, given.file)
     for place, source in enumerate(data, 1):
         also = ["--prompts", drawn] if drawn is not None and place == len(data) else []
         yield Step(("encode", "--data", source, *also, *options["encode"]), encoders)
@@ -109,11 +110,12 @@ def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str
     return words
 
 
-def _prompts(config: Config) -> str | None:
+def _prompts(config: Config, file: Path) -> str | None:
     """The prompts to encode: none where no pictures are drawn, or another set is named."""
     if config.train.pictures is None or config.train.pictures.prompts is not None:
         return None
-    return PROMPTS if Path(PROMPTS).is_file() else "default"
+    places = (file.with_name(PROMPTS), Path(PROMPTS))
+    return next((str(place) for place in places if place.is_file()), "default")
 
 
 def _processes(device: str) -> int:

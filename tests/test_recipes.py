@@ -131,7 +131,7 @@ def written(name: str, place: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the prediction, which takes seconds; `test_what_is_written_fits_and_trains` makes it."""
-    monkeypatch.setattr(init, "_expected", lambda *arguments: [])
+    monkeypatch.setattr(init, "expected", lambda *arguments: [])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -396,6 +396,10 @@ def _training(made: Recommendation, facts: Facts, pictures: int, memory: Memory)
     made.choices = [choice for choice in made.choices if choice.option not in memory.settings]
     for option, setting in memory.settings.items():
         made.add(option, setting, f"{facts.all_gib:.1f} GiB of GPU memory: {memory.source}")
+    if (visits := steps * rounded / trained) > 100 and made.purpose != LORA:
+        made.notes.append(
+            f"each picture is seen {visits:,.0f} times: the model learns them by heart; more pictures help"
+        )
     made.add("train.output", f"./runs/{made.purpose}", "checkpoints and metrics")
 
 
