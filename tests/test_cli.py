@@ -591,7 +591,6 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
         "status",
         "verify",
         "gc",
-        "init",
         "inspect",
         "report",
         "view",
