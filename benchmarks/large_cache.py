@@ -236,7 +236,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
     run = encode.EncodeRun(
         config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), latent, table
     )
-    done = encode.encode_source(run, False, ())
+    done = encode.encode_source(run, False)
     if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
         raise RuntimeError(f"there was something to do: {done}")
 
