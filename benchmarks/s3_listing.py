@@ -1,17 +1,39 @@
-"""A server that lists pictures with captions as S3 does, a thousand a page, without having them.
+"""Requests to S3 for a unit of work: counted at moto's server, with claims and without.
 
     python -m benchmarks.s3_listing PICTURES
 
-prints its port. `benchmarks.large_cache` lists it in another process, whose memory alone is measured.
+starts another server: it lists pictures with captions as S3 does, a thousand a page, without having them, and prints
+its port. `benchmarks.large_cache` lists it in another process, whose memory alone is measured.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from unittest import mock
 from urllib.parse import parse_qs, urlsplit
+from uuid import uuid4
 
+import fsspec
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.report import finish, table
+from pipeline.cache import index, layout, shard
+from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.config import MirrorConfig
 from pipeline.processes import run_and_exit
+from pipeline.work.claims import Claims
+from pipeline.work.engine import Worker, make_units, missing_units
+from pipeline.work.progress import Progress
+from pipeline.work.stop import Stop
 
 BUCKET, FOLDER, PAGE = "bucket", "pictures", 1000
 _ENTRY = (
@@ -35,8 +57,8 @@ def page(count: int, start: int) -> str:
     )
 
 
-def main() -> None:
-    count = int(sys.argv[1])
+def serve(count: int) -> None:
+    """Print a port, then list pictures there."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -56,6 +78,84 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(server.server_port, flush=True)
     server.serve_forever()
+
+
+# ---------------------------------------------------------------- requests of a unit
+
+
+@contextmanager
+def counting_server() -> Iterator[Counter[tuple[str, str]]]:
+    """Start an S3 server on loopback. Yields its requests by operation and by the folder within a cache in the top of
+    a bucket."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    requests: Counter[tuple[str, str]] = Counter()
+    application = DomainDispatcherApplication(create_backend_app)
+
+    def count(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        query = parse_qs(environ.get("QUERY_STRING", ""))
+        is_copy = "HTTP_X_AMZ_COPY_SOURCE" in environ
+        operation = "LIST" if "list-type" in query else "COPY" if is_copy else environ["REQUEST_METHOD"]
+        path = query.get("prefix", [""])[0] if operation == "LIST" else environ["PATH_INFO"].split("/", 2)[-1]
+        requests[operation, path.partition("/")[2].split("/")[0]] += 1
+        return application(environ, start)
+
+    server = make_server("127.0.0.1", 0, count, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    secrets = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    with mock.patch.dict(os.environ, {**place, **secrets}):
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield requests
+        s3fs.S3FileSystem.clear_instance_cache()
+    server.shutdown()
+
+
+class Maker:
+    """Commits units with a shard of two small records."""
+
+    def __init__(self, cache: Cache, recipe: layout.Recipe):
+        self.cache, self.recipe = cache, recipe
+
+    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        with shard.ShardWriter(self.cache.files, self.recipe, unit.unit) as writer:
+            for number in range(2):
+                writer.add(layout.digest(unit.unit, str(number)), np.full((2, 8, 8), number, np.uint16))
+            commit = index.commit_of(self.cache.files, unit.unit, writer.finish())
+        index.publish_commit(self.cache.files, plan.recipe, plan.number, commit, plan.fanned)
+        return commit
+
+
+def unit_requests(few: int = 10, many: int = 26) -> dict[tuple[str, str], float]:
+    """Requests of one unit by operation and folder: of a plan of many units against one of few, which one process
+    claims, makes and commits."""
+    recipe, seen = layout.LatentRecipe(weights="w", compression=8, channels=2), []
+    bucket = f"requests-{uuid4().hex}"
+    with counting_server() as requests, tempfile.TemporaryDirectory() as folder:
+        fsspec.filesystem("s3").mkdir(bucket)
+        for count in (few, many):
+            cache = Cache(f"s3://{bucket}/{count}", create=True, mirror=MirrorConfig(path=folder))
+            cache.add_recipe(recipe)
+            units = [Unit(layout.digest(str(number)).hex(), 2 * number, 2, 2) for number in range(count)]
+            cache.add_plan(recipe.name, 0, units, pa.table({"n": range(2 * count)}))
+            todo = missing_units(cache, cache.plans(recipe.name))
+            requests.clear()
+            worker = Worker(Claims(cache.files, 60), Stop(0))
+            make_units(Maker(cache, recipe), todo, worker, Progress("units", 0))
+            seen.append(dict(requests))
+    return {kind: (number - seen[0].get(kind, 0)) / (many - few) for kind, number in sorted(seen[1].items())}
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        return serve(int(sys.argv[1]))
+    each = unit_requests()
+    table(("operation", "folder", "for a unit"), [(*kind, number) for kind, number in each.items()])
+    claims = sum(number for (_, folder), number in each.items() if folder == "claims")
+    return finish({"requests_per_unit": sum(each.values()) - claims, "requests_of_a_claim": claims})
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def cache_table() -> Table:
                 power(pairs),
                 *(size(value) for value in (plain.latents, plain.text, plain.index, *others)),
                 number(plain.shards),
-                number(plain.writes + plain.reads),
+                number(plain.requests),
                 number(plain.hours),
                 number(plain.exact_hours - plain.hours),
                 size(plain.snapshot),

@@ -56,9 +56,9 @@ INSTRUCTION, POSITIONS = 234, 300
 Assumption: the instruction's length depends on the tokenizer."""
 DECODE_S = 0.05
 """Seconds of a core to decode and resize a picture of 12 megapixels. Measured by `benchmarks.decode`."""
-UNIT_WRITES, UNIT_READS = 5, 5
-"""Requests to the store for a unit's shard, record table and commit, each read back. Counted (`tests/test_scale.py`).
-Claims, plans and scans come on top."""
+UNIT_REQUESTS = 5
+"""Requests to the store for a unit: a look whether it is committed, its shard, record table, commit and the commit's
+copy. Counted (`benchmarks.s3_listing`). Claims, plans and scans come on top."""
 CHUNK_BYTES = 28e6
 """Of a chunk of a snapshot's index (2^18 rows). Measured: the file's size; `benchmarks.snapshot_scale` prints what a
 resumed run reads of it."""
@@ -87,7 +87,7 @@ class CacheFigures:
 
     Attributes:
         latents, text, index: bytes. shards, documents: objects (each document and its copy, until units are merged).
-        snapshot: bytes of a snapshot's index. writes, reads: requests of encoding.
+        snapshot: bytes of a snapshot's index. requests: of encoding.
         hours: GPU-hours of encoding, latents and text; exact_hours: with `text.mode: exact`.
     """
 
@@ -98,8 +98,7 @@ class CacheFigures:
     shards: float
     documents: float
     snapshot: float
-    writes: float
-    reads: float
+    requests: float
     hours: float
     exact_hours: float
 
@@ -140,8 +139,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
         made,
         2 * made,
         math.ceil(pairs / CHUNK_ROWS) * CHUNK_BYTES,
-        UNIT_WRITES * made,
-        UNIT_READS * made,
+        UNIT_REQUESTS * made,
         hours[0] * scale,
         hours[1] * scale,
     )

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cache import arrow, index, layout, shard
+from pipeline.cache import arrow, files, index, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import SortedKeys, as_keys, halves
 from pipeline.cache.layout import Paths
@@ -315,12 +316,44 @@ def test_a_damaged_shard_is_replaced_by_a_writer_of_the_same_content(tmp_path: P
 
 
 def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    with files.temporary() as path:
+    place = Files(tmp_path)
+    with place.temporary() as path:
         path.write_bytes(b"other bytes")
         with pytest.raises(IntegrityError):
-            files.publish_content(path, "x/name", layout.content_digest(b"bytes"))
-    assert not files.exists("x/name")
+            place.publish_content(path, "x/name", layout.content_digest(b"bytes"))
+    assert not place.exists("x/name")
+
+
+def test_what_is_read_back_comes_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page of a written file is in memory when it is compared."""
+    resident: list[bool] = []
+    real = files.check_digest
+
+    def check(path: Path, digest: str) -> None:
+        with open(path, "rb") as file:
+            try:
+                os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+                resident.append(True)
+            except BlockingIOError:
+                resident.append(False)
+            except OSError:
+                pytest.skip("this file system cannot tell what is in memory")
+        real(path, digest)
+
+    if not hasattr(os, "RWF_NOWAIT"):
+        pytest.skip("this system cannot tell what is in memory")
+    monkeypatch.setattr(files, "check_digest", check)
+    with tempfile.TemporaryDirectory() as folder:  # on a disk: pytest's folder may be in memory
+        place = Files(Path(folder))
+        assert place.put("names/a/00000000.json", layout.seal({"name": "a"}))
+        place.put_content(b"some bytes", "tables", "npy")
+        with place.temporary() as path:
+            path.write_bytes(b"more bytes")
+            place.put_content_file(path, "npy")
+        with shard.ShardWriter(place, LATENT, "u") as writer:
+            writer.add(b"k" * 16, bits((4, 2, 3)))
+            writer.finish()
+    assert resident == [False] * 5
 
 
 def test_a_read_only_cache_is_an_error_for_people(tmp_path: Path, bound_by_permissions: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from pipeline.cache import process_identity as owner
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError
 from pipeline.work.claims import Claims
 from tests.support.waiting import until
 
@@ -195,13 +195,30 @@ def test_an_error_releases_the_claim(tmp_path: Path) -> None:
 def test_a_claim_that_goes_while_it_is_put_is_another_ones(
     two: tuple[Claims, Claims], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def removed(name: str, data: bytes) -> bool:
-        raise IntegrityError("is not what was written")
-
     first, second = two
-    monkeypatch.setattr(first.files, "put", removed)
+    monkeypatch.setattr(first.files, "put", lambda name, data: False)  # another worker had it, and has released it
     assert first.take(*UNIT) == "claimed"
     assert second.state(*UNIT) == "free"
+
+
+def test_a_young_claim_is_released_without_a_look_an_old_one_is_looked_at(
+    two: tuple[Claims, Claims], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two
+    reads: list[str] = []
+    real = first.read
+    monkeypatch.setattr(first, "read", lambda name: (reads.append(name), real(name))[1])
+    for age, looks in ((0, 0), (29.9, 0), (30, 1)):
+        reads.clear()
+        assert first.take(*UNIT) == "ours"
+        clock.now += age
+        first.release(*UNIT)
+        assert len(reads) == looks and second.state(*UNIT) == "free"
+    first.take(*UNIT)
+    clock.now += 60
+    second.files.replace(Paths.claim(*UNIT), second.content(0))
+    first.release(*UNIT)
+    assert second.state(*UNIT) == "ours", "another worker has taken it over"
 
 
 def test_of_two_who_take_it_at_once_the_last_to_write_has_it(
@@ -221,7 +238,8 @@ def test_of_two_who_take_it_at_once_the_last_to_write_has_it(
     assert first.state(*UNIT) == "claimed"
     clock.now += 60
     with monkeypatch.context() as patch:
-        patch.setattr(first.files, "put", lambda name, data: beat(second, tmp_path, 1))
+        real_state = first.state
+        patch.setattr(first, "state", lambda *work: (real_state(*work), beat(second, tmp_path, 1))[0])
         assert first.take(*UNIT) == "claimed", "it beat between the look and the taking"
     assert second.state(*UNIT) == "ours"
     assert first.state(*UNIT) == "alive"

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -25,6 +26,7 @@ import stages.encode
 import stages.gc
 import stages.status
 import stages.verify
+from benchmarks import s3_listing, scale_model
 from pipeline import retrying
 from pipeline.cache import copies, drivers, layout, scratch
 from pipeline.cache import mirror as mirrors
@@ -36,7 +38,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from pipeline.loader.loader import Loader, LoaderSettings
-from pipeline.work.claims import Claims
+from pipeline.work import engine
 from tests.support import tiny_cache
 from tests.support.forked import Forked
 from tests.support.messages import naming
@@ -648,10 +650,29 @@ def test_a_driver_that_looks_first_and_writes_then_is_refused(tmp_path: Path, mi
         Cache(f"local://{tmp_path}/cache", create=True, mirror=mirror)
 
 
-def test_a_claim_that_is_swept_at_once_stops_nobody(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    def swept(name: str, data: bytes) -> bool:
-        raise IntegrityError(f"{name}: is missing")
+def test_the_store_compares_what_it_gets_with_a_checksum(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read back: each put and each part carries a checksum of its bytes, which S3 verifies."""
+    from moto.s3.responses import S3Response
 
-    claims = Claims(objects, 60)
-    monkeypatch.setattr(objects, "put", swept)
-    assert claims.take("latent-x", 0, "u") == "claimed"
+    sent: list[str | None] = []
+    real = S3Response.put_object
+
+    def put(self: Any) -> Any:
+        sent.append(self.headers.get("x-amz-checksum-crc32") or self.headers.get("x-amz-trailer"))
+        return real(self)
+
+    monkeypatch.setattr(S3Response, "put_object", put)
+    objects.put("names/a/00000000.json", layout.seal({"name": "a"}))
+    with objects.temporary() as path:
+        path.write_bytes(bytes(1 << 20))
+        objects.publish(path, "shards/x.tar")
+    assert len(sent) == 3 and all(sent)
+
+
+def test_requests_of_a_unit(s3_bucket: str) -> None:
+    """A listing tells which units are committed; claim and removal; shard, table, document and its copy."""
+    each = s3_listing.unit_requests(engine.FEW_UNITS + 1, engine.FEW_UNITS + 5)
+    once = {("PUT", "claims"), ("DELETE", "claims"), ("HEAD", "units")}
+    once |= {("PUT", folder) for folder in ("shards", "tables", "units", "copies")}
+    assert {kind for kind, number in each.items() if number} == once and set(each.values()) <= {0, 1}
+    assert sum(number for (_, folder), number in each.items() if folder != "claims") == scale_model.UNIT_REQUESTS

@@ -200,13 +200,13 @@ def test_a_refusal_is_no_missing_object_and_says_what_to_check(
     from botocore.exceptions import ClientError
     from s3fs.errors import translate_boto_error
 
-    async def forbidden(self: object, method: str, *args: object, **options: object) -> object:
+    def forbidden(self: object, method: str, *args: object, **options: object) -> object:
         raise translate_boto_error(
             ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, method)
         )
 
     files = files_of(s3_bucket, tmp_path, 300)
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", forbidden)
+    monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", forbidden)
     with pytest.raises(CacheError, match=what) as refused:
         files.exists("a")
     assert fix in str(refused.value.fix)

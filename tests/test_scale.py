@@ -13,7 +13,6 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -28,9 +27,9 @@ from benchmarks.reading_simulator import (
     ModelFiles,
     NodeCounts,
 )
-from pipeline.cache import index, layout, mirror, shard
+from pipeline.cache import layout, mirror, shard
 from pipeline.cache.mirror import Mirror
-from pipeline.cache.root import Cache, Unit
+from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import MirrorConfig
 from pipeline.encoding import estimate
@@ -256,45 +255,6 @@ def test_waits_follow_from_the_store(disk: Cache) -> None:
     assert alone.fetches == len(Snapshot(disk.files, name).head.shards["text"])
     assert alone.waited >= 2 * 2.0 * (alone.fetches - 1) / threads - 35 * step_s
     assert 0 < slow.waited < alone.waited
-
-
-def test_requests_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the model multiplies: a unit's shard, record table and commit, written to a store and read back."""
-    seen: Counter[str] = Counter()
-    inside: list[str] = []
-
-    def counted(name: str, kind: str) -> None:
-        real = getattr(MemoryFileSystem, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            seen[kind] += not inside
-            inside.append(name)
-            try:
-                return real(*args, **options)
-            finally:
-                inside.pop()
-
-        monkeypatch.setattr(MemoryFileSystem, name, call)
-
-    place = MirrorConfig(path=str(tmp_path), gib=1)
-    cache, recipe = Cache(f"memory://{uuid4().hex}", create=True, mirror=place), tiny_cache.recipes()[0]
-    cache.add_recipe(recipe)
-    keys = [layout.digest(str(i)) for i in range(4)]
-    units = [Unit(f"{i:032x}", 2 * i, 2, 2) for i in range(2)]
-    cache.add_plan(recipe.name, 0, units, pa.table({"key": pa.array(keys, pa.binary(16))}))
-    for name in ("put_file", "pipe_file", "cp_file"):
-        counted(name, "writes")
-    for name in ("info", "cat_file", "get_file", "ls"):
-        counted(name, "reads")
-    for number, unit in enumerate(units):
-        seen.clear()
-        with shard.ShardWriter(cache.files, recipe, unit.unit) as writer:
-            for key in keys[unit.start : unit.start + 2]:
-                writer.add(key, np.full((2, 8, 8), number, np.uint16))
-            made = writer.finish()
-        commit = index.commit_of(cache.files, unit.unit, made)
-        index.publish_commit(cache.files, recipe.name, 0, commit)
-        assert (seen["writes"], seen["reads"]) == (scale.UNIT_WRITES, scale.UNIT_READS)
 
 
 def test_bytes_are_those_of_the_estimate() -> None:

@@ -140,6 +140,22 @@ class Connection:
         """Whether `find` reads page by page, so that its beginning is cheap."""
         return hasattr(self.fs, "call_s3")
 
+    def info(self, path: str) -> dict[str, Any]:
+        """The driver's description of a file, by one request: `info` of s3fs would look for a folder of a missing file.
+
+        Args:
+            path: the driver's.
+        """
+        if not self.is_paged:
+            return dict(self.fs.info(path))
+        bucket, key, _ = self.fs.split_path(path)
+        head = self.fs.call_s3("head_object", Bucket=bucket, Key=key)
+        return {**head, "name": path, "size": head["ContentLength"], "type": "file"}
+
+    def read(self, path: str) -> bytes:
+        """The bytes of a file, by one request: s3fs would ask for the size first. path: the driver's."""
+        return bytes(self.fs.cat_file(path, **({"max_concurrency": 1} if self.is_paged else {})))
+
     def find(self, folder: str, deep: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every file below a folder, in any order: the driver's path, and the driver's description of the file.
 

@@ -1,10 +1,8 @@
 """Publication: a file appears whole and checked, or not at all.
 
-`Files` has the few operations that read and write everything in a cache. A file is written under `tmp/`, synced, read
-back and compared, then published by a hard link, which fails if the name is taken. That is put-if-absent on local disks
-and NFS alike (`O_EXCL` plus writing is not: a crash leaves half a file under the final name).
-Why: a process killed at any instant leaves the old state or the new state, plus an invisible file in `tmp/`.
-Price: every byte is written once and read back once; a file system without hard links is refused with a message.
+A file is written under `tmp/`, synced, read back from the disk and compared, then published by a hard link, which fails
+if the name is taken: put-if-absent on local disks and NFS. A process killed at any instant leaves the old state or the
+new state, plus an invisible file in `tmp/`. A file system without hard links is refused with a message.
 
 Names are relative to the root, with forward slashes. `Files` works on a folder on a disk or on NFS;
 `pipeline.cache.objects.ObjectFiles` has the same operations over an object store.
@@ -283,14 +281,15 @@ class Files:
     def put(self, name: str, data: bytes) -> bool:
         """Publish bytes under a name that is not taken. Returns False if it is.
 
-        A document is visible once it is published; its copy follows. The copy of a lost document still takes the name,
-        so that no other document replaces it.
+        A document is visible once it is published; its copy follows. If the copy of a lost document is found then, that
+        document is restored: it still has the name.
         """
-        has_copy = layout.is_document(name)
-        if (has_copy and self.has_file(Paths.copy(name))) or not self._put(name, data):
+        if not self._put(name, data):
             return False
-        if has_copy:
-            self._put(Paths.copy(name), data)
+        copy = Paths.copy(name)
+        if layout.is_document(name) and not self._put(copy, data) and (lost := self.read(copy)) != data:
+            self.replace(name, lost)
+            return False
         return True
 
     def put_long(self, name: str, body: dict[str, Any], version: int = layout.VERSION) -> bool:
@@ -328,8 +327,7 @@ class Files:
             return False
         with self.temporary() as path:
             write_synced(path, data)
-            if path.read_bytes() != data:
-                raise IntegrityError(f"{path}: reads back other bytes than were written", fix="check the disk")
+            check_digest(path, layout.content_digest(data))
             return self.publish(path, name)
 
     def put_content(self, data: bytes, folder_of: str, suffix: str, twice: bool = False) -> str:
@@ -353,9 +351,9 @@ class Files:
 
     def put_content_file(self, path: Path, suffix: str) -> str:
         """`put_content` of a written file into `tables/`, which need not fit into memory. Publishes no copy."""
+        digest = file_digest(path)  # of what was written; `publish_content` compares what is on the disk
         with cache_errors(path), open(path, "rb+") as file:
             sync(file)
-        digest = file_digest(path)
         target = Paths.table(digest, suffix)
         if self.freshen(target):
             with suppress(OSError):  # missing again while `discard` checks its age

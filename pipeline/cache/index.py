@@ -82,7 +82,10 @@ def commit_of(
     """The commit of a shard whose file is written; writes the table of its records. shard: (digest, bytes, records), as
     `ShardWriter.finish` returns them."""
     name, size, records = shard
-    table = files.put_content(to_ipc(records), "tables", "arrow")
+    data = to_ipc(records)
+    table = layout.content_digest(data)
+    if not files.put(Paths.table(table, "arrow"), data):
+        files.put_content(data, "tables", "arrow")
     return Commit(unit, name, size, records.num_rows, table, tuple(rejects), dict(provenance or {}))
 
 

@@ -279,8 +279,11 @@ def allocate(file: BinaryIO, size: int) -> None:
 
 
 def sync(file: BinaryIO) -> None:
+    """Sync a file and drop its pages from memory, so that reading it back reads the disk."""
     file.flush()
     os.fsync(file.fileno())
+    if sys.platform == "linux":
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_path(path: Path) -> None:

@@ -1,16 +1,11 @@
 """A cache in an object store: the operations of `Files` over fsspec.
 
 `ObjectFiles` publishes with the store's conditional put (If-None-Match) where `Files` uses a hard link, and reads
-shards and tables through a mirror on the local disk. `files_at` opens either.
-Why this is enough: a store makes an object visible whole or not at all, so publication only needs a put that is refused
-when the name is taken. Some stores ignore the condition, so `probe` tests it before anything is encoded. Objects are
-never written through an open file: leaving its block by an exception would commit the bytes written so far.
-Price: listings, lookups and puts are requests of some ten milliseconds each. A shard is written to the local disk first
-and then sent (each part with a checksum that the store verifies); a document is read back. Credentials and addresses
-are those of the driver (s3fs: AWS_*, or fsspec's configuration).
+shards and tables through a mirror on the local disk. A store shows an object whole or not at all, and S3 compares each
+put and part with a checksum that the driver sends, so nothing is read back. Some stores ignore the condition: `probe`
+tests it. Credentials and addresses are those of the driver (s3fs: AWS_*, or fsspec's configuration).
 
 A cache behind a web server (http, https) can be read if the server lists folders as `python -m http.server` does.
-Shards are transferred whole, so the server need not support ranges. Nothing can be published there.
 """
 
 from __future__ import annotations
@@ -136,9 +131,9 @@ class ObjectFiles(Files):
                 "then, so that two writers can both succeed",
                 fix="put the cache on a disk, NFS or S3",
             )
-        created = self._create(name, data)  # if this fails there is nothing to remove
+        created = self._put(name, data)  # if this fails there is nothing to remove
         try:
-            if not created or self._create(name, data + b"again"):
+            if not created or self._put(name, data + b"again"):
                 raise CacheError(
                     f"{self.url}: this object store does not refuse to overwrite (a conditional put, If-None-Match), "
                     "which publication needs",
@@ -156,7 +151,7 @@ class ObjectFiles(Files):
 
     def read(self, name: str) -> bytes:
         try:
-            return self._read(name, lambda path: self.fs.cat_file(path))
+            return self._read(name, self.connection.read)
         except FileNotFoundError:
             raise self._missing(name) from None
 
@@ -293,16 +288,6 @@ class ObjectFiles(Files):
             self._write(name, lambda path: self.fs.put_file(str(temporary), path, mode="create"))
         except FileExistsError:
             return False
-        size = temporary.stat().st_size
-        if self._size(name) != size:
-            raise IntegrityError(f"{self.where(name)}: was not stored whole", expected=f"{size} bytes")
-        return True
-
-    def _put(self, name: str, data: bytes) -> bool:
-        if not self._create(name, data):
-            return False
-        if self.read(name) != data:
-            raise IntegrityError(f"{self.where(name)}: reads back other bytes than were written")
         return True
 
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
@@ -327,7 +312,7 @@ class ObjectFiles(Files):
 
     def now(self) -> float:
         name = f"tmp/clock-{uuid4().hex}"
-        self._create(name, b"")
+        self._put(name, b"")
         info = self._info(name)
         self.remove(name)
         if info is None:
@@ -393,12 +378,12 @@ class ObjectFiles(Files):
 
     def _info(self, name: str) -> dict[str, Any] | None:
         try:
-            return self._read(name, self.fs.info)
+            return self._read(name, self.connection.info)
         except FileNotFoundError:
             return None
 
     def _size(self, name: str) -> int:
-        size = self._read(name, self.fs.info).get("size")
+        size = self._read(name, self.connection.info).get("size")
         if size is None:
             raise CacheError(f"{self.where(name)}: the server does not say how large it is")
         return int(size)
@@ -406,7 +391,7 @@ class ObjectFiles(Files):
     def _fetch(self, name: str, path: Path) -> None:
         self._read(name, lambda remote: self.fs.get_file(remote, str(path)))
 
-    def _create(self, name: str, data: bytes) -> bool:
+    def _put(self, name: str, data: bytes) -> bool:
         attempts = 0
 
         def create(path: str) -> None:

@@ -161,6 +161,7 @@ class Cache:
             self.files.probe()
         if not self.files.exists(Paths.FORMAT):
             if not create:
+                self.files.names("")  # a bucket that does not exist is an error here
                 raise CacheError(f"{root}: there is no cache here", fix="sana-pipe encode --data DIR")
             _refuse_other(self.files)
         if create:

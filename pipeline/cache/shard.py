@@ -43,6 +43,7 @@ from pipeline.cache.local_files import (
     descriptors_left,
     is_out_of_resources,
     raise_if_of_machine,
+    sync,
 )
 from pipeline.errors import CacheError, IntegrityError
 
@@ -167,8 +168,7 @@ class TarWriter:
         self._member(f"{layout.META}/records", records)
         self._write(bytes(2 * BLOCK))
         with cache_errors(self._path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            sync(self._file)
             self._file.close()
         digest = self._state.hexdigest()
         if only in (None, digest):

@@ -217,7 +217,7 @@ class RemoteFilesystem(Filesystem):
         size, _ = self.stat(name)
         if limit is not None and size > limit:
             return self.read_range(name, 0, limit + 1)
-        data = self._request(name, lambda: self.fs.cat_file(path))
+        data = self._request(name, lambda: self.connection.read(path))
         return check_length(name, data, 0, size)
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:

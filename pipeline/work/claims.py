@@ -24,7 +24,7 @@ from pipeline.cache import index, process_identity
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, WorkPlan
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError
 from pipeline.processes import beating
 
 BEATS = 6
@@ -52,6 +52,7 @@ class Claims:
         self.place = process_identity.place()
         self.progress: Callable[[], dict[str, object]] = dict
         self._seen: dict[str, tuple[bytes, float]] = {}  # name -> content, and when it was first seen
+        self._written: dict[str, float] = {}  # name of a claim of ours -> when it was last written
 
     def state(self, *work: str | int) -> State:
         """Read a claim, and remember it for the next look."""
@@ -71,15 +72,15 @@ class Claims:
 
     def take(self, *work: str | int) -> State:
         """Claim a unit if it is free. Returns `ours`, or the state of the other claim."""
-        state = self.state(*work)
+        name, content = Paths.claim(*work), self.content(0)
+        state = self.state(*work) if name in self._seen else "free"
+        if state == "free" and name not in self._seen:  # as far as is known there is no claim
+            if self.files.put(name, content):
+                self._written[name] = self._clock()
+                return "ours"
+            state = self.state(*work)
         if state != "free":
             return state
-        name, content = Paths.claim(*work), self.content(0)
-        try:
-            if self.files.put(name, content):
-                return "ours"
-        except IntegrityError:  # removed between the put and its reading back, because the unit is committed
-            return "claimed"
         before = self.read(name)
         seen = self._seen.get(name)
         if before is None or seen is None or before != seen[0]:
@@ -91,7 +92,8 @@ class Claims:
     def release(self, *work: str | int) -> None:
         """Remove the claim if it is still ours."""
         name = Paths.claim(*work)
-        if self._owned(name):
+        age = self._clock() - self._written.pop(name, float("-inf"))
+        if age < self.stale_s / 2 or self._owned(name):  # no other worker takes so young a claim over
             self.files.remove(name)
 
     @contextmanager
@@ -103,6 +105,7 @@ class Claims:
             with suppress(CacheError, OSError):  # a full disk may have space at the next beat
                 if self._owned(name):  # no longer when another worker took over, or the unit is committed
                     self.files.replace(name, self.content(next(counts)))
+                    self._written[name] = self._clock()
 
         try:
             with beating(beat, self.stale_s / BEATS, "claim"):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, Literal, Protocol, TypeVar
 
 from pipeline.cache import index, layout
@@ -25,6 +26,9 @@ from pipeline.work.claims import BEATS, Claims
 from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop
+
+FEW_UNITS = 8
+"""Of so many units it is asked one by one whether they are committed; of more by a listing."""
 
 Item = TypeVar("Item")
 Work = list[tuple[WorkPlan, Unit]]
@@ -48,6 +52,10 @@ class Job(ABC, Generic[Item]):
     @abstractmethod
     def claim_key(self, item: Item) -> tuple[str | int, ...]:
         """The arguments of `Claims` for an item."""
+
+    def unmade(self, items: list[Item]) -> Iterator[Item]:
+        """The items that no process has published; of the others the results are taken. Called for each round."""
+        return (item for item in items if not self.collect(item))
 
     @abstractmethod
     def collect(self, item: Item) -> bool:
@@ -114,27 +122,25 @@ class Worker:
         # The order differs between processes, so that two seldom meet at an item.
         others.sort(key=lambda item: layout.digest(self.claims.token, id_of(item)))
         poll_s = min(poll_s, self.claims.stale_s / (4 * BEATS))
-        waiting, idle = [*share, *others], False
-        while waiting:
-            again, worked = [], False
-            for item in waiting:
+        rounds, idle = [share, others], False
+        while any(rounds):
+            again, worked = list[Item](), False
+            for item in chain.from_iterable(map(job.unmade, rounds)):
                 self.stop.check()
                 outcome = self._attempt(job, item, idle)
                 worked |= outcome in ("made", "paused")
                 if outcome in ("paused", "claimed"):
                     again.append(item)
-            waiting, idle = again, not worked
-            if waiting and idle and not job.idle():
+            rounds, idle = [again], not worked
+            if again and idle and not job.idle():
                 self.stop.sleep(poll_s)
 
     def _attempt(self, job: Job[Item], item: Item, idle: bool) -> Literal["made", "paused", "claimed", "settled"]:
-        if job.collect(item):
-            return "settled"
         try:
             state = self.claims.take(*job.claim_key(item))
             if state == "ours":
                 with self.claims.heartbeat(*job.claim_key(item)):
-                    if job.collect(item):  # published between the first look and the claim
+                    if job.collect(item):  # published since the look
                         return "settled"
                     job.make(item)
                 return "made"
@@ -204,10 +210,21 @@ class _Units(Job[tuple[WorkPlan, Unit]]):
         plan, unit = item
         return plan.recipe, plan.number, unit.unit
 
+    def unmade(self, items: Work) -> Iterator[tuple[WorkPlan, Unit]]:
+        cache, plans = self.maker.cache, {(plan.recipe, plan.number): plan for plan, _ in items}
+        few = len(items) <= FEW_UNITS
+        done = {} if few else {of: index.committed(cache.files, *of) for of in plans}
+        for plan, unit in items:
+            if is_done(cache, plan, unit) if few else unit.unit in done[plan.recipe, plan.number]:
+                self._expect_no_more(unit)
+            else:
+                yield plan, unit
+
     def collect(self, item: tuple[WorkPlan, Unit]) -> bool:
-        done = is_done(self.maker.cache, *item)
+        plan, unit = item
+        done = self.maker.cache.files.has_file(Paths.unit(plan.recipe, plan.number, unit.unit, plan.fanned))
         if done:
-            self._expect_no_more(item[1])
+            self._expect_no_more(unit)
         return done
 
     def make(self, item: tuple[WorkPlan, Unit]) -> None:
