@@ -553,7 +553,7 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[layout.LatentReci
 
 
 def _check_settings(config: Config, latent: layout.LatentRecipe, text: layout.TextRecipe) -> None:
-    """Refuse settings of the encoders that differ from the cache's; another name of equal weights is a note."""
+    """Refuse settings of the encoders that differ from the cache's."""
     pairs: list[tuple[str, Any, Any]] = [
         ("vae.dtype", config.vae.dtype, latent.dtype),
         ("vae.tf32", config.vae.tf32, latent.tf32),
@@ -568,13 +568,6 @@ def _check_settings(config: Config, latent: layout.LatentRecipe, text: layout.Te
     ]
     if config.vae.scaling_factor is not None:
         pairs.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
-    for key, section, recipe in (("vae", config.vae, latent), ("text", config.text, text)):
-        if recipe.model and (recipe.model, recipe.revision) != (section.id, section.revision):
-            click.echo(
-                f"note: the cache's {recipe.kind} records were made with {recipe.model!r} (revision "
-                f"{recipe.revision!r}), {key} names {section.id!r}: equal weights, if `encode` found nothing new to do",
-                err=True,
-            )
     different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
     if different:
         raise CacheError(

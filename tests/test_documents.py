@@ -367,7 +367,7 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     monkeypatch.setattr(unit_records.decoding, "load", load)
     stages.encode.run(config, data=str(photos))
     lose(Path(config.cache), "segments/latent-*/*.json")
-    lose(Path(config.cache), "units/latent-*/*/*.json")
+    lose(Path(config.cache), "units/latent-*/*/*/*.json")
     assert stages.verify.run(config, repair=True) == 0
     cache = Cache.of(config)
     [rejects] = [

@@ -229,7 +229,8 @@ def test_a_file_that_is_here_is_not_asked_of_the_other_cache(cache: Cache, tmp_p
 @pytest.mark.parametrize("stray", [".nfs000000000001a2b300000007", ".DS_Store", "00000000.json~"])
 def test_stray_files_between_the_documents_are_no_documents(stray: str, cache: Cache) -> None:
     folders = {path.parent for top in layout.DOCUMENTS for path in cache.root.glob(f"{top}/**/*.json")}
-    folders |= {cache.root / top for top in layout.DOCUMENTS} | {path.parent for path in cache.root.glob("units/*/*")}
+    folders |= {cache.root / top for top in layout.DOCUMENTS}
+    folders |= {path.parent for depth in ("*/*", "*/*/*") for path in cache.root.glob(f"units/{depth}")}
     for folder in folders:
         folder.mkdir(exist_ok=True)
         (folder / stray).write_bytes(b"stray")
@@ -560,7 +561,7 @@ def test_a_cache_behind_a_link_to_nothing_says_what_to_do(tmp_path: Path) -> Non
 
 
 def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a writer that does not freshen, such as an older version: what refers to a file is read again."""
+    """Of a writer that does not freshen: what refers to a file is read again."""
     left = a_shard(cache)
     age(cache.files, left)
     latent = tiny_cache.recipes()[0].name

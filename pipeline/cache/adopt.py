@@ -50,7 +50,7 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
         bring(cache.files, other.files, Paths.table(commit.table, "arrow"), commit.table)
     plan_of = _add_plans(cache, other, recipe, adopted)
     for unit, (_, _, commit) in adopted.items():
-        index.publish_commit(cache.files, recipe, plan_of[unit].number, commit, plan_of[unit].fanned)
+        index.publish_commit(cache.files, recipe, plan_of[unit].number, commit)
     for plan in {plan_of[unit].number: plan_of[unit] for unit in adopted}.values():
         index.merge(cache.files, recipe, plan.number, (unit.unit for unit in plan.units))
 

@@ -1,6 +1,6 @@
 """Commits and the index: which records a cache has, and where.
 
-A shard is visible only through a commit: its unit's document (`units/<recipe>/<plan>/<unit>.json`) or, once all units
+A shard is visible only through a commit: its unit's document (`Paths.unit`) or, once all units
 of the plan are committed, one segment document. Readers then use the segment instead (`gc` removes the unit documents
 later), so opening a cache reads one document per finished plan. `RecordIndex` finds records by key.
 Why: a crash leaves only invisible files; a second or late worker publishes a name that is taken, which changes nothing.
@@ -86,10 +86,9 @@ def commit_of(
     return Commit(unit, name, size, records.num_rows, table, tuple(rejects), dict(provenance or {}))
 
 
-def publish_commit(files: Files, recipe: str, plan: int, commit: Commit, fanned: bool = False) -> bool:
-    """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible.
-    fanned: of the plan."""
-    return files.put(Paths.unit(recipe, plan, commit.unit, fanned), layout.seal(commit.body()))
+def publish_commit(files: Files, recipe: str, plan: int, commit: Commit) -> bool:
+    """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible."""
+    return files.put(Paths.unit(recipe, plan, commit.unit), layout.seal(commit.body()))
 
 
 def adopted_unit(recipe: str, shard: str) -> str:

@@ -118,7 +118,7 @@ def publish(
 
 
 def open_prompts(cache: Cache, name: str | None, recipe: layout.TextRecipe) -> PromptSet:
-    """The newest set of a name (default: `NAME`) with the values of a recipe; or a set by its id.
+    """The newest set of a name (default: `NAME`) of a recipe; or a set by its id.
 
     Raises:
         CacheError: there is none.
@@ -126,13 +126,13 @@ def open_prompts(cache: Cache, name: str | None, recipe: layout.TextRecipe) -> P
     wanted = name or NAME
     sets = list(_of(cache, wanted)) or [known for known in _all(cache) if known.id == wanted]
     for known in sets:
-        if known.recipe.same_values(recipe):
+        if known.recipe == recipe:
             return known
     fix = "sana-pipe encode --prompts FILE" + (f" --prompts-name {wanted}" if wanted != NAME else "")
     if sets:
         raise CacheError(
             f"{cache.location}: the prompt set {wanted!r} was encoded by another text recipe (wanted | stored)",
-            found="; ".join(recipe.nameless().difference(sets[0].recipe.nameless())),
+            found="; ".join(recipe.difference(sets[0].recipe)),
             fix=f"{fix}, with the text encoder of the snapshot",
         )
     raise CacheError(
@@ -149,7 +149,7 @@ def find_rows(cache: Cache, recipe: layout.TextRecipe, normalised: str) -> np.nd
         normalised: the prompt after the recipe's normalisation.
     """
     for known in current(cache):
-        if known.recipe.same_values(recipe):
+        if known.recipe == recipe:
             key = layout.text_key(known.recipe.id, normalised)
             for number, place in enumerate(known.places):
                 if place.key == key:

@@ -211,7 +211,7 @@ class Head(HeadObject):
     """The head of a snapshot.
 
     Attributes:
-        recipes: by kind, as written: an older version wrote fewer fields.
+        recipes: by kind.
         shards: by kind; the samples' tables count into them.
         left_out: reason -> items that are not in the snapshot.
         sources: source -> digest of its scan's table.

@@ -25,7 +25,7 @@ from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
 from pipeline.cache.shard import to_ipc
-from pipeline.errors import IntegrityError
+from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
 _KEY = pa.binary(16)
@@ -52,24 +52,21 @@ Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 @dataclass(frozen=True)
 class HeadObject:
-    """One JSON object of a head. A field that is None is not written.
+    """One JSON object of a head. A field that is None is not written."""
 
-    other: keys that this version does not know. They stay, because a snapshot's id is the digest of its head.
-    """
-
-    other: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
     forms: ClassVar[Mapping[str, Form]] = {}
     """Of fields whose JSON differs from their value."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        names: tuple[str, ...] = cls.__match_args__  # the fields without `other`
-        if not cls.forms and values.keys() == set(names):
-            return cls(**values)  # the usual case of shards and chunks, of which there are many
-        known = {name: value for name, value in values.items() if name in names}
-        for name in cls.forms.keys() & known.keys():
-            known[name] = cls.forms[name][0](known[name])
-        return cls(**known, other={name: value for name, value in values.items() if name not in names})
+        """Raises a CacheError for keys that this version does not know."""
+        if unknown := sorted(values.keys() - set(cls.__match_args__)):
+            raise CacheError(
+                f"a snapshot's head has keys that this version does not know: {', '.join(unknown)}",
+                fix="read this cache with the version of sana-pipe that wrote it, or a newer one",
+            )
+        read = {name: cls.forms[name][0](values[name]) for name in cls.forms.keys() & values.keys()}
+        return cls(**{**values, **read})
 
     def values(self) -> dict[str, Any]:
         """The JSON object."""
@@ -77,7 +74,7 @@ class HeadObject:
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         for name in self.forms.keys() & values.keys():
             values[name] = self.forms[name][1](values[name])
-        return {**values, **self.other}
+        return values
 
 
 def nested(entry: type[HeadObject]) -> Form:

@@ -251,7 +251,7 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
                 continue
             plan, unit = planned[unit_id]
             rejects = () if owner.startswith(PACKED) else tuple(_missing_records(cache, plan, unit, table))
-            index.publish_commit(files, owner, plan.number, replace(commit, rejects=rejects), plan.fanned)
+            index.publish_commit(files, owner, plan.number, replace(commit, rejects=rejects))
             units.add(unit_id)
     return [] if owner.startswith(PACKED) else unplanned
 
@@ -268,9 +268,8 @@ def _adopt(cache: Cache, recipe: str, commits: list[Commit]) -> None:
     if commits:
         number = len(_numbers(cache, Paths.plans(recipe)))
         _add_plan(cache, recipe, number, commits)
-        fanned = cache.plan(recipe, number).fanned
         for commit in commits:
-            index.publish_commit(cache.files, recipe, number, commit, fanned)
+            index.publish_commit(cache.files, recipe, number, commit)
 
 
 def _scale(cache: Cache, recipe: str) -> None:

@@ -168,7 +168,7 @@ class Packer:
                 self._add_samples(writer, self.rows(unit).tolist())
             made = writer.finish()
         commit = replace(index.commit_of(files, unit.unit, made), records=unit.count)
-        index.publish_commit(files, plan.recipe, plan.number, commit, plan.fanned)
+        index.publish_commit(files, plan.recipe, plan.number, commit)
         return commit
 
     def restore(self, shard: str) -> bool:
