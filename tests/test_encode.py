@@ -785,7 +785,7 @@ def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
     units = cache.files.path(f"units/{recipe}/00000000")
     cache.files.remove(layout.Paths.segment(recipe, 0))
     assert len(cache.index(recipe)) == 12
-    victim = next(units.iterdir())
+    victim = next(units.glob("*/*.json"))
     lost = index.Commit.from_body(layout.unseal(victim.read_bytes(), "x")).records
     cache.files.remove(victim.relative_to(cache.files.root).as_posix())
     assert len(cache.index(recipe)) == 12 - lost
