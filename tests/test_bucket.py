@@ -23,10 +23,9 @@ from click.testing import CliRunner
 import stages.bucket
 import stages.encode
 import stages.snapshots
-from pipeline.cache import adopt, audit, compare, layout, many_keys, objects
+from pipeline.cache import audit, compare, layout, many_keys, objects
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.key_columns import as_keys, key_bytes
-from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import BucketPart, Snapshot
@@ -1043,19 +1042,6 @@ def test_a_setting_that_the_records_do_not_have_is_refused(root: Path, setting: 
     add(config(root), "one", pictures(4))
     with pytest.raises(CacheError, match=naming(setting.partition("=")[0])):
         stages.bucket.run(config(root, setting))
-
-
-def test_int8_records_with_other_scales_are_not_mixed(tmp_path: Path) -> None:
-    one, two = (Cache(tmp_path / name, create=True) for name in ("one", "two"))
-    for cache, scale in ((one, 1), (two, 2)):
-        digest = cache.files.put_content(bytes([scale]), "tables", "npy")
-        body = {"recipe": "latent-x", "table": digest, "records": 1}
-        cache.files.put(Paths.scale("latent-x"), layout.seal(body))
-    with pytest.raises(CacheError, match=naming(one.location, two.location, "bf16-zstd")):
-        adopt.check_same_scales(one, two, "latent-x")
-    fresh = Cache(tmp_path / "fresh", create=True)
-    adopt.check_same_scales(fresh, one, "latent-x")
-    assert fresh.files.document(Paths.scale("latent-x")) == one.files.document(Paths.scale("latent-x"))
 
 
 # ---------------------------------------------------------------- dry run, snapshots

@@ -33,7 +33,6 @@ import stages.verify
 from pipeline.cache import (
     adopt,
     audit,
-    codec,
     garbage,
     index,
     layout,
@@ -349,18 +348,6 @@ def test_a_head_that_becomes_unreadable_after_the_search_for_contradictions_is_n
     monkeypatch.setattr(garbage, "contradictions", whole)
     with pytest.raises(IntegrityError, match=naming(name)):
         list(garbage.unneeded(cache))
-
-
-def test_the_channel_scales_of_a_recipe_stay(tmp_path: Path) -> None:
-    """Without them no record of it can be read any more."""
-    cache = Cache(tmp_path / "cache", create=True)
-    recipe = tiny_cache.recipes("int8")[0].name
-    cache.add_recipe(tiny_cache.recipes("int8")[0])
-    assert not list(contradictions(cache)), "the first record of a recipe comes after its scales"
-    codec.publish_scale(cache.files, recipe, np.ones(2, np.float32), 1)
-    scales = Paths.table(cache.files.document(Paths.scale(recipe))["table"], "npy")
-    age(cache.files)
-    assert collect(cache) == [] and cache.files.exists(scales)
 
 
 # ---------------------------------------------------------------- used again at the same moment

@@ -161,8 +161,6 @@ class Needed:
 
     def _add_recipe(self, recipe: str) -> None:
         files = self.cache.files
-        if files.exists(Paths.scale(recipe)):
-            self.tables.add(files.document(Paths.scale(recipe))["table"])
         for plan in self.cache.plans(recipe):
             self.tables.add(plan.table)
             segment = Paths.segment(recipe, plan.number)

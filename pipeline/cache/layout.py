@@ -36,7 +36,7 @@ PACKED = "packed-"
 """Prefix of the names of packs, which take the place of recipe names in `shards/`, `plans/`, `units/`, `claims/`."""
 
 
-DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names", "prompts")
+DOCUMENTS = ("recipes", "sources", "plans", "units", "segments", "snapshots", "names", "prompts")
 """Folders of documents from which everything else follows. Each document is stored twice (`Paths.copy`)."""
 
 
@@ -231,7 +231,6 @@ def numbers_of(names: Iterable[str], suffix: str = ".json") -> list[int]:
 _ALWAYS = {
     "format.json": ("what",),
     "recipes": ("kind", "values"),
-    "scales": ("table",),
     "sources": ("table", "latent", "text"),
     "plans": ("table", "units"),
     "units": ("rejects",),
@@ -253,7 +252,6 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
         body = {"id": content_digest(canonical(body))}
     wanted = {
         "recipes": {"kind": stem.partition("-")[0]},
-        "scales": {"recipe": stem},
         "sources": {"source": owner},
         "plans": {"recipe": owner, "number": stem},
         "units": {"unit": stem},
@@ -399,10 +397,6 @@ class Paths:
     @staticmethod
     def prompts(name: str) -> str:
         return f"prompts/{name}"
-
-    @staticmethod
-    def scale(recipe: str) -> str:
-        return f"scales/{recipe}.json"
 
     @staticmethod
     def numbered(folder: str, number: int) -> str:
