@@ -207,15 +207,6 @@ def test_a_document_that_was_readable_a_moment_ago_is_no_permission(
         list(contradictions(cache))
 
 
-def test_a_recipe_that_cannot_be_read_is_no_permission(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def recipe(cache: Cache, name: str) -> object:
-        raise AwayError("no answer")
-
-    monkeypatch.setattr(Cache, "recipe", recipe)
-    with pytest.raises(AwayError):
-        list(contradictions(cache))
-
-
 def test_a_file_that_is_here_is_not_asked_of_the_other_cache(cache: Cache, tmp_path: Path) -> None:
     other = Cache(tmp_path / "other", create=True)
     name = a_shard(cache)

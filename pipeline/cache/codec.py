@@ -270,8 +270,8 @@ def _join(data: memoryview, into: np.ndarray, where: str) -> None:
 
 def _sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Tokens and channels of a record."""
-    size = int(np.prod(shape))
-    return (shape[0], size // max(1, shape[0])) if kind == "text" else (size // max(1, shape[0]), shape[0])
+    rest = int(np.prod(shape[1:]))
+    return (shape[0], rest) if kind == "text" else (rest, shape[0])
 
 
 def channel_scales(tokens: np.ndarray) -> np.ndarray:
