@@ -70,7 +70,7 @@ def build(root: Path, count: int) -> None:
         policies=snapshot.Policies("carry", pad_text_multiple=16),
         buckets=tuple(buckets),
         shards=shards,
-        null=snapshot.NullRecord(
+        null=snapshot.TextPlace(
             shards["text"][0].name,
             null["offset"],
             rows=300,

@@ -43,8 +43,8 @@ from pipeline.snapshots.join import (
     folder_repeats,
     join,
     pieces,
-    unjudged,
     usable,
+    without_policy,
 )
 from pipeline.sources import reasons
 from pipeline.sources.caption_rules import instruction
@@ -270,7 +270,7 @@ def _joined(config: Config, inputs: _Inputs) -> Joined:
             option = f"bucket.sources.{source}.weight"
             joined.leave(f"{option} is 0", table.num_rows, f"another {option}")
             continue
-        items[source] = usable(joined, unjudged(table) if settings.resolutions else table)
+        items[source] = usable(joined, without_policy(table) if settings.resolutions else table)
     common = Filter(settings.filter, "bucket.filter") if settings.filter else None
     by_source = {
         source: Filter(setting.filter, f"bucket.sources.{source}.filter")

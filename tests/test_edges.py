@@ -27,7 +27,7 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import join, selection
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, unjudged, usable
+from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, usable, without_policy
 from pipeline.sources import sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
@@ -655,7 +655,11 @@ def test_what_would_keep_a_reject_of_the_scan() -> None:
 
 def test_what_a_policy_left_out_is_judged_again_and_what_cannot_be_read_is_not() -> None:
     rows = [{"item": "small", "width": 8, "reject": "too small"}, {"item": "bad", "reject": "broken"}, {"item": "good"}]
-    assert unjudged(pa.Table.from_pylist(rows, schema=SCAN)).column("reject").to_pylist() == [None, "broken", None]
+    assert without_policy(pa.Table.from_pylist(rows, schema=SCAN)).column("reject").to_pylist() == [
+        None,
+        "broken",
+        None,
+    ]
 
 
 def test_limits_of_a_policy_are_allowed_themselves() -> None:

@@ -38,7 +38,7 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, Part, Runs, Source
+from pipeline.sources.source import Item, Part, Source, SpilledItems
 from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
@@ -753,7 +753,7 @@ def test_items_that_find_no_disk_space_are_the_same_error_for_every_reader(tmp_p
         def table_writer(self, *args: Any) -> Any:
             return Full()
 
-    load = Runs(FullScratch(tmp_path)).add([])
+    load = SpilledItems(FullScratch(tmp_path)).add([])
     for _ in range(2):
         with pytest.raises(NoSpaceError):
             load()

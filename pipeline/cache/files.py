@@ -155,7 +155,7 @@ class Files:
         """The documents of a plan's units, in the order of the units. They are in folders of their first two
         characters."""
         paths = {path for where in (folder, Paths.copy(folder)) for path in self._below(where)}
-        return [f"{folder}/{path}" for path in sorted(paths) if path.endswith(".json") and path[:2] == path[3:5]]
+        return [f"{folder}/{path}" for path in sorted(paths) if path.endswith(".json") and path[:3] == f"{path[3:5]}/"]
 
     def _below(self, folder: str) -> Iterator[str]:
         """The files in the folders of a folder, relative to it."""
@@ -577,7 +577,7 @@ class Files:
 
     def _named(self, name: str, body: dict) -> dict:
         """A document's body, which must belong to this name."""
-        if other := layout.misplaced(name, body):
+        if other := layout.contradicts_name(name, body):
             raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
         return body
 

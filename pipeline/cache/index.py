@@ -212,7 +212,7 @@ def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     return table
 
 
-def lost(files: Files, folder: str, shards: Sequence[str], sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+def missing_shards(files: Files, folder: str, shards: Sequence[str], sizes: Sequence[int] | np.ndarray) -> np.ndarray:
     """(n,) bool: which shards below a folder of `shards/` are missing or have another size in bytes; one listing."""
     wanted = zip((Paths.shard(folder, name) for name in shards), sizes, strict=True)
     return np.fromiter((actual != size for _, size, actual in files.sized(wanted)), bool)
@@ -311,7 +311,7 @@ class RecordIndex:
 
     @cached_property
     def lost(self) -> np.ndarray:
-        return lost(self._files, self.recipe, self.shards, self.bytes)
+        return missing_shards(self._files, self.recipe, self.shards, self.bytes)
 
     @cached_property
     def outcomes(self) -> dict[str, RecordReject]:

@@ -241,7 +241,7 @@ _ALWAYS = {
 """Keys that each document of a folder has, or the document of this name."""
 
 
-def misplaced(name: str, body: dict[str, Any]) -> str:
+def contradicts_name(name: str, body: dict[str, Any]) -> str:
     """What in a document contradicts its name, "" if nothing. It may be another, intact document."""
     folder, _, rest = name.partition("/")
     owner, stem = rest.partition("/")[0], rest.rpartition("/")[2].removesuffix(".json")

@@ -174,7 +174,7 @@ class Policies(HeadObject):
 
 
 @dataclass(frozen=True)
-class NullRecord(HeadObject):
+class TextPlace(HeadObject):
     """Where the text record of the empty caption or of a prompt is. Attention sees its first `valid` rows; the empty
     caption has all rows.
 
@@ -224,7 +224,7 @@ class Head(HeadObject):
     policies: Policies
     buckets: tuple[Bucket, ...]
     shards: Mapping[str, Sequence[ShardFile]]
-    null: NullRecord
+    null: TextPlace
     left_out: Mapping[str, int]
     sources: Mapping[str, str]
     chunks: Sequence[Chunk] = ()
@@ -235,7 +235,7 @@ class Head(HeadObject):
     forms: ClassVar[Mapping[str, Form]] = {
         "policies": nested(Policies),
         "buckets": nested_list(Bucket),
-        "null": nested(NullRecord),
+        "null": nested(TextPlace),
         "chunks": (ChunkTable.parse, ChunkTable.values),
         "shards": (
             lambda kinds: {kind: ShardTable.parse(shards) for kind, shards in kinds.items()},
@@ -654,7 +654,6 @@ class Snapshot:
                 found=actual,
                 fix=layout.REPAIR,
             )
-        self._verified[digest] = handle.identity()
         table = ipc_table(handle.map())
         if table.schema != schema or table.num_rows != chunk.rows:
             raise IntegrityError(
@@ -667,10 +666,14 @@ class Snapshot:
     def _checked(self, digest: str, trust: bool) -> tuple[Handle, str]:
         """A table's file, and the digest that it was checked to have. trust: see `Files.open`."""
         handle = self.files.open(Paths.table(digest, "arrow"), trust=trust)
-        if self._verified.get(digest) == handle.identity():
+        identity = handle.identity()
+        if self._verified.get(digest) == identity:
             return handle, digest
         # Not through the mapping: pages that no lookup needs must not take up memory.
-        return handle, self.files.when_reachable(lambda: digest_of(handle))
+        actual = self.files.when_reachable(lambda: digest_of(handle))
+        if actual == digest:
+            self._verified[digest] = identity
+        return handle, actual
 
 
 def open_chunks(room: int | None) -> int:

@@ -52,7 +52,7 @@ from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.links import DEAD, DeadLink
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, PartRange, Reject, Seen, Source
+from pipeline.sources.source import Fragment, Item, Reject, Source, Stats
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -205,8 +205,8 @@ class _Piece:
     kept: tuple[int, int] | None
     part: str = ""
     stamp: str | None = None
-    run: PartRange | None = None
-    stats: Seen = field(default_factory=dict)
+    run: Fragment | None = None
+    stats: Stats = field(default_factory=dict)
     before: _RowsByItem = field(default_factory=dict)
     rows: tuple[int, int] | None = None
     count: int | None = None
@@ -341,7 +341,7 @@ class Scan:
     def _look(self, pieces: list[_Piece]) -> None:
         """Find the pieces with new pictures."""
 
-        def looked(piece: _Piece) -> tuple[_Piece, Seen]:
+        def looked(piece: _Piece) -> tuple[_Piece, Stats]:
             return piece, piece.run.look() if piece.run is not None else {}
 
         def identified(piece_and_new: tuple[_Piece, bool]) -> tuple[_Piece, bool, bytes]:
@@ -487,7 +487,7 @@ class Scan:
         self.source.release(made.column("item").to_pylist())
         return made
 
-    def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Seen) -> dict[str, Any]:
+    def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Stats) -> dict[str, Any]:
         """The row of an item. last: in the last scan; stats: item -> (size, mtime), as far as asked for."""
         if isinstance(item, Reject):
             return _row(item.key, reject=item.reason)

@@ -127,7 +127,10 @@ class CaptionRule:
     def identity(self) -> str:
         """Equal for rules that read the same candidates from the same row."""
         values = (self.fields, self.listed, self.scores, self.threshold, self.power, self.fallback)
-        return canonical([*map(str, (*values, self.default, self.before, self.after, self.raw))]).decode()
+        additions = (self.default, self.before, self.after, self.raw)
+        # Left out at their defaults, so that rules of earlier versions keep their identity.
+        changed = [str(additions)] if additions != (None, "", "", False) else []
+        return canonical([[*map(str, values), *changed]]).decode()
 
     def check_seen(self) -> None:
         """Check the columns that the user named after the whole source has been listed.
