@@ -26,7 +26,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.local_files import Handle
 from pipeline.cache.mirror import bound_before
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
-from pipeline.cache.snapshot import Bucket, Columns, Head, NullRecord, PackedOrder, Policies, Snapshot
+from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace
 from pipeline.config import BucketConfig, EncodeConfig
 from pipeline.encoding import estimate
 from pipeline.errors import CacheError
@@ -252,7 +252,7 @@ class Imagined:
             policies=Policies("carry", 16, packed=PackedOrder(self.window) if self.blocks else None),
             buckets=buckets,
             shards={},
-            null=NullRecord(_name(0), _HEAD, rows, 1, bytes(16), bytes(16)),
+            null=TextPlace(_name(0), _HEAD, rows, 1, bytes(16), bytes(16)),
             left_out={},
             sources={},
             folder="packed-imagined" if self.blocks else None,

@@ -8,7 +8,7 @@ Keys per size N (1e5, ...): open_s_N (snapshot and loader), first_batch_s_N, res
 after step 10^6), resume_1e6_mib_N (what that read from shards), rss_mb_N (memory of the process's own after 200 more
 steps: what grows with neither N nor time), mapped_mb_N (mapped files at that moment, which the kernel may drop).
 lists_s, lists_mb: opening a snapshot of 300,000 shards (without looking at their files), and the process's own memory
-for it. first_touch_bytes: read from the index for one row of a full chunk.
+for it.
 schedule_1e9_s: making the schedule and asking it for step 10^6; schedule_1e9_mb: memory that took.
 """
 
@@ -70,7 +70,7 @@ def build(root: Path, count: int) -> None:
         policies=snapshot.Policies("carry", pad_text_multiple=16),
         buckets=tuple(buckets),
         shards=shards,
-        null=snapshot.NullRecord(
+        null=snapshot.TextPlace(
             shards["text"][0].name,
             null["offset"],
             rows=300,
@@ -193,9 +193,8 @@ def measure_lists(root: Path, snapshot_id: str) -> dict[str, float]:
     opened = snapshot.Snapshot(files, snapshot_id)
     opened.shard_sizes().max()
     _ = opened.shards["text"][SHARDS // 2 - 1], opened.shards["latent"][0]
-    taken, own, read = time.perf_counter() - began, memory()[0] - before, _read()
-    opened.sample(7)
-    return {"s": taken, "mb": own, "bytes": _read() - read}
+    taken, own = time.perf_counter() - began, memory()[0] - before
+    return {"s": taken, "mb": own}
 
 
 def schedule_alone() -> dict[str, float]:
@@ -253,7 +252,7 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory() as folder:
         found = apart(Path(folder) / "cache", build_lists(Path(folder) / "cache"))
-        figures |= {"lists_s": found["s"], "lists_mb": found["mb"], "first_touch_bytes": found["bytes"]}
+        figures |= {"lists_s": found["s"], "lists_mb": found["mb"]}
     alone = apart()
     table(["samples", "open s", "first batch s", "resume at 10^6 s", "MiB read", "own MB", "mapped MB"], rows)
     finish({**figures, "schedule_1e9_s": alone["s"], "schedule_1e9_mb": alone["mb"]})

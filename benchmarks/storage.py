@@ -70,9 +70,6 @@ def main() -> None:
                 for kind, shape in SHAPES.items():
                     recipe = layout.RECIPES[kind](storage=storage)  # type: ignore[call-arg]
                     cache.add_recipe(recipe)
-                    if storage == codec.INT8:
-                        scale = codec.measure_scale(arrays[kind][:16], kind)
-                        codec.publish_scale(cache.files, recipe.name, scale, 16)
                     start = time.process_time()
                     name, size, records = write(cache, recipe, arrays[kind])
                     spent["write"] += time.process_time() - start

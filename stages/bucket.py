@@ -43,8 +43,8 @@ from pipeline.snapshots.join import (
     folder_repeats,
     join,
     pieces,
-    unjudged,
     usable,
+    without_policy,
 )
 from pipeline.sources import reasons
 from pipeline.sources.caption_rules import instruction
@@ -270,7 +270,7 @@ def _joined(config: Config, inputs: _Inputs) -> Joined:
             option = f"bucket.sources.{source}.weight"
             joined.leave(f"{option} is 0", table.num_rows, f"another {option}")
             continue
-        items[source] = usable(joined, unjudged(table) if settings.resolutions else table)
+        items[source] = usable(joined, without_policy(table) if settings.resolutions else table)
     common = Filter(settings.filter, "bucket.filter") if settings.filter else None
     by_source = {
         source: Filter(setting.filter, f"bucket.sources.{source}.filter")
@@ -512,7 +512,7 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[layout.LatentReci
 
 
 def _check_settings(config: Config, latent: layout.LatentRecipe, text: layout.TextRecipe) -> None:
-    """Refuse settings of the encoders that differ from the cache's; another name of equal weights is a note."""
+    """Refuse settings of the encoders that differ from the cache's."""
     pairs: list[tuple[str, Any, Any]] = [
         ("vae.dtype", config.vae.dtype, latent.dtype),
         ("vae.tf32", config.vae.tf32, latent.tf32),
@@ -527,13 +527,6 @@ def _check_settings(config: Config, latent: layout.LatentRecipe, text: layout.Te
     ]
     if config.vae.scaling_factor is not None:
         pairs.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
-    for key, section, recipe in (("vae", config.vae, latent), ("text", config.text, text)):
-        if recipe.model and (recipe.model, recipe.revision) != (section.id, section.revision):
-            click.echo(
-                f"note: the cache's {recipe.kind} records were made with {recipe.model!r} (revision "
-                f"{recipe.revision!r}), {key} names {section.id!r}: equal weights, if `encode` found nothing new to do",
-                err=True,
-            )
     different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
     if different:
         raise CacheError(

@@ -283,7 +283,6 @@ def _run_prompts(
     text = surveying.text_recipe(config)
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
-    text = cache.known(text)
     cache.files.sweep()
     cache.add_recipe(text)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
@@ -346,7 +345,7 @@ def _run(
     table = buckets.table(config.data, latent.compression)
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
-    latent, text = surveying.known(cache, latent, text, config)
+    latent = surveying.with_stored_decoder(cache, latent, config)
     cache.files.sweep()
     for recipe in (latent, text):
         cache.add_recipe(recipe)
@@ -467,7 +466,6 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     cache.add_scan(
         source.name,
         {
-            "source": source.name,
             "root": source.location,
             "table": digest,
             "latent": run.latent.name,

@@ -97,7 +97,7 @@ def _pack_units(config: Config, packer: packing.Packer, stop: Stop) -> tuple[int
     plan, files = packer.plan, packer.cache.files
     commits = index.commits(files, plan.recipe, plan.number)
     shards, sizes = [str(commit.shard) for commit in commits], [commit.bytes for commit in commits]
-    for at in index.lost(files, plan.recipe, shards, sizes).nonzero()[0].tolist():
+    for at in index.missing_shards(files, plan.recipe, shards, sizes).nonzero()[0].tolist():
         packer.restore(shards[at])
     done = {commit.unit for commit in commits}
     todo = [(plan, unit) for unit in plan.units if unit.unit not in done]

@@ -173,10 +173,10 @@ def run_prompts(
     _make(out)
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
         encoded = encoder_process.encode_prompts(config, prompts, Path(work))
-        if text is not None and not text.same_values(replace(encoded.recipe, storage=text.storage)):
+        if text is not None and text != (configured := replace(encoded.recipe, storage=text.storage)):
             raise ConfigError(
                 f"{folder} was trained with another text recipe (trained | configured)",
-                found="; ".join(text.nameless().difference(replace(encoded.recipe, storage=text.storage))),
+                found="; ".join(text.difference(configured)),
                 fix="--config FILE, that of the training",
             )
         widths = {"channels": channels, "text_width": encoded.recipe.width}

@@ -39,7 +39,7 @@ WANTED = 0.95
 ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
-        "audit bucket cache cache_layout claims disk_space documents edges engines estimate fanned_units fuzz gc "
+        "audit bucket cache cache_layout claims disk_space documents edges engines estimate unit_folders fuzz gc "
         "golden integrity_law large_tables loader loader_laws long_lists missing_work objects pack pack_objects "
         "patience prompts reads repair scan scratch snapshot_chunks snapshot_head storage synced urls web_cache",
     ),
@@ -64,11 +64,11 @@ ROOMS = {
     ),
     "work": (
         ["pipeline/work/*", "pipeline/metrics/*"],
-        "caption_rules claims disk_space encode engines fanned_units lock metrics plan_once scan terminal throughput",
+        "caption_rules claims disk_space encode engines unit_folders lock metrics plan_once scan terminal throughput",
     ),
     "encoding": (
         ["pipeline/encoding/*"],
-        "caption_rules disk_space documents edges encode encode_sources estimate fanned_units image_batch "
+        "caption_rules disk_space documents edges encode encode_sources estimate unit_folders image_batch "
         "large_tables missing_work pack plan_once prompts remote repair scan storage text_mode",
     ),
     "training": (

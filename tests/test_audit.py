@@ -223,7 +223,7 @@ def test_status_counts_what_is_missing(
     part = make_config(tmp_path / "part", "encode.unit_images=2", "encode.unit_captions=3")
     stages.encode.run(part, data=str(photos))
     for folder in ("segments/*", "units/*/*"):  # as if the plans were not finished, and one unit of each not done
-        for path in [sorted(p.glob("*.json"))[0] for p in Path(part.cache).glob(folder)]:
+        for path in [sorted(p.rglob("*.json"))[0] for p in Path(part.cache).glob(folder)]:
             path.unlink()
             (Path(part.cache) / "copies" / path.relative_to(part.cache)).unlink()
     capsys.readouterr()

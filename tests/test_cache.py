@@ -206,10 +206,13 @@ def test_every_flipped_bit_of_a_document_is_noticed(tmp_path: Path) -> None:
             layout.unseal(bytes(bad), "x")
 
 
-def test_a_cache_of_a_newer_version_or_of_none_is_not_opened(tmp_path: Path) -> None:
+def test_a_cache_of_a_newer_version_or_of_none_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Cache(tmp_path, create=True)
     body = layout.unseal((tmp_path / Paths.FORMAT).read_bytes(), "")
-    for data, error in ((b"damaged", IntegrityError), (layout.seal(body, layout.VERSION + 1), CacheError)):
+    with monkeypatch.context() as later:
+        later.setattr(layout, "VERSION", layout.VERSION + 1)
+        newer = layout.seal(body)
+    for data, error in ((b"damaged", IntegrityError), (newer, CacheError)):
         for name in (Paths.FORMAT, Paths.copy(Paths.FORMAT)):
             (tmp_path / name).write_bytes(data)
         with pytest.raises(error, match=naming(tmp_path / Paths.FORMAT)):

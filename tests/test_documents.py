@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import stages.bucket
@@ -21,7 +20,7 @@ import stages.gc
 import stages.snapshots
 import stages.status
 import stages.verify
-from pipeline.cache import audit, codec, copies, index, layout, prompts
+from pipeline.cache import audit, copies, index, layout, prompts
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
@@ -86,14 +85,6 @@ def tiny(tmp_path: Path) -> Cache:
     return cache
 
 
-def lossy(tmp_path: Path) -> Cache:
-    """As `tiny`, stored as int8."""
-    files = Cache(tmp_path / "tiny", create=True).files
-    for recipe, channels in zip(tiny_cache.recipes("int8"), (2, 3), strict=True):
-        codec.publish_scale(files, recipe.name, np.ones(channels, np.float32), 1)
-    return tiny_cache.build(tmp_path / "tiny", storage="int8")
-
-
 def halved(config: Config) -> Config:
     """Another batch, so another snapshot."""
     return config.model_copy(update={"bucket": config.bucket.model_copy(update={"batch": 6})})
@@ -138,7 +129,7 @@ def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: C
     root = Path(config.cache)
     whole, answer = content(root), status(Cache.of(config))
     names = documents(root)
-    assert {name.partition("/")[0] for name in names} == {*layout.DOCUMENTS, Paths.FORMAT} - {"scales", "units"}
+    assert {name.partition("/")[0] for name in names} == {*layout.DOCUMENTS, Paths.FORMAT} - {"units"}
     for name in names:
         HARM[how](root / name)
         damaged = stages.status.run(config)
@@ -368,7 +359,7 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     monkeypatch.setattr(unit_records.decoding, "load", load)
     stages.encode.run(config, data=str(photos))
     lose(Path(config.cache), "segments/latent-*/*.json")
-    lose(Path(config.cache), "units/latent-*/*/*.json")
+    lose(Path(config.cache), "units/latent-*/*/*/*.json")
     assert stages.verify.run(config, repair=True) == 0
     cache = Cache.of(config)
     [rejects] = [
@@ -450,16 +441,6 @@ def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:
     (tiny.root / Paths.table(name, "arrow")).unlink()
     assert repair.repair_table(tiny, recipe, 0, name) and tiny.files.content(Paths.table(name, "arrow"), name)
     assert not repair.repair_table(tiny, recipe, 0, "0" * 32)
-
-
-def test_lost_channel_scales_are_named_by_the_records(tmp_path: Path) -> None:
-    cache = lossy(tmp_path)
-    name = Paths.scale(cache.recipes("text")[0].name)
-    table = cache.files.document(name)["table"]
-    lose(cache.root, name)
-    assert [finding.path for finding in contradictions(cache)] == [name]
-    rebuild.rebuild_documents(cache)
-    assert cache.files.document(name)["table"] == table and not list(audit.verify(cache))
 
 
 def test_an_older_scan_or_name_that_is_lost_says_what_its_successor_says(config: Config) -> None:
@@ -616,11 +597,11 @@ def test_a_lost_document_contradicts_what_it_named(tiny: Cache, pattern: str) ->
     assert list(contradictions(tiny))
 
 
-@pytest.mark.parametrize("left", ["plans", "units", "segments", "shards", "scales"])
+@pytest.mark.parametrize("left", ["plans", "units", "segments", "shards"])
 def test_a_recipe_is_missed_by_whatever_is_left_of_it(tmp_path: Path, left: str) -> None:
-    cache = lossy(tmp_path)
+    cache = tiny_cache.build(tmp_path / "tiny")
     recipe = cache.recipes("latent")[0].name
-    for folder in {"plans", "units", "segments", "shards", "scales"} - {left}:
+    for folder in {"plans", "units", "segments", "shards"} - {left}:
         lose_all(cache, folder, recipe)
     lose(cache.root, Paths.recipe(recipe))
     assert Paths.recipe(recipe) in [finding.path for finding in contradictions(cache)]
@@ -767,14 +748,6 @@ def test_a_damaged_record_table_of_a_pack_is_read_out_of_its_shard(tmp_path: Pat
         assert table.read_bytes() == good
 
 
-def test_lost_scales_contradict_the_records_that_were_made_with_them(tmp_path: Path) -> None:
-    cache = lossy(tmp_path)
-    assert not list(contradictions(cache))
-    lose(cache.root, "scales/latent-*.json")
-    [finding] = contradictions(cache)
-    assert finding.path.startswith("scales/latent-")
-
-
 def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny: Cache) -> None:
     """A shard of a committed unit, and bytes that are no shard; a shard of a unit that is not committed does."""
     recipe = tiny.recipes("latent")[0].name
@@ -794,7 +767,7 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     assert finding.path == Paths.shard(recipe, "0" * 32)
 
 
-@pytest.mark.parametrize("folder", ["recipes", "scales", "sources", "plans", "units", "segments", "names", "prompts"])
+@pytest.mark.parametrize("folder", ["recipes", "sources", "plans", "units", "segments", "names", "prompts"])
 def test_an_intact_document_of_another_kind_is_none_of_a_folder(tmp_path: Path, folder: str) -> None:
     """Swapped files; this was found as a KeyError in `bucket`."""
     data = layout.seal({"what": "sana-pipe cache; see cache_layout.md"})

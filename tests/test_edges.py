@@ -27,7 +27,7 @@ from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.snapshots import join, selection
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, unjudged, usable
+from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, usable, without_policy
 from pipeline.sources import sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
@@ -168,13 +168,12 @@ def test_ties_are_rounded_to_even() -> None:
 
 
 def test_a_nearly_silent_channel_has_a_floor() -> None:
-    loud = codec.from_float(np.array([[1024.0, 2.0**-30], [1024.0, 2.0**-30]], np.float32))
-    scale = codec.measure_scale([loud], "text")
+    loud = np.array([[1024.0, 2.0**-30], [1024.0, 2.0**-30]], np.float32)
+    scale = codec.to_float(codec.channel_scales(loud))
     assert scale.tolist() == [1024.0, 0.5], "1/1024 of the mean of 1024 and (nearly) 0"
     for value, limit in ((2.0**-120, 2.0**-100), (2.0**120, 2.0**100)):
-        assert (
-            codec.measure_scale([codec.from_float(np.full((2, 2), value, np.float32))], "text").tolist() == [limit] * 2
-        )
+        tokens = np.full((2, 2), value, np.float32)
+        assert codec.to_float(codec.channel_scales(tokens)).tolist() == [limit] * 2
 
 
 # ---------------------------------------------------------------- the index
@@ -656,7 +655,11 @@ def test_what_would_keep_a_reject_of_the_scan() -> None:
 
 def test_what_a_policy_left_out_is_judged_again_and_what_cannot_be_read_is_not() -> None:
     rows = [{"item": "small", "width": 8, "reject": "too small"}, {"item": "bad", "reject": "broken"}, {"item": "good"}]
-    assert unjudged(pa.Table.from_pylist(rows, schema=SCAN)).column("reject").to_pylist() == [None, "broken", None]
+    assert without_policy(pa.Table.from_pylist(rows, schema=SCAN)).column("reject").to_pylist() == [
+        None,
+        "broken",
+        None,
+    ]
 
 
 def test_limits_of_a_policy_are_allowed_themselves() -> None:

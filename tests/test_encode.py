@@ -14,12 +14,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -28,7 +26,7 @@ import stages.bucket
 import stages.encode
 import stages.verify
 from pipeline.cache import audit, index, key_columns, layout, shard
-from pipeline.cache.root import Cache, Unit
+from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.images import vips_decoder
@@ -272,18 +270,10 @@ def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_not
 def test_equal_weights_under_another_name_use_the_records_that_are_there(
     source: Path, make_config: MakeConfig, tmp_path: Path, tiny_repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache of an earlier version, whose recipes carry a hub id, serves a folder, another id and another revision."""
+    """Records of one hub id serve a folder, another id and another revision."""
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tiny_repo))
-    today = stages.encode.surveying.recipes
-
-    def named(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
-        latent, text = today(config)
-        return (
-            replace(latent, model=config.vae.id, revision=config.vae.revision),
-            replace(text, model=config.text.id, revision=config.text.revision),
-        )
 
     def config(identity: str, revision: str = "null") -> Config:
         both = (
@@ -293,14 +283,10 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
         )
         return make_config(tmp_path, *both)
 
-    with monkeypatch.context() as earlier:
-        earlier.setattr(stages.encode.surveying, "recipes", named)
-        earlier.setattr(Cache, "known", lambda self, recipe: recipe)
-        done = stages.encode.run(config("owner/sana", "first"), data=str(source))
-        assert (done["images"], done["captions"]) == (12, 13)
+    done = stages.encode.run(config("owner/sana", "first"), data=str(source))
+    assert (done["images"], done["captions"]) == (12, 13)
     cache = Cache(tmp_path / "cache")
     [old] = cache.recipes("latent")
-    assert (old.model, old.revision) == ("owner/sana", "first")
     for again in (config(str(tiny_repo)), config("owner/sana", "second"), config("mirror/sana-1.1", "first")):
         done = stages.encode.run(again, data=str(source))
         assert (done["images"], done["captions"]) == (0, 0)
@@ -315,27 +301,6 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
     assert damaged.read_bytes() == whole
     other = config(str(tiny_models.build(tmp_path / "other", seed=1)))
     assert stages.encode.run(other, data=str(source))["images"] == 12
-
-
-@pytest.mark.parametrize("which", [min, max])
-def test_of_two_recipes_with_equal_values_the_fuller_one_goes_on(tmp_path: Path, which: Callable[..., Any]) -> None:
-    cache = Cache(tmp_path / "cache", create=True)
-    recipe = layout.LatentRecipe(weights="w")
-    assert cache.known(recipe) == recipe
-    named = [replace(recipe, model=name) for name in ("a/x", "b/x")]
-    for one in named:
-        cache.add_recipe(one)
-    cache.add_recipe(replace(recipe, weights="v", model="c/x"))
-    fuller = which(named, key=lambda one: one.name)
-    table = pa.table({"key": pa.array([b"k" * 16], pa.binary(16))})
-    with shard.ShardWriter(cache.files, fuller, "0" * 32) as writer:
-        writer.add(b"k" * 16, np.zeros((2, 1, 1), np.uint16))
-        commit = index.commit_of(cache.files, "0" * 32, writer.finish())
-    cache.add_plan(fuller.name, 0, [Unit("0" * 32, 0, 1, 1)], table)
-    index.publish_commit(cache.files, fuller.name, 0, commit)
-    assert cache.known(recipe) == fuller
-    assert cache.known(replace(recipe, weights="v")).model == "c/x"
-    assert cache.known(replace(recipe, dtype="bf16")) == replace(recipe, dtype="bf16")
 
 
 # ---------------------------------------------------------------- bad files
@@ -822,7 +787,7 @@ def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
     units = cache.files.path(f"units/{recipe}/00000000")
     cache.files.remove(layout.Paths.segment(recipe, 0))
     assert len(cache.index(recipe)) == 12
-    victim = next(units.iterdir())
+    victim = next(units.glob("*/*.json"))
     lost = index.Commit.from_body(layout.unseal(victim.read_bytes(), "x")).records
     cache.files.remove(victim.relative_to(cache.files.root).as_posix())
     assert len(cache.index(recipe)) == 12 - lost

@@ -199,7 +199,7 @@ def test_a_read_only_file_system_is_an_error_for_people_and_continues(
     refused(encode(config, tmp_path, photos), 3, "Read-only file system")
     remount(small_disk, "rw")
     process = encode(config, tmp_path, photos)
-    wait_for(lambda: any(cache.glob("units/*/*/*.json")), process)
+    wait_for(lambda: any(cache.glob("units/*/*/*/*.json")), process)
     process.send_signal(signal.SIGKILL)  # so that the file system is not in use
     process.wait()
     before = files(cache)
@@ -252,7 +252,7 @@ def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
     cache = tmp_path / "cache"
     config = make_config(tmp_path, *UNITS)
     process = encode(config, tmp_path, photos, before=bound_by_permissions)
-    wait_for(lambda: any(cache.glob(f"units/{kind}-*/*/*.json")), process)
+    wait_for(lambda: any(cache.glob(f"units/{kind}-*/*/*/*.json")), process)
     process.send_signal(signal.SIGSTOP)
     allow(cache, 0o555)
     try:

@@ -327,28 +327,6 @@ def test_an_unchanged_tar_is_not_listed_again_and_its_bytes_are_found(
     assert listed == ["0.tar", "1.tar"]
 
 
-def test_a_scan_of_an_earlier_version_is_read(
-    pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(tmp_path)
-    stages.encode.run(config, data=str(pictures / "folder"))
-    cache = Cache(config.cache)
-    body = cache.last_scan("folder")
-    assert body is not None
-    old = cache.table(body["table"]).drop_columns(["part", "stamp", "where"])
-    values = {key: value for key, value in body.items() if key not in ("format", "version", "digest")}
-    cache.add_scan("folder", {**values, "table": cache.put_table(old)})
-    assert list(scanning.places(old)) == []
-    reads: list[str] = []
-    from pipeline.sources.folder import FolderSource
-
-    monkeypatch.setattr(FolderSource, "read", lambda self, key: reads.append(key))
-    assert stages.encode.run(config, data=str(pictures / "folder"))["images"] == 0
-    assert not reads
-    stages.bucket.run(config)
-    assert len(cache.open_snapshot()) == COUNT
-
-
 def test_a_member_that_changed_since_the_scan_is_reported_and_mended(
     pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from pipeline.cache import audit, layout
-from pipeline.cache.chunk_blocks import CheckedBlocks
+from pipeline.cache import snapshot as snapshots
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
@@ -440,7 +440,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     if guard == "the chunk's digest":
         name = opened.head.chunks[0].samples
         path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).key
-        monkeypatch.setattr(CheckedBlocks, "damaged", lambda self, handle, rows: [])
+        monkeypatch.setattr(snapshots, "digest_of", lambda handle: name)
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731
     elif guard == "the list's digest":
         shards = opened.head.shards["latent"]
@@ -451,7 +451,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
         reading = lambda: opened.head.parse(opened.head.values()).bound(Files(copy)).shard_names("latent")[:]  # noqa: E731
     elif guard == "the document's digest":
         path, old = copy / layout.Paths.segment(opened.latent_recipe.name, 0), b'"records": 3'
-        monkeypatch.setattr(layout, "unseal", lambda data, where, newest: json.loads(data))
+        monkeypatch.setattr(layout, "unseal", lambda data, where: json.loads(data))
         reading = lambda: Cache(copy).files.document(path.relative_to(copy).as_posix())  # noqa: E731
     else:
         table = Cache(copy).files.document(layout.Paths.segment(opened.latent_recipe.name, 0))["table"]

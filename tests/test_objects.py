@@ -448,7 +448,7 @@ def test_a_copy_is_checked_once_on_a_machine(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_trusted_copy_that_is_damaged_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sabotage of the disk below the mark: readers of records and of blocks notice, and the copy is fetched again."""
+    """Sabotage of the disk below the mark: readers of records and of chunks notice, and the copy is fetched again."""
     place, source = uuid4().hex, tiny_cache.build(tmp_path / "cache")
     for path in filter(Path.is_file, (tmp_path / "cache").rglob("*")):
         MemoryFileSystem().pipe_file(f"/{place}/{path.relative_to(tmp_path / 'cache')}", path.read_bytes())

@@ -406,7 +406,7 @@ def test_a_missing_joint_shard_is_refused_and_made_again(copy: Cache) -> None:
 def test_a_lost_commit_of_a_joint_shard_is_made_again(copy: Cache) -> None:
     folder = copy.open_snapshot().head.folder or ""
     before = index.commits(copy.files, folder, 0)
-    [name, *_] = sorted(path.relative_to(copy.root).as_posix() for path in copy.root.glob(f"units/{folder}/*/*.json"))
+    [name, *_] = sorted(path.relative_to(copy.root).as_posix() for path in copy.root.glob(f"units/{folder}/*/*/*.json"))
     for place in (name, layout.Paths.copy(name)):
         (copy.root / place).unlink()
     assert len(index.commits(copy.files, folder, 0)) == len(before) - 1

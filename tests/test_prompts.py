@@ -240,8 +240,6 @@ def test_sets_are_opened_by_name_recipe_and_id(tiny: tuple[Cache, layout.TextRec
     with pytest.raises(CacheError) as refused:
         prompts.open_prompts(cache, None, replace(recipe, max_length=8))
     assert "max_length: 8 | 9" in str(refused.value.found)
-    legacy = replace(recipe, model="Efficient-Large-Model/x")
-    assert prompts.open_prompts(cache, None, legacy) == second, "the origin of the weights does not matter"
     assert status(cache)["prompts"]["prompts"] == {"id": second.id, "prompts": 2, "text": recipe.name}
     with pytest.raises(UserError, match=naming("'../x'")):
         prompts.publish(cache, "../x", recipe, ["one"], keys[:1])

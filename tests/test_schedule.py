@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cache.snapshot import Bucket, Head, NullRecord, Policies
+from pipeline.cache.snapshot import Bucket, Head, Policies, TextPlace
 from pipeline.loader.schedule import Schedule, permute
 from tests.support.schedules import cases, mixes, order_digest, walk
 
@@ -266,7 +266,7 @@ def test_largest_is_the_one_with_most_pixels() -> None:
         policies=Policies("carry", pad_text_multiple=1, order="largest_first"),
         buckets=tuple(Bucket(height, width, samples=40, batch=4) for height, width in sizes),
         shards={},
-        null=NullRecord("", 0, 1, 1, b"", b""),
+        null=TextPlace("", 0, 1, 1, b"", b""),
         left_out={},
         sources={},
     )

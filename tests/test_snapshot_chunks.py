@@ -1,4 +1,4 @@
-"""Chunks of a snapshot: few are mapped at a time, a block is checked once, those of a changed file again."""
+"""Chunks of a snapshot: few are mapped at a time, each is checked once, and again if its file has changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import stages.bucket
 from pipeline.cache import arrow, audit
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.arrow import ipc_table
-from pipeline.cache.chunk_blocks import Places, Read, blocks_of
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import Needed
 from pipeline.cache.layout import REPAIR, Paths
@@ -29,7 +28,7 @@ from pipeline.snapshots import join
 from tests.support import tiny_cache
 from tests.support.synthetic import add, config, pictures
 
-ROWS, OPEN, BLOCK = 5, 2, 2
+ROWS, OPEN = 5, 2
 
 
 @pytest.fixture
@@ -37,27 +36,20 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshot:
     for module in (snapshots, join):
         monkeypatch.setattr(module, "CHUNK_ROWS", ROWS)
     monkeypatch.setattr(snapshots, "OPEN_CHUNKS", OPEN)
-    monkeypatch.setattr(snapshots, "BLOCK_ROWS", BLOCK)
     add(config(tmp_path / "cache"), "one", pictures(40))
     return Cache(tmp_path / "cache").open_snapshot(stages.bucket.run(config(tmp_path / "cache")))
 
 
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A list that grows with each file or block that is checked."""
+    """A list that grows with each file that is checked."""
     checked: list[object] = []
-    real = Places.digest
-
-    def block(self: Places, read: Read, number: int, rows: int) -> bytes:
-        checked.append(number)
-        return real(self, read, number, rows)
 
     def counted(handle: object) -> str:
         checked.append(handle)
         return digest_of(handle)  # type: ignore[arg-type]
 
     monkeypatch.setattr(snapshots, "digest_of", counted)
-    monkeypatch.setattr(Places, "digest", block)
     return checked
 
 
@@ -84,12 +76,11 @@ def test_few_chunks_are_open_and_each_is_checked_once(snapshot: Snapshot, digest
     assert chunks == 8
     in_order = [READS[which](snapshot, row) for row in range(len(snapshot))]
     descriptors, before = len(os.listdir("/dev/fd")), mapped(snapshot)
-    checks = chunks if which == "names" else sum(-(-chunk.rows // BLOCK) for chunk in snapshot.head.chunks)
-    assert len(digests) == checks and 0 < before <= OPEN
+    assert len(digests) == chunks and 0 < before <= OPEN
     for row in np.random.default_rng(0).permutation(np.repeat(np.arange(len(snapshot)), 3)).tolist():
         assert READS[which](snapshot, row) == in_order[row]
         assert mapped(snapshot) <= before
-    assert len(digests) == checks and len(os.listdir("/dev/fd")) == descriptors
+    assert len(digests) == chunks and len(os.listdir("/dev/fd")) == descriptors
 
 
 def test_a_chunk_that_has_changed_since_is_checked_again(snapshot: Snapshot, digests: list[object]) -> None:
@@ -141,43 +132,34 @@ def test_every_chunk_is_opened_once_where_all_may_stay_open(
     assert len(opened) >= 3 * 8
 
 
-def test_planning_checks_the_blocks_of_its_steps_and_no_others(snapshot: Snapshot, digests: list[object]) -> None:
+def test_planning_checks_the_chunks_of_its_steps_and_no_others(snapshot: Snapshot, digests: list[object]) -> None:
     """Of the global batch: its longest caption decides how long the texts of every process are padded."""
     opened = Snapshot(snapshot.files, snapshot.id)
     digests.clear()
     planner = Planner(opened, seed=0, phase=0)
     assert not digests
-    touched = set[tuple[int, int]]()
-    for step in range(3):
+    touched = set[int]()
+    for step in range(2):
         batch = planner.schedule.step(step)
-        rows = batch.positions + opened.row(batch.bucket, 0)
-        touched |= {(row // ROWS, row % ROWS // BLOCK) for row in rows.tolist()}
+        touched |= set((batch.positions + opened.row(batch.bucket, 0)) // ROWS)
         planner.step(step)
         assert len(digests) == len(touched)
-    blocks = sum(-(-chunk.rows // BLOCK) for chunk in snapshot.head.chunks)
-    assert len(touched) < blocks
+    assert len(touched) < len(snapshot.head.chunks)
 
 
-def test_only_the_blocks_of_the_rows_are_read(snapshot: Snapshot, digests: list[object]) -> None:
-    chunk = snapshot.head.chunks[1]
-    path = snapshot.files.path(Paths.table(chunk.samples, "arrow"))
-    good, key = path.read_bytes(), snapshot.sample(ROWS + BLOCK).key
+def test_every_reader_of_a_damaged_chunk_is_refused_and_others_are_read(snapshot: Snapshot) -> None:
+    path = snapshot.files.path(Paths.table(snapshot.head.chunks[1].samples, "arrow"))
+    good, key = path.read_bytes(), snapshot.sample(ROWS).key
     assert good.count(key) == 1
     path.write_bytes(good.replace(key, bytes(16)))
-    rows = [ROWS, ROWS + 1, ROWS + 2 * BLOCK]
-    truth = [snapshot.sample(row) for row in rows]
-    ids = [snapshot.sample_id(row) for row in (ROWS, 0)]
     opened = Snapshot(snapshot.files, snapshot.id)
-    digests.clear()
-    assert [opened.sample(row) for row in rows] == truth
-    assert opened.columns(np.array([ROWS, 0])).samples["sample_id"].tolist() == ids
-    assert digests == [0, 2, 0], "two blocks of this chunk, and one of the first"
+    assert opened.sample(0) == snapshot.sample(0)
     for read in (
-        lambda: opened.sample(ROWS + BLOCK),
-        lambda: opened.columns(np.array([0, ROWS + BLOCK])),
-        lambda: opened.columns(np.array([ROWS + BLOCK])),
-        lambda: opened.caption_rows(ROWS + BLOCK),
-        lambda: opened.sample_id(ROWS + BLOCK),
+        lambda: opened.sample(ROWS + 1),
+        lambda: opened.columns(np.array([0, ROWS + 1])),
+        lambda: opened.columns(np.array([ROWS])),
+        lambda: opened.caption_rows(ROWS + 1),
+        lambda: opened.sample_id(ROWS),
         lambda: next(t for i, t in enumerate(opened.tables()) if i == 1),
     ):
         for _ in range(2):
@@ -185,56 +167,13 @@ def test_only_the_blocks_of_the_rows_are_read(snapshot: Snapshot, digests: list[
                 read()
 
 
-@pytest.mark.parametrize("storage", ["bf16", "bf16-zstd"])
-@pytest.mark.parametrize("rows", [1, 7, 1 << 10])
-def test_every_byte_of_a_chunk_is_in_a_block_or_in_the_frame(tmp_path: Path, storage: str, rows: int) -> None:
-    cache = tiny_cache.build(tmp_path / "cache", storage=storage)
-    path = cache.files.path(Paths.table(cache.open_snapshot().head.chunks[0].samples, "arrow"))
-    data = path.read_bytes()
-    blocks = blocks_of(data, rows)
-    assert len(blocks.digests) == -(-63 // rows)
-    file = pa.py_buffer(data)
-    places = Places(ipc_table(file), file)
-    seen = np.zeros(len(data), bool)
-
-    def read(offset: int, size: int) -> bytes:
-        seen[offset : offset + size] = True
-        return data[offset : offset + size]
-
-    assert blocks.frame_of(read) == blocks.frame
-    assert 0 < seen.sum() < len(data)
-    for number in range(len(blocks.digests)):
-        assert places.digest(read, number, rows) == bytes(blocks.digests[number]).ljust(16, b"\0")
-    assert seen.all()
-
-
-@pytest.mark.parametrize("rows", [1, 7])
-def test_a_block_covers_the_values_of_its_rows_and_no_others(tmp_path: Path, rows: int) -> None:
-    opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
-    data = opened.files.path(Paths.table(opened.head.chunks[0].samples, "arrow")).read_bytes()
-    digests = blocks_of(data, rows).digests
-    for row in range(0, len(opened), 5):
-        sample = opened.sample(row)
-        for key in (sample.key, *(caption.key for caption in sample.captions)):
-            changed = bytearray(data)
-            changed[data.index(key)] ^= 1
-            assert np.flatnonzero(blocks_of(bytes(changed), rows).digests != digests).tolist() == [row // rows]
-
-
-def test_a_chunk_of_several_batches_is_checked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_several_batches_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "LIMIT", 2000)
-    cache = tiny_cache.build(tmp_path / "cache")
-    opened = cache.open_snapshot()
+    opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
     [chunk] = opened.head.chunks
-    assert chunk.blocks is not None and not len(chunk.blocks.digests)
-    path = cache.files.path(Paths.table(chunk.samples, "arrow"))
-    truth = [opened.sample(row) for row in range(len(opened))]
-    assert truth[0] == Snapshot(cache.files, opened.id).sample(0)
-    data = bytearray(path.read_bytes())
-    data[data.index(truth[-1].key)] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=path.name):
-        Snapshot(cache.files, opened.id).sample(0)
+    table = ipc_table(pa.py_buffer(opened.files.path(Paths.table(chunk.samples, "arrow")).read_bytes()))
+    assert table.column("key").num_chunks > 1
+    assert [opened.sample(row).key for row in range(len(opened))] == table.column("key").to_pylist()
 
 
 @pytest.mark.parametrize("which", ["shards", "chunks"])

@@ -19,12 +19,12 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from pipeline.cache import index, layout
+from pipeline.cache import index
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
 from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import IntegrityError
 
 
 def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
@@ -36,13 +36,11 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
 
     Raises:
         IntegrityError: a file of the other cache is missing or damaged.
-        CacheError: int8 records with other channel scales than this cache's.
     """
     adopted = _units_of(other, recipe, shards)
     if not adopted:
         return
     cache.add_recipe(other.recipe(recipe))
-    check_same_scales(cache, other, recipe)
     for _, _, commit in adopted.values():
         assert commit.shard is not None
         assert commit.table is not None
@@ -50,7 +48,7 @@ def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
         bring(cache.files, other.files, Paths.table(commit.table, "arrow"), commit.table)
     plan_of = _add_plans(cache, other, recipe, adopted)
     for unit, (_, _, commit) in adopted.items():
-        index.publish_commit(cache.files, recipe, plan_of[unit].number, commit, plan_of[unit].fanned)
+        index.publish_commit(cache.files, recipe, plan_of[unit].number, commit)
     for plan in {plan_of[unit].number: plan_of[unit] for unit in adopted}.values():
         index.merge(cache.files, recipe, plan.number, (unit.unit for unit in plan.units))
 
@@ -125,21 +123,3 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
                 found=error.found,
                 fix="sana-pipe verify --repair in that cache",
             ) from None
-
-
-def check_same_scales(cache: Cache, other: Cache, recipe: str) -> None:
-    where = Paths.scale(recipe)
-    if not other.files.exists(where):
-        return
-    theirs = other.files.document(where)
-    bring(cache.files, other.files, Paths.table(theirs["table"], "npy"), theirs["table"])
-    cache.files.duplicate(Paths.table(theirs["table"], "npy"))
-    cache.files.put(where, layout.seal(theirs))
-    ours = cache.files.document(where)
-    if ours["table"] != theirs["table"]:
-        raise CacheError(
-            f"{cache.location} and {other.location} hold int8 records of one recipe with different channel scales",
-            expected=ours["table"],
-            found=theirs["table"],
-            fix="encode both into one cache, or use storage bf16 or bf16-zstd",
-        )

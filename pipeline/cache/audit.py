@@ -21,7 +21,6 @@ import pyarrow as pa
 from pipeline.cache import copies, index, key_columns, prompts, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import (
-    BACKUP,
     BUCKET,
     ENCODE,
     GC,
@@ -118,7 +117,7 @@ def _verify_tables(cache: Cache, named: Mapping[str, str], on_file_read: OnFileR
 
 def _referring_documents(cache: Cache) -> dict[str, str]:
     """Table -> a readable document that refers to it. Scans of forgotten sources do not count; of several documents a
-    snapshot or scale comes last."""
+    snapshot comes last."""
     forgotten: set[str] = set()
     with skip_damaged():
         forgotten = cache.forgotten_scans()
@@ -128,7 +127,7 @@ def _referring_documents(cache: Cache) -> dict[str, str]:
         if name in forgotten:
             continue
         with skip_damaged():
-            into = secondary if name.startswith(("snapshots/", "scales/")) else referring
+            into = secondary if name.startswith("snapshots/") else referring
             into.update(dict.fromkeys(_tables_of(cache, name), name))
     return {**secondary, **referring}
 
@@ -142,8 +141,6 @@ def _tables_of(cache: Cache, name: str) -> Iterator[str]:
         yield from (Paths.table(table, "arrow") for table in sorted(head.lists()))
         with suppress(IntegrityError):
             yield from (Paths.table(table, "arrow") for table in sorted(head.tables()))
-    elif folder == "scales":
-        yield Paths.table(body["table"], "npy")
     elif folder in ("sources", "plans"):
         yield Paths.table(body["table"], "parquet")
     elif folder in ("units", "segments"):
@@ -163,7 +160,7 @@ def _fix_of_table(cache: Cache, table: str, document: str | None, named: Mapping
         return GC if snapshot is None else again(snapshot)
     if folder == "sources" and document == _last_scan(cache, name.partition("/")[0]):
         return ENCODE
-    return BACKUP if folder == "scales" else REPAIR
+    return REPAIR
 
 
 def _last_scan(cache: Cache, source: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import PurePosixPath
 
-from pipeline.cache import codec, copies, index, layout, shard
+from pipeline.cache import copies, index, layout, shard
 from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_head, named_snapshots, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
@@ -35,8 +35,7 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
         yield from _gap(cache, folder)
     files, recipes = cache.files, set(recipe_names(cache))
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
-    scales = {name.removesuffix(".json") for name in files.names("scales") if name.endswith(".json")}
-    for owner in sorted(owners | scales | recipes):
+    for owner in sorted(owners | recipes):
         packed = owner.startswith(PACKED)
         if not packed and owner not in recipes:
             yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
@@ -84,7 +83,7 @@ def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
 
 
 def _recipe_contradictions(cache: Cache, owner: str, reported: bool) -> Iterator[Finding]:
-    """Commits, shards and scales of a recipe whose document is missing. reported: whether damaged documents were."""
+    """Commits and shards of a recipe whose document is missing. reported: whether damaged documents were."""
     files = cache.files
     # Shards are listed before commits, and commits before plans, so that work that is published meanwhile is no
     # contradiction.
@@ -110,8 +109,6 @@ def _recipe_contradictions(cache: Cache, owner: str, reported: bool) -> Iterator
     others = [name for name in others if PurePosixPath(name).stem not in made]
     left = chain(others, (Paths.shard(owner, name) for name in shards if name not in made))
     yield from _uncommitted_shards(cache, owner, left, committed, planned)
-    if len(made):
-        yield from _missing_scale(cache, owner)
 
 
 UnitsOf = dict[int, Digests]
@@ -165,16 +162,3 @@ def _uncommitted_shards(
                 f"unit {unit} of this shard is in no plan: bucket was stopped at another cache, or a plan was lost"
             )
             yield Finding(path, problem, fix=f"{BUCKET}, or {REPAIR}")
-
-
-def _missing_scale(cache: Cache, owner: str) -> Iterator[Finding]:
-    """Missing channel scales of an int8 recipe, which has records."""
-    if cache.files.exists(Paths.scale(owner)):
-        return
-    try:
-        int8 = codec.storage_of(cache.recipe(owner)) == codec.INT8
-    except CacheError as error:
-        damage_only(error)
-        return
-    if int8:
-        yield Finding(Paths.scale(owner), "is missing, and there are records that were made with these scales")

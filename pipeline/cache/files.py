@@ -150,22 +150,16 @@ class Files:
         return sorted({name for name, kind in self._list_both(folder) if kind == "directory"})
 
     def unit_names(self, folder: str) -> list[str]:
-        """The documents of a plan's units, which are in its folder or in folders of their first two characters; each
-        unit once, in the order of the units."""
-        names = dict[str, str]()
-        for path in sorted({path for where in (folder, Paths.copy(folder)) for path in self._below(where)}):
-            inner, _, name = path.rpartition("/")
-            if name.endswith(".json") and inner in ("", name[:2]):
-                names[name.removesuffix(".json")] = f"{folder}/{path}"
-        return [names[unit] for unit in sorted(names)]
+        """The documents of a plan's units, in the order of the units. They are in folders of their first two
+        characters."""
+        paths = {path for where in (folder, Paths.copy(folder)) for path in self._below(where)}
+        return [f"{folder}/{path}" for path in sorted(paths) if path.endswith(".json") and path[:3] == f"{path[3:5]}/"]
 
     def _below(self, folder: str) -> Iterator[str]:
-        """The files in a folder and in its folders, relative to it."""
+        """The files in the folders of a folder, relative to it."""
         for name, kind in self._list(folder):
             if kind == "directory":
                 yield from (f"{name}/{inner}" for inner, _ in self._list(f"{folder}/{name}"))
-            else:
-                yield name
 
     def _list_both(self, folder: str) -> list[tuple[str, str]]:
         documents = folder.partition("/")[0] in layout.DOCUMENTS
@@ -292,18 +286,18 @@ class Files:
             return False
         return True
 
-    def put_long(self, name: str, body: dict[str, Any], version: int = layout.VERSION) -> bool:
+    def put_long(self, name: str, body: dict[str, Any]) -> bool:
         """`put` of a document whose long list is a `LongList`, in pieces."""
         key = long_lists.KEYS[name.partition("/")[0]]
         if len(body[key]) <= long_lists.ENTRIES:
-            return self.put(name, layout.seal({**body, key: list(body[key])}, version))
+            return self.put(name, layout.seal({**body, key: list(body[key])}))
         if self.exists(name):
             return False
         for target in (name, Paths.copy(name)):
             with self.temporary() as path:
                 state = xxhash.xxh3_128()
                 with cache_errors(path), open(path, "xb") as file:
-                    for piece in long_lists.pieces(body, key, version):
+                    for piece in long_lists.pieces(body, key):
                         file.write(piece)
                         state.update(piece)
                     sync(file)
@@ -560,8 +554,7 @@ class Files:
             CacheError: it is of another version, or cannot be read now.
         """
         key = long_lists.KEYS.get(name.partition("/")[0])
-        newest = layout.newest_version(name)
-        body = None if key is None else long_lists.parse(self._in_pieces(where), key, newest)
+        body = None if key is None else long_lists.parse(self._in_pieces(where), key)
         return self.parse(name, self.read(where)) if body is None else self._named(name, body)
 
     def _in_pieces(self, name: str) -> Iterator[bytes]:
@@ -574,16 +567,15 @@ class Files:
     def parse(self, name: str, data: bytes) -> dict:
         """The body of a document from its bytes, as `body`."""
         key, size = long_lists.KEYS.get(name.partition("/")[0]), long_lists.PIECE
-        newest = layout.newest_version(name)
         if key is not None and len(data) > long_lists.SMALL:
-            body = long_lists.parse((data[at : at + size] for at in range(0, len(data), size)), key, newest)
+            body = long_lists.parse((data[at : at + size] for at in range(0, len(data), size)), key)
             if body is not None:
                 return self._named(name, body)
-        return self._named(name, layout.unseal(data, self.where(name), name))
+        return self._named(name, layout.unseal(data, self.where(name)))
 
     def _named(self, name: str, body: dict) -> dict:
         """A document's body, which must belong to this name."""
-        if other := layout.misplaced(name, body):
+        if other := layout.contradicts_name(name, body):
             raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
         return body
 

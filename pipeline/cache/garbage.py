@@ -13,8 +13,8 @@ Removal races with writers that use an existing file again:
    document; a snapshot's head is freshened before it is named.
 3. Removal checks the age of each file when it removes it (`Files.discard`). A file whose reference appeared after step
    1 was freshened before, so it is young and stays, however many files were removed in between.
-Only writers of earlier versions do not freshen; for them `REREAD_S` bounds the age of the reading. Naming a head does
-not freshen the files that it refers to. So heads are removed first, and files of an existing head that is named or
+`REREAD_S` bounds the age of the reading. Naming a head does not freshen the files that it refers to. So heads are
+removed first, and files of an existing head that is named or
 young stay. If a writer took longer than the age between the two steps, or if a store does not keep the order, a commit
 may lose its shard: `encode` makes it again, or `bucket` copies it again.
 """
@@ -161,8 +161,6 @@ class Needed:
 
     def _add_recipe(self, recipe: str) -> None:
         files = self.cache.files
-        if files.exists(Paths.scale(recipe)):
-            self.tables.add(files.document(Paths.scale(recipe))["table"])
         for plan in self.cache.plans(recipe):
             self.tables.add(plan.table)
             segment = Paths.segment(recipe, plan.number)

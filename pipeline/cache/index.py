@@ -1,6 +1,6 @@
 """Commits and the index: which records a cache has, and where.
 
-A shard is visible only through a commit: its unit's document (`units/<recipe>/<plan>/<unit>.json`) or, once all units
+A shard is visible only through a commit: its unit's document (`Paths.unit`) or, once all units
 of the plan are committed, one segment document. Readers then use the segment instead (`gc` removes the unit documents
 later), so opening a cache reads one document per finished plan. `RecordIndex` finds records by key.
 Why: a crash leaves only invisible files; a second or late worker publishes a name that is taken, which changes nothing.
@@ -89,10 +89,9 @@ def commit_of(
     return Commit(unit, name, size, records.num_rows, table, tuple(rejects), dict(provenance or {}))
 
 
-def publish_commit(files: Files, recipe: str, plan: int, commit: Commit, fanned: bool = False) -> bool:
-    """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible.
-    fanned: of the plan."""
-    return files.put(Paths.unit(recipe, plan, commit.unit, fanned), layout.seal(commit.body()))
+def publish_commit(files: Files, recipe: str, plan: int, commit: Commit) -> bool:
+    """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible."""
+    return files.put(Paths.unit(recipe, plan, commit.unit), layout.seal(commit.body()))
 
 
 def adopted_unit(recipe: str, shard: str) -> str:
@@ -216,7 +215,7 @@ def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     return table
 
 
-def lost(files: Files, folder: str, shards: Sequence[str], sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+def missing_shards(files: Files, folder: str, shards: Sequence[str], sizes: Sequence[int] | np.ndarray) -> np.ndarray:
     """(n,) bool: which shards below a folder of `shards/` are missing or have another size in bytes; one listing."""
     wanted = zip((Paths.shard(folder, name) for name in shards), sizes, strict=True)
     return np.fromiter((actual != size for _, size, actual in files.sized(wanted)), bool)
@@ -315,7 +314,7 @@ class RecordIndex:
 
     @cached_property
     def lost(self) -> np.ndarray:
-        return lost(self._files, self.recipe, self.shards, self.bytes)
+        return missing_shards(self._files, self.recipe, self.shards, self.bytes)
 
     @cached_property
     def outcomes(self) -> dict[str, RecordReject]:

@@ -9,8 +9,7 @@ adversary with write access to the cache.
 
 Identity rules:
 * A recipe field enters the id only when it differs from its default, so a field added later leaves old ids unchanged.
-* Weights are named by their digest; their origin (`model`, `revision`) is provenance. Recipes of earlier caches have it
-  in their id; `Recipe.same_values` leaves it out, and a cache continues with such a recipe.
+* Weights are named by their digest; their origin (`model`, `revision`) is provenance of units.
 * A latent is keyed by (recipe, image digest, target height and width, crop); text by (recipe, normalised caption).
 """
 
@@ -30,8 +29,6 @@ from pipeline.errors import CacheError, IntegrityError
 
 FORMAT = "sana-pipe-cache"
 VERSION = 1
-PLAN_VERSION = 2
-"""Version of plans with `fanned`: their units are in several folders. Other plans have version 1."""
 META = "__sana_pipe__"
 """Folder of the members that describe a shard: `head`, `records`, `null`. Clients take a member without an extension
 for no part of a sample (webdataset skips the folder, too)."""
@@ -39,7 +36,7 @@ PACKED = "packed-"
 """Prefix of the names of packs, which take the place of recipe names in `shards/`, `plans/`, `units/`, `claims/`."""
 
 
-DOCUMENTS = ("recipes", "scales", "sources", "plans", "units", "segments", "snapshots", "names", "prompts")
+DOCUMENTS = ("recipes", "sources", "plans", "units", "segments", "snapshots", "names", "prompts")
 """Folders of documents from which everything else follows. Each document is stored twice (`Paths.copy`)."""
 
 
@@ -72,16 +69,10 @@ def canonical(value: Any) -> bytes:
 
 # ---------------------------------------------------------------- recipes
 
-PROVENANCE = ("model", "revision")
-"""Fields of a recipe that do not influence values."""
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the values of records. Subclasses list the fields; defaults do not enter the id.
-
-    `model` and `revision` are the origin of the weights; only recipes of earlier versions have them.
-    """
+    """Everything that decides the values of records. Subclasses list the fields; defaults do not enter the id."""
 
     kind: ClassVar[str]
 
@@ -102,14 +93,6 @@ class Recipe:
         """Fields that differ, as `name: value here | value in other`."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name, None)) for f in fields(self)]
         return [f"{name}: {ours!r} | {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
-
-    def same_values(self, other: Recipe) -> bool:
-        """Whether both give the same values; the origin of the weights does not matter."""
-        return self.nameless() == other.nameless()
-
-    def nameless(self) -> Self:
-        """The recipe without the provenance that earlier versions wrote into it."""
-        return self.from_values({key: value for key, value in self.values().items() if key not in PROVENANCE})
 
     def unlike(self, model: dict[str, Any]) -> list[str]:
         """Fields of a loaded model's description that differ, as `name: value in the recipe | value of the model`."""
@@ -133,8 +116,6 @@ class LatentRecipe(Recipe):
     """Values of a latent: bf16(encoder(image in [-1, 1]) * scaling_factor in fp32), shape (channels, H/f, W/f)."""
 
     kind: ClassVar[str] = "latent"
-    model: str = ""
-    revision: str | None = None
     weights: str = ""
     compression: int = 32
     channels: int = 32
@@ -149,11 +130,6 @@ class LatentRecipe(Recipe):
     tf32: bool = False
     channels_last: bool = False
 
-    def values(self) -> dict[str, Any]:
-        """Without the later fields that have their defaults: documents and ids of earlier versions stay the same."""
-        later = ("tf32", "channels_last")
-        return {key: value for key, value in super().values().items() if key not in later or value}
-
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
         values = dict(values)
@@ -167,8 +143,6 @@ class TextRecipe(Recipe):
     """Values of text rows: the encoder's last hidden state after its final norm, selected by `selection`."""
 
     kind: ClassVar[str] = "text"
-    model: str = ""
-    revision: str | None = None
     weights: str = ""
     tokenizer: str = ""
     dtype: str = "bf16"
@@ -227,9 +201,9 @@ def checksum(recipe_id: str, key: bytes, payload: bytes | memoryview | Any) -> b
 # ---------------------------------------------------------------- documents
 
 
-def seal(body: dict[str, Any], version: int = VERSION) -> bytes:
+def seal(body: dict[str, Any]) -> bytes:
     """A document: the body and the digest over its canonical JSON, as readable JSON."""
-    sealed = {"format": FORMAT, "version": version, **body}
+    sealed = {"format": FORMAT, "version": VERSION, **body}
     sealed["digest"] = content_digest(canonical(sealed))
     return indented(sealed)
 
@@ -257,7 +231,6 @@ def numbers_of(names: Iterable[str], suffix: str = ".json") -> list[int]:
 _ALWAYS = {
     "format.json": ("what",),
     "recipes": ("kind", "values"),
-    "scales": ("table",),
     "sources": ("table", "latent", "text"),
     "plans": ("table", "units"),
     "units": ("rejects",),
@@ -268,18 +241,17 @@ _ALWAYS = {
 """Keys that each document of a folder has, or the document of this name."""
 
 
-def misplaced(name: str, body: dict[str, Any]) -> str:
+def contradicts_name(name: str, body: dict[str, Any]) -> str:
     """What in a document contradicts its name, "" if nothing. It may be another, intact document."""
     folder, _, rest = name.partition("/")
     owner, stem = rest.partition("/")[0], rest.rpartition("/")[2].removesuffix(".json")
     lacking = [f"no {key}" for key in _ALWAYS.get(folder, ()) if key not in body]
-    if folder == "units" and rest.count("/") == 3 and rest.split("/")[2] != stem[:2]:
+    if folder == "units" and rest.split("/")[2:-1] != [stem[:2]]:
         return "a unit of another folder"
     if folder == "snapshots":
         body = {"id": content_digest(canonical(body))}
     wanted = {
         "recipes": {"kind": stem.partition("-")[0]},
-        "scales": {"recipe": stem},
         "sources": {"source": owner},
         "plans": {"recipe": owner, "number": stem},
         "units": {"unit": stem},
@@ -288,26 +260,17 @@ def misplaced(name: str, body: dict[str, Any]) -> str:
         "names": {"name": owner},
         "prompts": {"name": owner},
     }.get(folder, {})
-    actual = {key: body.get(key, value) for key, value in wanted.items()}
+    actual = {key: body.get(key) for key in wanted}
     actual = {key: f"{value:08d}" if isinstance(value, int) else value for key, value in actual.items()}
     return ", ".join([*lacking, *(f"{key} {value}" for key, value in actual.items() if value != wanted[key])])
 
 
-def newest_version(name: str) -> int:
-    """The newest version of a document that this sana-pipe reads."""
-    return {"plans": PLAN_VERSION}.get(name.partition("/")[0], VERSION)
-
-
-def unseal(data: bytes, where: str, name: str = "") -> dict[str, Any]:
-    """Parse and check a document.
-
-    Args:
-        where: for messages.
-        name: of the document; "" for any of version 1.
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """Parse and check a document. where: for messages.
 
     Raises:
-        IntegrityError: not JSON, the digest does not match, or it is a document of another kind.
-        CacheError: another format or a newer version.
+        IntegrityError: not JSON, or the digest does not match.
+        CacheError: another format or version.
     """
     try:
         body = json.loads(data)
@@ -327,13 +290,10 @@ def unseal(data: bytes, where: str, name: str = "") -> dict[str, Any]:
         raise IntegrityError(f"{where}: bytes were changed outside its values", found=sizes, fix=REPAIR)
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
-    version, newest = body.pop("version", None), newest_version(name)
-    if version not in range(VERSION, newest + 1):
-        if version == PLAN_VERSION and (other := misplaced(name, body)):
-            raise IntegrityError(f"{where}: is another document", found=other, fix=REPAIR)
+    if (version := body.pop("version", None)) != VERSION:
         raise CacheError(
-            f"{where}: is of format version {version}; this sana-pipe reads up to version {newest}",
-            fix="use the version of sana-pipe that wrote it, or a newer one",
+            f"{where}: is of format version {version}; this sana-pipe reads version {VERSION}",
+            fix="use the version of sana-pipe that wrote it",
         )
     return body
 
@@ -394,9 +354,8 @@ class Paths:
         return f"units/{recipe}/{plan:08d}"
 
     @staticmethod
-    def unit(recipe: str, plan: int, unit: str, fanned: bool = False) -> str:
-        """fanned: the plan's units are in folders of their first two characters."""
-        return f"{Paths.units(recipe, plan)}/{f'{unit[:2]}/' if fanned else ''}{unit}.json"
+    def unit(recipe: str, plan: int, unit: str) -> str:
+        return f"{Paths.units(recipe, plan)}/{unit[:2]}/{unit}.json"
 
     @staticmethod
     def segment(recipe: str, plan: int) -> str:
@@ -438,10 +397,6 @@ class Paths:
     @staticmethod
     def prompts(name: str) -> str:
         return f"prompts/{name}"
-
-    @staticmethod
-    def scale(recipe: str) -> str:
-        return f"scales/{recipe}.json"
 
     @staticmethod
     def numbered(folder: str, number: int) -> str:

@@ -85,7 +85,7 @@ class LongList(Sequence[dict[str, Any]]):
         return entries[number - self._ends[piece]]
 
 
-def parse(text: Iterator[bytes], key: str, newest: int = layout.VERSION) -> dict[str, Any] | None:
+def parse(text: Iterator[bytes], key: str) -> dict[str, Any] | None:
     """A document, as `layout.unseal` returns it, with a `LongList` under `key`.
 
     Args:
@@ -96,12 +96,12 @@ def parse(text: Iterator[bytes], key: str, newest: int = layout.VERSION) -> dict
         `unseal` says what is wrong.
     """
     try:
-        return _parse(text, key, newest)
+        return _parse(text, key)
     except (ValueError, KeyError, RecursionError):
         return None
 
 
-def _parse(text: Iterator[bytes], key: str, newest: int) -> dict[str, Any] | None:
+def _parse(text: Iterator[bytes], key: str) -> dict[str, Any] | None:
     # Known by their indentation, since no string in JSON has a newline.
     begin, end, between = f'\n "{key}": ['.encode(), b"\n  }\n ]", b"\n  },\n  {"
     buffer = next(text, b"")
@@ -125,8 +125,7 @@ def _parse(text: Iterator[bytes], key: str, newest: int) -> dict[str, Any] | Non
     body = layout.unpacked(head + tail)
     stated = body.pop("digest")
     state.update(_after(body, key))
-    known = body.pop("format") == layout.FORMAT and body.pop("version") in range(layout.VERSION, newest + 1)
-    if state.hexdigest() != stated or not known:
+    if state.hexdigest() != stated or (body.pop("format"), body.pop("version")) != (layout.FORMAT, layout.VERSION):
         return None
     return {**body, key: items}
 
@@ -171,10 +170,10 @@ def _after(body: dict[str, Any], key: str) -> bytes:
     return b"]" + (b"," + layout.canonical(rest)[1:] if rest else b"}")
 
 
-def pieces(body: dict[str, Any], key: str, version: int = layout.VERSION) -> Iterator[bytes]:
+def pieces(body: dict[str, Any], key: str) -> Iterator[bytes]:
     """The bytes of `layout.seal`, in pieces. body: with a `LongList`, which is not empty, under `key`."""
     items: LongList = body[key]
-    sealed = {"format": layout.FORMAT, "version": version, **body, key: []}
+    sealed = {"format": layout.FORMAT, "version": layout.VERSION, **body, key: []}
     state, comma = xxhash.xxh3_128(_before(sealed, key)), b""
     for entries in items.piecewise():
         state.update(comma + layout.canonical(entries)[1:-1])

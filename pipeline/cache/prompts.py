@@ -21,7 +21,7 @@ from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import FORGOTTEN, Cache, check_prompts_name
 from pipeline.cache.shard import ShardReader
-from pipeline.cache.snapshot import NullRecord
+from pipeline.cache.snapshot import TextPlace
 from pipeline.errors import CacheError, IntegrityError
 
 NAME = "prompts"
@@ -44,8 +44,8 @@ class PromptSet:
     name: str
     recipe: layout.TextRecipe
     texts: tuple[str, ...]
-    places: tuple[NullRecord, ...]
-    empty: NullRecord
+    places: tuple[TextPlace, ...]
+    empty: TextPlace
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -80,7 +80,7 @@ class PromptSet:
     def _reader(self) -> ShardReader:
         return ShardReader(self.files, self.recipe.name)
 
-    def _read(self, place: NullRecord) -> np.ndarray:
+    def _read(self, place: TextPlace) -> np.ndarray:
         into = np.empty((place.rows, self.recipe.width), np.uint16)
         self._reader.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
         return into
@@ -105,7 +105,7 @@ def publish(
     wanted = as_keys([layout.null_key(recipe.id), *keys])
     if not index.present(wanted).all():
         return None
-    empty, *places = (NullRecord.of(index, row, recipe.storage) for row in index.find(wanted).tolist())
+    empty, *places = (TextPlace.of(index, row, recipe.storage) for row in index.find(wanted).tolist())
     while True:
         numbers = cache.files.numbers(Paths.prompts(name))
         path = Paths.numbered(Paths.prompts(name), len(numbers))
@@ -118,7 +118,7 @@ def publish(
 
 
 def open_prompts(cache: Cache, name: str | None, recipe: layout.TextRecipe) -> PromptSet:
-    """The newest set of a name (default: `NAME`) with the values of a recipe; or a set by its id.
+    """The newest set of a name (default: `NAME`) of a recipe; or a set by its id.
 
     Raises:
         CacheError: there is none.
@@ -126,13 +126,13 @@ def open_prompts(cache: Cache, name: str | None, recipe: layout.TextRecipe) -> P
     wanted = name or NAME
     sets = list(_of(cache, wanted)) or [known for known in _all(cache) if known.id == wanted]
     for known in sets:
-        if known.recipe.same_values(recipe):
+        if known.recipe == recipe:
             return known
     fix = "sana-pipe encode --prompts FILE" + (f" --prompts-name {wanted}" if wanted != NAME else "")
     if sets:
         raise CacheError(
             f"{cache.location}: the prompt set {wanted!r} was encoded by another text recipe (wanted | stored)",
-            found="; ".join(recipe.nameless().difference(sets[0].recipe.nameless())),
+            found="; ".join(recipe.difference(sets[0].recipe)),
             fix=f"{fix}, with the text encoder of the snapshot",
         )
     raise CacheError(
@@ -149,7 +149,7 @@ def find_rows(cache: Cache, recipe: layout.TextRecipe, normalised: str) -> np.nd
         normalised: the prompt after the recipe's normalisation.
     """
     for known in current(cache):
-        if known.recipe.same_values(recipe):
+        if known.recipe == recipe:
             key = layout.text_key(known.recipe.id, normalised)
             for number, place in enumerate(known.places):
                 if place.key == key:
@@ -212,7 +212,7 @@ def _parse(cache: Cache, path: str, body: dict[str, Any]) -> PromptSet:
     if not isinstance(recipe, layout.TextRecipe):
         raise IntegrityError(f"{cache.files.where(path)}: names no text recipe", found=body["text"])
     places = tuple(
-        NullRecord.parse({key: value for key, value in prompt.items() if key != "text"}) for prompt in body["prompts"]
+        TextPlace.parse({key: value for key, value in prompt.items() if key != "text"}) for prompt in body["prompts"]
     )
     texts = tuple(prompt["text"] for prompt in body["prompts"])
-    return PromptSet(cache.files, path, body["name"], recipe, texts, places, NullRecord.parse(body["null"]))
+    return PromptSet(cache.files, path, body["name"], recipe, texts, places, TextPlace.parse(body["null"]))

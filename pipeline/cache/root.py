@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -29,14 +29,10 @@ from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.retrying import PATIENCE_S
 
-RecipeKind = TypeVar("RecipeKind", bound=layout.Recipe)
-
 FORGOTTEN = "forgotten"
 """Key in a scan or prompt set document: the source, or the set, was forgotten and is not used any more."""
 MOVING = ("latest", "latest.heldout")
 """Names that move to each new snapshot; any other name moves only on request."""
-FLAT_UNITS = 4096
-"""The commits of larger plans are in several folders."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -123,13 +119,12 @@ class Units(Sequence[Unit]):
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """An append-only list of work of one recipe. fanned: its commits are in several folders."""
+    """An append-only list of work of one recipe."""
 
     recipe: str
     number: int
     units: Sequence[Unit]
     table: str
-    fanned: bool = False
 
 
 class Cache:
@@ -222,15 +217,6 @@ class Cache:
         names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
         return [self.recipe(name) for name in names]
 
-    def known(self, recipe: RecipeKind) -> RecipeKind:
-        """The recipe of this cache with the same values as `recipe` (the origin of the weights does not matter); of
-        several the recipe with the most records; `recipe` itself if there is none."""
-        kind = type(recipe)
-        same = [known for known in self.recipes(recipe.kind) if isinstance(known, kind) and known.same_values(recipe)]
-        if len(same) < 2:
-            return same[0] if same else recipe
-        return max(same, key=lambda known: (len(self.index(known.name)), known.name))
-
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
@@ -294,6 +280,7 @@ class Cache:
     def add_scan(self, source: str, body: dict[str, Any]) -> None:
         """Append a scan document unless the newest is equal."""
         check_source_name(source)
+        body = {**body, "source": source}
         while True:
             if self.last_scan(source) == body:
                 return
@@ -340,7 +327,7 @@ class Cache:
         body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
         units = body["units"]
         made = Units(units) if isinstance(units, LongList) else tuple(Unit(**unit) for unit in units)
-        return WorkPlan(recipe, number, made, body["table"], body.get("fanned", False))
+        return WorkPlan(recipe, number, made, body["table"])
 
     def unit_rows(self, plan: WorkPlan, unit: Unit) -> pa.Table:
         """The rows of the plan's table that a unit encodes."""
@@ -351,10 +338,7 @@ class Cache:
         digest = self.put_table(table)
         body: dict[str, Any] = {"recipe": recipe, "number": number, "table": digest}
         body["units"] = LongList(map(vars, units))
-        fanned = len(body["units"]) > FLAT_UNITS
-        version = layout.PLAN_VERSION if fanned else layout.VERSION
-        body |= {"fanned": True} if fanned else {}
-        return self.files.put_long(Paths.numbered(Paths.plans(recipe), number), body, version)
+        return self.files.put_long(Paths.numbered(Paths.plans(recipe), number), body)
 
     def index(self, recipe: str) -> index.RecordIndex:
         """The records of a recipe. With `reuses_indexes`, the index of a recipe whose plans all have a segment is not

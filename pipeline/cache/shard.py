@@ -205,15 +205,12 @@ class ShardWriter(TarWriter):
         unit: the unit's id, for the shard's head.
         measured: collects size and error of the records (storages other than plain bf16; decodes each record).
 
-    Raises:
-        CacheError: an int8 recipe whose channel scales have not been measured.
-
     Usage: `add` records, then `finish`. Leaving the `with` block without `finish` discards the shard.
     """
 
     def __init__(self, files: Files, recipe: layout.Recipe, unit: str, measured: codec.Measured | None = None):
         self.recipe, self.measured = recipe, measured
-        self._codec = codec.writer(files, recipe)
+        self._codec = codec.codec_of(recipe)
         self._columns: dict[str, list[Any]] = {name: [] for name in RECORDS[recipe.kind].names}
         head = {"format": layout.FORMAT, "version": layout.VERSION, "recipe": recipe.name, "unit": unit}
         super().__init__(files, head)

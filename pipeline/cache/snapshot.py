@@ -2,9 +2,9 @@
 
 A snapshot is a JSON head (`Head`: recipes, bucket table, policies, counts, reasons for everything left out), tables
 that list its shards and chunks (`pipeline.cache.snapshot_lists`), and uncompressed Arrow IPC chunks. The last chunks
-that were touched are mapped into memory; a block of 2^10 rows is checked at the first touch, and again if its file has
-changed since. Two runs that name the same snapshot train on the same samples in the same order, wherever the cache was
-copied. A sample costs about 150 bytes of disk; its row is in memory only once it is used.
+that were touched are mapped into memory; a chunk is checked whole at the first touch, and again if its file has changed
+since. Two runs that name the same snapshot train on the same samples in the same order, wherever the cache was copied.
+A sample costs about 150 bytes of disk; its row is in memory only once it is used.
 
 The head is parsed and written here and nowhere else. It belongs to the format: `verify` and `gc` read it, too.
 
@@ -30,7 +30,6 @@ import pyarrow as pa
 
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
-from pipeline.cache.chunk_blocks import BLOCK_ROWS, CheckedBlocks, Places, blocks_of, reader
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordIndex
@@ -175,7 +174,7 @@ class Policies(HeadObject):
 
 
 @dataclass(frozen=True)
-class NullRecord(HeadObject):
+class TextPlace(HeadObject):
     """Where the text record of the empty caption or of a prompt is. Attention sees its first `valid` rows; the empty
     caption has all rows.
 
@@ -211,7 +210,7 @@ class Head(HeadObject):
     """The head of a snapshot.
 
     Attributes:
-        recipes: by kind, as written: an older version wrote fewer fields.
+        recipes: by kind.
         shards: by kind; the samples' tables count into them.
         left_out: reason -> items that are not in the snapshot.
         sources: source -> digest of its scan's table.
@@ -225,7 +224,7 @@ class Head(HeadObject):
     policies: Policies
     buckets: tuple[Bucket, ...]
     shards: Mapping[str, Sequence[ShardFile]]
-    null: NullRecord
+    null: TextPlace
     left_out: Mapping[str, int]
     sources: Mapping[str, str]
     chunks: Sequence[Chunk] = ()
@@ -236,7 +235,7 @@ class Head(HeadObject):
     forms: ClassVar[Mapping[str, Form]] = {
         "policies": nested(Policies),
         "buckets": nested_list(Bucket),
-        "null": nested(NullRecord),
+        "null": nested(TextPlace),
         "chunks": (ChunkTable.parse, ChunkTable.values),
         "shards": (
             lambda kinds: {kind: ShardTable.parse(shards) for kind, shards in kinds.items()},
@@ -376,8 +375,7 @@ def unwritten_chunk(samples: pa.Table, names: pa.Table) -> Chunk:
 
 
 def _chunk(samples: pa.Table, names: pa.Table, digest: Callable[[bytes], str]) -> Chunk:
-    tables = [to_ipc(table) for table in (samples, names)]
-    return Chunk(samples.num_rows, *map(digest, tables), blocks=blocks_of(tables[0], BLOCK_ROWS))
+    return Chunk(samples.num_rows, digest(to_ipc(samples)), digest(to_ipc(names)))
 
 
 # ---------------------------------------------------------------- samples
@@ -474,7 +472,6 @@ class Snapshot:
                 found=int(self._chunk_starts[-1]),
             )
         self._verified: dict[str, tuple[int, ...]] = {}
-        self._blocks: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
         limit = open_chunks(files.room)
         self._chunks, self._names = _Recent[_Chunk](limit), _Recent[pa.Table](limit)
 
@@ -530,7 +527,6 @@ class Snapshot:
     def check_chunk(self, number: int) -> None:
         """Read both tables of a chunk and check them, also if they were checked before."""
         self._verified.clear()
-        self._blocks.clear()
         self._map(number, "samples", self._schema)
         self._map(number, "names", NAMES)
 
@@ -547,7 +543,7 @@ class Snapshot:
         """Samples by their rows ((n,) int64), without an object per sample.
 
         Raises:
-            IntegrityError: a block that is touched for the first time is damaged.
+            IntegrityError: a chunk that is touched for the first time is damaged.
         """
         low, high = (int(rows.min()), int(rows.max())) if len(rows) else (0, 0)
         first = self._chunk_of(low)
@@ -620,111 +616,64 @@ class Snapshot:
         return table, row - int(self._chunk_starts[number])
 
     def _locate(self, row: int) -> tuple[_Chunk, int]:
-        """The chunk of a row, which was checked there, and the row's place in it."""
+        """The chunk of a row, and the row's place in it."""
         number = self._chunk_of(row)
-        at = row - int(self._chunk_starts[number])
-        return self._chunk(number, np.array([at])), at
+        return self._chunk(number), row - int(self._chunk_starts[number])
 
     def _taken(self, number: int, rows: np.ndarray) -> Columns:
-        """Some rows of a chunk, checked; (n,) int64."""
-        at = rows - int(self._chunk_starts[number])
-        return self._chunk(number, at).columns.take(at)
+        """Some rows of a chunk; (n,) int64."""
+        return self._chunk(number).columns.take(rows - int(self._chunk_starts[number]))
 
-    def _chunk(self, number: int, at: np.ndarray) -> _Chunk:
-        """A chunk in which some rows, (n,) int64, are checked. If bytes are wrong, the chunk is opened again: a local
-        copy of an object is then checked whole, and fetched again if it is damaged."""
-        try:
-            chunk = self._chunks.get(number, lambda: self._open_chunk(number))
-            self._check_blocks(number, chunk, at)
-        except IntegrityError:
-            chunk = self._open_chunk(number, trust=False)
-            self._check_blocks(number, chunk, at)
-            self._chunks.put(number, chunk)
-        return chunk
+    def _chunk(self, number: int) -> _Chunk:
+        return self._chunks.get(number, lambda: _Chunk(self._map(number, "samples", self._schema)))
 
     def _chunk_of(self, row: int) -> int:
         if not 0 <= row < len(self):
             raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {row + 1}")
         return bisect_right(self._chunk_starts, row) - 1
 
-    def _open_chunk(self, number: int, trust: bool = True) -> _Chunk:
-        """Map a chunk of samples. Its frame is checked, unless this very file was checked before; its blocks are not.
-        A chunk without digests of blocks is checked whole."""
-        chunk = self.head.chunks[number]
-        blocks = chunk.blocks
-        if not len(blocks.digests):
-            return _Chunk(self._map(number, "samples", self._schema))
-        handle = self._open(chunk.samples, trust)
-        identity = handle.identity()
-        known = self._blocks.get(chunk.samples)
-        if known is None or known[0] != identity:
-            actual = self._read_chunk(chunk.samples, lambda: blocks.frame_of(reader(handle)))
-            if handle.size != blocks.size or actual != blocks.frame:
-                raise self._differs(chunk.samples, "its frame", blocks.frame, actual)
-            known = identity, np.zeros(len(blocks.digests), bool)
-            self._blocks[chunk.samples] = known
-        file = handle.map()
-        table = self._checked_table(number, chunk.samples, ipc_table(file), self._schema)
-        return _Chunk(table, CheckedBlocks(identity, blocks, Places(table, file), known[1]))
-
-    def _check_blocks(self, number: int, chunk: _Chunk, at: np.ndarray) -> None:
-        blocks = chunk.blocks
-        if blocks is None or blocks.checked(at):
-            return
-        digest = self.head.chunks[number].samples
-        handle = self._open(digest, trust=True)
-        if handle.identity() != blocks.identity:
-            raise IntegrityError(f"{self.files.where(Paths.table(digest, 'arrow'))}: changed while it was read")
-        for block, expected, found in self._read_chunk(digest, lambda: list(blocks.damaged(handle, at))):
-            raise self._differs(digest, f"block {block}", expected, found)
-
-    def _open(self, digest: str, trust: bool = False) -> Handle:
-        try:
-            return self.files.open(Paths.table(digest, "arrow"), trust=trust)
-        except FileNotFoundError:
-            where = self.files.where(Paths.table(digest, "arrow"))
-            raise IntegrityError(f"{where}: a chunk of snapshot {self.id} is missing", fix=layout.REPAIR) from None
-
-    def _read_chunk(self, digest: str, read: Callable[[], T]) -> T:
-        try:
-            return self.files.when_reachable(read)
-        except OSError as error:
-            where = self.files.where(Paths.table(digest, "arrow"))
-            raise_if_of_machine(error, where)
-            raise IntegrityError(f"{where}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
-
-    def _differs(self, digest: str, what: str, expected: bytes, found: bytes) -> IntegrityError:
-        return IntegrityError(
-            f"{self.files.where(Paths.table(digest, 'arrow'))}: a chunk of snapshot {self.id} does not match its name "
-            f"({what})",
-            expected=expected.hex(),
-            found=found.hex(),
-            fix=layout.REPAIR,
-        )
-
     def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:
-        """Map a chunk and check its digest, unless this very file was checked before."""
+        """Map a chunk and check its digest, unless this very file was checked before. If it is wrong, a local copy of
+        an object is fetched again."""
         chunk = self.head.chunks[number]
         digest = chunk.samples if which == "samples" else chunk.names
-        handle = self._open(digest)
-        identity = handle.identity()
-        if self._verified.get(digest) != identity:
-            # Not through the mapping: pages that no lookup needs must not take up memory.
-            actual = self._read_chunk(digest, lambda: digest_of(handle))
+        where = self.files.where(Paths.table(digest, "arrow"))
+        try:
+            handle, actual = self._checked(digest, trust=True)
             if actual != digest:
-                raise self._differs(digest, "the whole file", bytes.fromhex(digest), bytes.fromhex(actual))
-        self._verified[digest] = identity
-        return self._checked_table(number, digest, ipc_table(handle.map()), schema)
-
-    def _checked_table(self, number: int, digest: str, table: pa.Table, schema: pa.Schema) -> pa.Table:
-        rows = self.head.chunks[number].rows
-        if table.schema != schema or table.num_rows != rows:
+                handle, actual = self._checked(digest, trust=False)
+        except FileNotFoundError:
+            raise IntegrityError(f"{where}: a chunk of snapshot {self.id} is missing", fix=layout.REPAIR) from None
+        except OSError as error:
+            raise_if_of_machine(error, where)
+            raise IntegrityError(f"{where}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
+        if actual != digest:
             raise IntegrityError(
-                f"{self.files.where(Paths.table(digest, 'arrow'))}: is not chunk {number} of snapshot {self.id}",
-                expected=f"{rows} rows of {schema.names}",
+                f"{where}: a chunk of snapshot {self.id} does not match its name",
+                expected=digest,
+                found=actual,
+                fix=layout.REPAIR,
+            )
+        table = ipc_table(handle.map())
+        if table.schema != schema or table.num_rows != chunk.rows:
+            raise IntegrityError(
+                f"{where}: is not chunk {number} of snapshot {self.id}",
+                expected=f"{chunk.rows} rows of {schema.names}",
                 found=f"{table.num_rows} rows of {table.schema.names}",
             )
         return table
+
+    def _checked(self, digest: str, trust: bool) -> tuple[Handle, str]:
+        """A table's file, and the digest that it was checked to have. trust: see `Files.open`."""
+        handle = self.files.open(Paths.table(digest, "arrow"), trust=trust)
+        identity = handle.identity()
+        if self._verified.get(digest) == identity:
+            return handle, digest
+        # Not through the mapping: pages that no lookup needs must not take up memory.
+        actual = self.files.when_reachable(lambda: digest_of(handle))
+        if actual == digest:
+            self._verified[digest] = identity
+        return handle, actual
 
 
 def open_chunks(room: int | None) -> int:
@@ -747,15 +696,11 @@ class _Recent(Generic[T]):
                 self._chunks.move_to_end(number)
                 return self._chunks[number]
         chunk = make()
-        self.put(number, chunk)
-        return chunk
-
-    def put(self, number: int, chunk: T) -> None:
-        """Add a chunk, or replace it."""
         with self._lock:
             self._chunks[number] = chunk
             while len(self._chunks) > self._limit:
                 self._chunks.popitem(last=False)
+        return chunk
 
 
 def _mapped(column: pa.ChunkedArray) -> pa.Array:
@@ -764,10 +709,9 @@ def _mapped(column: pa.ChunkedArray) -> pa.Array:
 
 
 class _Chunk:
-    """Numpy views of a mapped chunk. blocks: to be checked before their rows are used; None: all were checked."""
+    """Numpy views of a mapped chunk."""
 
-    def __init__(self, table: pa.Table, blocks: CheckedBlocks | None = None):
-        self.blocks = blocks
+    def __init__(self, table: pa.Table):
         whole = table.combine_chunks()
         self.sample_id = _mapped(whole.column("sample_id")).to_numpy()
         self.shard = _mapped(whole.column("shard")).to_numpy()

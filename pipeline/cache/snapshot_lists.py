@@ -1,4 +1,4 @@
-"""The long lists of a snapshot's head: its shards, and its chunks with the digests of their blocks.
+"""The long lists of a snapshot's head: its shards and its chunks.
 
 Each list is an Arrow table beside the head, which names it by its digest: `ShardTable` and `ChunkTable` are such lists.
 They are read when they are first used, checked whole and mapped, so that the processes of a machine share the memory.
@@ -9,41 +9,26 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
-from pipeline.cache.chunk_blocks import BLOCK_ROWS, Blocks
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
 from pipeline.cache.shard import to_ipc
-from pipeline.errors import IntegrityError
+from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
 _KEY = pa.binary(16)
 SHARDS = pa.schema([("name", _KEY), ("bytes", pa.uint64())])
-CHUNKS = pa.schema(
-    [
-        ("rows", pa.uint32()),
-        ("samples", _KEY),
-        ("names", _KEY),
-        ("size", pa.uint64()),
-        ("begin", pa.uint64()),
-        ("end", pa.uint64()),
-        ("frame", _KEY),
-        ("blocks", pa.binary()),
-    ]
-)
-"""`Chunk` and its `Blocks`; `size` and what follows are of the samples' file. `blocks`: 16 bytes each, joined (pandas
-reads no lists of fixed bytes)."""
+CHUNKS = pa.schema([("rows", pa.uint32()), ("samples", _KEY), ("names", _KEY)])
 
 
 Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -52,24 +37,21 @@ Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 @dataclass(frozen=True)
 class HeadObject:
-    """One JSON object of a head. A field that is None is not written.
+    """One JSON object of a head. A field that is None is not written."""
 
-    other: keys that this version does not know. They stay, because a snapshot's id is the digest of its head.
-    """
-
-    other: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
     forms: ClassVar[Mapping[str, Form]] = {}
     """Of fields whose JSON differs from their value."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        names: tuple[str, ...] = cls.__match_args__  # the fields without `other`
-        if not cls.forms and values.keys() == set(names):
-            return cls(**values)  # the usual case of shards and chunks, of which there are many
-        known = {name: value for name, value in values.items() if name in names}
-        for name in cls.forms.keys() & known.keys():
-            known[name] = cls.forms[name][0](known[name])
-        return cls(**known, other={name: value for name, value in values.items() if name not in names})
+        """Raises a CacheError for keys that this version does not know."""
+        if unknown := sorted(values.keys() - set(cls.__match_args__)):
+            raise CacheError(
+                f"a snapshot's head has keys that this version does not know: {', '.join(unknown)}",
+                fix="read this cache with the version of sana-pipe that wrote it, or a newer one",
+            )
+        read = {name: cls.forms[name][0](values[name]) for name in cls.forms.keys() & values.keys()}
+        return cls(**{**values, **read})
 
     def values(self) -> dict[str, Any]:
         """The JSON object."""
@@ -77,7 +59,7 @@ class HeadObject:
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         for name in self.forms.keys() & values.keys():
             values[name] = self.forms[name][1](values[name])
-        return {**values, **self.other}
+        return values
 
 
 def nested(entry: type[HeadObject]) -> Form:
@@ -101,12 +83,11 @@ class ShardFile(HeadObject):
 
 @dataclass(frozen=True)
 class Chunk(HeadObject):
-    """Digests of the two tables of up to `CHUNK_ROWS` rows. blocks: of the samples."""
+    """Digests of the two tables of up to `CHUNK_ROWS` rows."""
 
     rows: int
     samples: str
     names: str
-    blocks: Blocks = field(kw_only=True, compare=False)
 
 
 @dataclass(frozen=True)
@@ -117,13 +98,11 @@ class ListTable(HeadObject):
         table: its digest (hex).
         count: rows.
         bytes: of all shards of a list of shards.
-        block: rows of a block of samples, in a list of chunks.
     """
 
     table: str
     count: int
     bytes: int | None = None
-    block: int | None = None
 
 
 class _TableList(Sequence[T]):
@@ -181,8 +160,7 @@ class _TableList(Sequence[T]):
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        """The table's columns of plain values, mapped; of `blocks` the number of the first block of each row, and all
-        blocks as `.blocks`.
+        """The table's columns, mapped.
 
         Raises:
             IntegrityError: the table and its copy are missing or damaged, or it is another list's.
@@ -207,12 +185,7 @@ class _TableList(Sequence[T]):
         for kind in self.schema:
             # One batch: a column in one piece, which is not copied.
             array = table.column(kind.name).chunk(0) if table.num_rows else pa.array([], kind.type)
-            if pa.types.is_binary(kind.type):
-                ends = np.cumsum([0, *pc.binary_length(array).to_numpy(zero_copy_only=False) // 16])
-                joined = pa.Array.from_buffers(_KEY, int(ends[-1]), [None, array.buffers()[2]])
-                columns[kind.name], columns[f".{kind.name}"] = ends, fixed(joined)
-            else:
-                columns[kind.name] = fixed(array) if kind.type == _KEY else array.to_numpy()
+            columns[kind.name] = fixed(array) if kind.type == _KEY else array.to_numpy()
         return columns
 
     def _opened(self, files: Files, name: str) -> Handle:
@@ -284,7 +257,7 @@ class ShardNames(Sequence[str]):
 
 
 class ChunkTable(_TableList[Chunk]):
-    """The chunks with the digests of their blocks, as a table."""
+    """The chunks, as a table."""
 
     schema = CHUNKS
 
@@ -292,32 +265,13 @@ class ChunkTable(_TableList[Chunk]):
     def of(cls, chunks: Iterable[Chunk]) -> tuple[Self, bytes]:
         """The table of a list, and the bytes of its file."""
         chunks = tuple(chunks)
-        blocks = [chunk.blocks for chunk in chunks]
-        columns = [
-            pa.array([chunk.rows for chunk in chunks], pa.uint32()),
-            *(
-                binary(as_keys([bytes.fromhex(getattr(chunk, which)) for chunk in chunks]))
-                for which in ("samples", "names")
-            ),
-            *(pa.array([getattr(each, name) for each in blocks], pa.uint64()) for name in ("size", "begin", "end")),
-            binary(as_keys([each.frame for each in blocks])),
-            pa.array([each.digests.tobytes() for each in blocks], pa.binary()),
-        ]
-        return _listed(cls, columns, block=blocks[0].rows if blocks else BLOCK_ROWS)
+        digests = [[getattr(chunk, which) for chunk in chunks] for which in ("samples", "names")]
+        rows = pa.array([chunk.rows for chunk in chunks], pa.uint32())
+        return _listed(cls, [rows, *(binary(as_keys(list(map(bytes.fromhex, some)))) for some in digests)])
 
     def at(self, number: int) -> Chunk:
-        columns, offsets = self.columns, self.columns["blocks"]
-        assert self.entry.block is not None
-        blocks = Blocks(
-            int(columns["size"][number]),
-            int(columns["begin"][number]),
-            int(columns["end"][number]),
-            key_bytes(columns["frame"][number]),
-            self.entry.block,
-            columns[".blocks"][offsets[number] : offsets[number + 1]],
-        )
-        samples, names = (key_bytes(columns[name][number]).hex() for name in ("samples", "names"))
-        return Chunk(int(columns["rows"][number]), samples, names, blocks=blocks)
+        samples, names = (key_bytes(self.columns[name][number]).hex() for name in ("samples", "names"))
+        return Chunk(int(self.columns["rows"][number]), samples, names)
 
 
 L = TypeVar("L", bound="_TableList[Any]")

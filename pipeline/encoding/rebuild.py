@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import arrow, audit, codec, copies, index, layout, shard
+from pipeline.cache import arrow, copies, index, layout, shard
 from pipeline.cache.arrow import take_rows
 from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_last, of_halves
@@ -32,7 +32,7 @@ from pipeline.cache.layout import PACKED, Paths
 from pipeline.cache.many_keys import latent_keys
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.encoding.plan import CAPTIONS, IMAGES
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import IntegrityError
 
 LOST = "the document that said what became of it was lost"
 """Reason of a reject for a planned record that is missing in its unit's shard; the record is tried again."""
@@ -67,7 +67,6 @@ def rebuild_documents(cache: Cache) -> None:
             _adopt(cache, owner, _commits(cache, owner))
             for plan in cache.plans(owner):
                 index.merge(files, owner, plan.number, (unit.unit for unit in plan.units))
-            _scale(cache, owner)
 
 
 def _unreadable_scans(cache: Cache) -> None:
@@ -251,7 +250,7 @@ def _commits(cache: Cache, owner: str) -> list[Commit]:
                 continue
             plan, unit = planned[unit_id]
             rejects = () if owner.startswith(PACKED) else tuple(_missing_records(cache, plan, unit, table))
-            index.publish_commit(files, owner, plan.number, replace(commit, rejects=rejects), plan.fanned)
+            index.publish_commit(files, owner, plan.number, replace(commit, rejects=rejects))
             units.add(unit_id)
     return [] if owner.startswith(PACKED) else unplanned
 
@@ -268,24 +267,5 @@ def _adopt(cache: Cache, recipe: str, commits: list[Commit]) -> None:
     if commits:
         number = len(_numbers(cache, Paths.plans(recipe)))
         _add_plan(cache, recipe, number, commits)
-        fanned = cache.plan(recipe, number).fanned
         for commit in commits:
-            index.publish_commit(cache.files, recipe, number, commit, fanned)
-
-
-def _scale(cache: Cache, recipe: str) -> None:
-    """Derive the document of the channel scales of an int8 recipe from a record that was made with them."""
-    files = cache.files
-    if files.exists(Paths.scale(recipe)) or codec.storage_of(cache.recipe(recipe)) != codec.INT8:
-        return
-    reader = shard.ShardReader(files, recipe)
-    for plan in cache.plans(recipe):
-        for commit in index.commits(files, recipe, plan.number):
-            if commit.shard is None:
-                continue
-            with suppress(CacheError):
-                row = audit.record_rows(cache, commit)[0]
-                where = (row["offset"], row["key"], row["checksum"], row["length"])
-                table = codec.scale_named(reader.stored(commit.shard, *where))
-                files.put(Paths.scale(recipe), layout.seal({"recipe": recipe, "table": table, "records": 0}))
-                return
+            index.publish_commit(cache.files, recipe, number, commit)

@@ -186,7 +186,7 @@ def _replace(
         if cache.add_plan(recipe.name, number, [added_unit], table):
             break
     added = cache.plan(recipe.name, number)
-    how = {name: value for name, value in commit.provenance.items() if name in ("text_mode", *layout.PROVENANCE)}
+    how = {name: value for name, value in commit.provenance.items() if name in ("text_mode", "model", "revision")}
     records = [made[key] for key in in_order]
     unit_records.write_unit(
         cache, recipe, added, added_unit, [(records, [])], lambda done, bad: None, how, limits=limits

@@ -19,9 +19,7 @@ Unreadable items are tried again by the next scan, but not when an interrupted s
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -54,7 +52,7 @@ from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.links import DEAD, DeadLink
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, PartRange, Reject, Seen, Source
+from pipeline.sources.source import Fragment, Item, Reject, Source, Stats
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -78,7 +76,7 @@ SCAN = pa.schema(
 )
 """`reject` is null for usable items. `part`, `stamp` and `where` locate an item inside an archive or a table (see
 `Source`); they are null for files. `ignored` of the first row of a part with a stamp, which an unchanged part is not
-listed for: what its listing skipped, a `Kinds` as JSON, or null. The last four may be missing in a table."""
+listed for: what its listing skipped, a `Kinds` as JSON, or null."""
 
 _PLACES = pa.schema([SCAN.field(name) for name in ("item", "part", "where")])
 
@@ -97,17 +95,8 @@ RULE = "fragment-4"
 HEADS = (1 << 16, 1 << 20)
 """Bytes that `from_header` reads of a picture; the second number if the first was not enough."""
 
-_NUMBERS = errno.errorcode.keys() - {errno.EINVAL, errno.EOVERFLOW}
-_READ_ERRORS = "|".join(re.escape(os.strerror(number)) for number in sorted(_NUMBERS))
-UNREADABLE = "|".join(
-    (
-        "^unreadable",
-        rf"^(?!{re.escape(DEAD)}).*: (?:\[Errno \d+\] )?(?:{_READ_ERRORS})(?: \(behind byte \d+\))?$",
-        r"^rows \d+ to \d+ cannot be read: .*: (?:no answer for \d|gave \d+ of \d+ bytes at |cannot be read: \w+: )",
-    )
-)
-"""Matches the reasons of rejects that come from a failed read and not from the bytes. Now all begin with the first; the
-others are in tables of earlier versions, for tars and tables that were read in part."""
+UNREADABLE = "unreadable"
+"""How the reasons of rejects begin that come from a failed read and not from the bytes."""
 
 Look = Callable[[Source, str, int, int], dict[str, Any]]
 """(source, key, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
@@ -216,8 +205,8 @@ class _Piece:
     kept: tuple[int, int] | None
     part: str = ""
     stamp: str | None = None
-    run: PartRange | None = None
-    stats: Seen = field(default_factory=dict)
+    run: Fragment | None = None
+    stats: Stats = field(default_factory=dict)
     before: _RowsByItem = field(default_factory=dict)
     rows: tuple[int, int] | None = None
     count: int | None = None
@@ -352,7 +341,7 @@ class Scan:
     def _look(self, pieces: list[_Piece]) -> None:
         """Find the pieces with new pictures."""
 
-        def looked(piece: _Piece) -> tuple[_Piece, Seen]:
+        def looked(piece: _Piece) -> tuple[_Piece, Stats]:
             return piece, piece.run.look() if piece.run is not None else {}
 
         def identified(piece_and_new: tuple[_Piece, bool]) -> tuple[_Piece, bool, bytes]:
@@ -414,7 +403,7 @@ class Scan:
 
     def _cut(self) -> list[_Piece]:
         pieces = []
-        again = UNREADABLE + (f"|^{re.escape(DEAD)}" if self.source.retries_links else "")
+        again = (UNREADABLE, *([DEAD] if self.source.retries_links else []))
         runs = _runs(last, again) if (last := self._stamps()) is not None else {}
         for part in self.source.parts():
             self._check()
@@ -439,10 +428,7 @@ class Scan:
         """The columns of the last scan that `_runs` needs. One of several processes seldom needs the others."""
         if not self._several or self._trusted is None:
             return self.last
-        try:
-            return _last(self._trusted, self._last_body, ["part", "stamp", "reject"])
-        except KeyError:  # a table of an earlier version
-            return self.last
+        return _last(self._trusted, self._last_body, ["part", "stamp", "reject"])
 
     def _new(self, piece: _Piece) -> bool:
         """Whether the piece may have a new picture. A piece with a stamp may: it is not listed to find out."""
@@ -501,7 +487,7 @@ class Scan:
         self.source.release(made.column("item").to_pylist())
         return made
 
-    def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Seen) -> dict[str, Any]:
+    def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Stats) -> dict[str, Any]:
         """The row of an item. last: in the last scan; stats: item -> (size, mtime), as far as asked for."""
         if isinstance(item, Reject):
             return _row(item.key, reject=item.reason)
@@ -590,9 +576,8 @@ def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
 
 
 def _inside(table: pa.Table) -> Iterator[pa.Table]:
-    if "where" in table.column_names:
-        for batch in arrow.batches(table.select(["item", "part", "where"])):
-            yield batch.filter(pc.is_valid(batch.column("where")))
+    for batch in arrow.batches(table.select(["item", "part", "where"])):
+        yield batch.filter(pc.is_valid(batch.column("where")))
 
 
 def _mapped(pool: ThreadPoolExecutor, work: Callable[[T], R], listing: Iterable[T], ahead: int = AHEAD) -> Iterator[R]:
@@ -653,27 +638,21 @@ def _table(cache: Cache, scan: dict[str, Any], columns: list[str] | None = None)
 
 
 def _last(cache: Cache, last: dict[str, Any] | None, columns: list[str] | None = None) -> pa.Table | None:
-    """The table of the last scan, with the columns of this version or, of a table that has them, some."""
-    table = _table(cache, last, columns) if last is not None else None
-    if table is None or columns is not None:
-        return table
-    for column in SCAN:
-        if column.name not in table.column_names:
-            table = table.append_column(column, pa.nulls(table.num_rows, column.type))
-    return table.select(SCAN.names).cast(SCAN)
+    """The table of the last scan, or some of its columns."""
+    return None if last is None else _table(cache, last, columns)
 
 
-def _runs(table: pa.Table, retried: str) -> dict[str, tuple[str, int, int]]:
+def _runs(table: pa.Table, retried: tuple[str, ...]) -> dict[str, tuple[str, int, int]]:
     """Part -> (stamp, first row, rows), for parts whose rows can be used again as long as the stamp is unchanged.
 
-    retried: matches the reasons of rejects that are tried again.
+    retried: how the reasons of rejects begin that are tried again.
     """
     again: set[str] = set()
     runs: list[tuple[str | None, str | None, int]] = []  # part, stamp, first row
     first = 0
     for batch in arrow.batches(table.select(["part", "stamp", "reject"])):
         rejects = batch.filter(pc.is_valid(batch.column("reject"))).to_pylist()
-        again |= {r["part"] for r in rejects if re.match(retried, r["reject"]) or _limited(r["reject"])}
+        again |= {r["part"] for r in rejects if r["reject"].startswith(retried) or _limited(r["reject"])}
         ends = [pc.run_end_encode(batch.column(c).combine_chunks()).run_ends.to_numpy() for c in ("part", "stamp")]
         for start in sorted({0, *ends[0].tolist()[:-1], *ends[1].tolist()[:-1]}):
             part, stamp = batch.column("part")[start].as_py(), batch.column("stamp")[start].as_py()

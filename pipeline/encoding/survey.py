@@ -88,7 +88,7 @@ def survey(
     table = buckets.table(config.data, latent.compression)
     cache = Cache.if_there(config)
     if cache is not None:
-        latent, text = known(cache, latent, text, config)
+        latent = with_stored_decoder(cache, latent, config)
     with scanning_of(config, source, cache, table, rehash, scanning.from_header) as (scanned, _):
         scan = scanned.table()
     if cache is not None:
@@ -203,20 +203,17 @@ def text_recipe(config: Config) -> layout.TextRecipe:
     return layout.TextRecipe(**text, storage=config.encode.storage.text)
 
 
-def known(
-    cache: Cache, latent: layout.LatentRecipe, text: layout.TextRecipe, config: Config
-) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
-    """The recipes under which the cache has these values. With `data.decoder: auto`, the decoder of the cache's records
-    goes before the faster decoder.
+def with_stored_decoder(cache: Cache, latent: layout.LatentRecipe, config: Config) -> layout.LatentRecipe:
+    """The recipe; with `data.decoder: auto` with the decoder of the cache's records, if it has only others.
 
     Raises:
         UserError: that decoder is not installed here; the user must ask for encoding everything again.
     """
     if config.data.decoder == "auto":
         stored = [recipe for recipe in cache.recipes("latent") if isinstance(recipe, layout.LatentRecipe)]
-        decoders = [recipe.decoder for recipe in stored if replace(recipe, decoder=latent.decoder).same_values(latent)]
+        decoders = [recipe.decoder for recipe in stored if replace(recipe, decoder=latent.decoder) == latent]
         if decoders and latent.decoder not in decoders:
             decoding.require(decoders[0])
             click.echo(f"pictures are decoded by {decoders[0]}, like those in the cache; see data.decoder")
             latent = replace(latent, decoder=decoders[0])
-    return cache.known(latent), cache.known(text)
+    return latent

@@ -20,7 +20,7 @@ from pipeline import launch
 from pipeline.cache import codec, index, layout
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config, VaeConfig
-from pipeline.encoding import calibrate, estimate, unit_records
+from pipeline.encoding import estimate, unit_records
 from pipeline.encoding.scan import reopen
 from pipeline.errors import CacheError, is_out_of_memory
 from pipeline.models import encoders
@@ -61,10 +61,8 @@ class UnitEncoder:
         recipe = self._recipe(plan.recipe)
         costs = self._costs.get(recipe.name)
         if costs is None:  # the first unit of this recipe here
-            calibrate.ensure(self.cache, recipe, self.cache.plans(recipe.name), partial(self._batches, recipe))
             costs = self._costs[recipe.name] = _StorageCosts(recipe)
         batches = self._batches(recipe, unit, self.cache.unit_rows(plan, unit), None)
-        assert batches is not None
         self.limits.halved = 0
         provenance = provenance_of(self.config.text if recipe.kind == "text" else self.config.vae)
         if recipe.kind == "text":
@@ -95,7 +93,6 @@ class UnitEncoder:
         if isinstance(recipe, layout.TextRecipe):
             self._text_encoder(recipe).mode = commit.provenance.get("text_mode", self.config.text.mode)
         batches = self._batches(recipe, unit, rows, only)
-        assert batches is not None
         self.limits.halved = 0
         return batches
 
@@ -105,14 +102,12 @@ class UnitEncoder:
 
     def _batches(
         self, recipe: layout.Recipe, unit: Unit, rows: pa.Table, only: Container[bytes] | None
-    ) -> Iterable[unit_records.Made] | None:
-        """The encoded batches of a unit; None if its pictures are of a source that is not here."""
+    ) -> Iterable[unit_records.Made]:
+        """The encoded batches of a unit."""
         if isinstance(recipe, layout.TextRecipe):
             text_encoder = _Metered(self._text_encoder(recipe), self.meter)
             return unit_records.caption_records(recipe, unit, rows, text_encoder, only=only, limits=self.limits)
         assert isinstance(recipe, layout.LatentRecipe)
-        if set(rows.column("source").to_pylist()) - set(self.sources):
-            return None
         return unit_records.image_records(
             recipe,
             unit,

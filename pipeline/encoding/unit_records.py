@@ -290,5 +290,5 @@ def _commit(
         commit = index.commit_of(cache.files, unit.unit, writer.finish(), rejects, made_by)
     else:
         commit = Commit(unit.unit, None, 0, 0, None, tuple(rejects), made_by)
-    index.publish_commit(cache.files, recipe.name, plan.number, commit, plan.fanned)
+    index.publish_commit(cache.files, recipe.name, plan.number, commit)
     return commit

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipeline.cache.prompts import PromptSet
-from pipeline.cache.snapshot import Caption, NullRecord, Sample, Snapshot
+from pipeline.cache.snapshot import Caption, Sample, Snapshot, TextPlace
 from pipeline.config import Config
 from pipeline.loader.loader import bf16
 from pipeline.models.sampler import Sampling, noise_of, prompt_noise, sample
@@ -152,7 +152,7 @@ class SnapshotTensors:
         """(n, D) rows of the null record that its mask shows."""
         return self._text(self.snapshot.null)[: self.snapshot.null.valid]
 
-    def _text(self, place: Caption | NullRecord) -> torch.Tensor:
+    def _text(self, place: Caption | TextPlace) -> torch.Tensor:
         into = np.empty((place.rows, self.snapshot.text_recipe.width), np.uint16)
         self.texts.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
         return bf16(into).float()

@@ -53,7 +53,7 @@ def encode_prompts(config: Config, prompts: Sequence[str], work: Path) -> Prompt
     Raises:
         DecodeError: the encoding process failed.
     """
-    storage = config.encode.storage.model_copy(update={"text": "bf16"})  # a few prompts cannot calibrate scales
+    storage = config.encode.storage.model_copy(update={"text": "bf16"})  # read once: nothing is gained by a storage
     encoding = config.encode.model_copy(update={"storage": storage})
     config = config.model_copy(update={"cache": str(work / "cache"), "encode": encoding})
     file = work / "prompts.json"

@@ -50,11 +50,11 @@ def check(snapshot: Snapshot, part: Snapshot) -> None:
     """
     for kind in ("latent", "text"):
         trained, validated = snapshot.recipe(kind), part.recipe(kind)
-        if not trained.same_values(validated):
+        if trained != validated:
             raise ConfigError(
                 f"{OPTION}: snapshot {part.id[:12]} has {kind} records of another recipe than {snapshot.id[:12]}",
                 expected="the same encoders and settings",
-                found=f"(training | validation) {'; '.join(trained.nameless().difference(validated.nameless()))}",
+                found=f"(training | validation) {'; '.join(trained.difference(validated))}",
                 fix=f"--set {OPTION}=null with a held-out part: sana-pipe bucket --set bucket.heldout=0.01",
             )
 

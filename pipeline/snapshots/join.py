@@ -32,9 +32,9 @@ from pipeline.cache.snapshot import (
     Bucket,
     BucketPart,
     Head,
-    NullRecord,
     Policies,
     ShardFile,
+    TextPlace,
     samples_schema,
 )
 from pipeline.config import DataConfig
@@ -235,7 +235,7 @@ def usable(joined: Joined, scan: pa.Table) -> pa.Table:
     return joined.scratch.table(scan.schema, left)
 
 
-def unjudged(scan: pa.Table) -> pa.Table:
+def without_policy(scan: pa.Table) -> pa.Table:
     """The scan with its rejects by policy taken back, because they were judged at one resolution. They have a width."""
     judged = pc.and_(pc.is_valid(scan.column("width")), pc.is_valid(scan.column("reject")))
     reject = pc.if_else(judged, pa.scalar(None, pa.string()), scan.column("reject"))
@@ -477,7 +477,7 @@ def assemble(
         policies=policies,
         buckets=tuple(entries),
         shards={"latent": latent_shards, "text": text_shards},
-        null=NullRecord.of(records.texts, null_row, records.text.storage),
+        null=TextPlace.of(records.texts, null_row, records.text.storage),
         left_out=dict(sorted(joined.left_out.items())),
         sources=dict(sources),
         counts={"samples": len(frame)},

@@ -38,11 +38,11 @@ from pipeline.cache.snapshot import (
     Caption,
     Chunk,
     Head,
-    NullRecord,
     PackedOrder,
     Sample,
     ShardFile,
     Snapshot,
+    TextPlace,
     samples_schema,
     write_chunk,
 )
@@ -168,7 +168,7 @@ class Packer:
                 self._add_samples(writer, self.rows(unit).tolist())
             made = writer.finish()
         commit = replace(index.commit_of(files, unit.unit, made), records=unit.count)
-        index.publish_commit(files, plan.recipe, plan.number, commit, plan.fanned)
+        index.publish_commit(files, plan.recipe, plan.number, commit)
         return commit
 
     def restore(self, shard: str) -> bool:
@@ -216,7 +216,7 @@ class Packer:
             writer.add(sample.sample_id, records[i, -1], captions, *self.snapshot.source_item(row))
 
 
-def _record(reader: ShardReader, place: Sample | Caption | NullRecord, shape: tuple[int, ...]) -> Payload:
+def _record(reader: ShardReader, place: Sample | Caption | TextPlace, shape: tuple[int, ...]) -> Payload:
     length = 2 * int(np.prod(shape)) if place.length is None else place.length
     payload = reader.stored(place.shard, place.offset, place.key, place.checksum, length)
     return Payload(place.key, place.checksum, payload, shape)
@@ -241,7 +241,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
         buckets=tuple(replace(bucket, block=block) for bucket, block in zip(head.buckets, blocks, strict=True)),
         folder=plan.recipe,
         shards={"latent": shards[:-1], "text": shards},
-        null=NullRecord(
+        null=TextPlace(
             shards[-1].name, null["offset"], null["rows"], null["valid"], null["key"], null["checksum"], length
         ),
         chunks=tuple(_chunks(cache, snapshot, commits[:-1])),

@@ -36,7 +36,7 @@ from pipeline.retrying import PATIENCE_S
 from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url, kind_of_file, lost_picture
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, meant, mode_of, refuse_surrogates
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable, mode_of, refuse_surrogates, suggestion
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.link_tables import LINK_CAPTIONS, LinkListing, first_row, is_link, lists_links
 from pipeline.sources.links import Links
@@ -267,7 +267,7 @@ def _missing(data: str, path: str) -> UserError:
         f"the data folder {data!r} does not exist or may not be read",
         found=reason,
         expected="a folder of pictures with captions, tars, parquet files, a listing (.jsonl, .csv), or a pattern",
-        fix=meant(name, others, "sana-pipe encode --data DIR"),
+        fix=suggestion(name, others, "sana-pipe encode --data DIR"),
     )
 
 

@@ -180,7 +180,7 @@ class Filesystem(ABC):
             raise UserError(
                 f"{self.location}: {len(errors)} of {len(errors) + len(stats)} listed files cannot be read",
                 found="; ".join(map(str, islice(errors.values(), 3))) + (" ..." if len(errors) > 3 else ""),
-                fix=error.fix or meant(first, others, fix),
+                fix=error.fix or suggestion(first, others, fix),
             )
         return stats
 
@@ -200,7 +200,7 @@ class Filesystem(ABC):
         """Drop cached listings and file contents."""
 
 
-def meant(name: str, names: Iterable[str], fix: str) -> str:
+def suggestion(name: str, names: Iterable[str], fix: str) -> str:
     """A fix that begins with the nearest of `names`, if one is near."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {escaped(near[0])}? Else {fix}" if near else fix

@@ -51,7 +51,7 @@ from pipeline.sources.metadata_files import (
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reasons import EXAMPLES, Kinds
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
-from pipeline.sources.source import Item, Part, PartRange, PrefetchedSource, Reject, Seen
+from pipeline.sources.source import Fragment, Item, Part, PrefetchedSource, Reject, Stats
 from pipeline.sources.unread import explain
 
 METADATA_BATCH = 4096
@@ -280,26 +280,26 @@ class FolderSource(PrefetchedSource):
         listing = self._list()  # errors of the whole folder are raised here, before the iteration
         return chain(listing.rejected(0, len(listing.rejects)), self._items(0, len(listing), listing))
 
-    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
+    def runs(self, part: Part, size: int) -> Iterator[Fragment]:
         """Runs of pictures by name, so that the process that lists need not read every caption."""
         listing = self._list()
         for first in range(0, len(listing.rejects), size):
             after = min(first + size, len(listing.rejects))
             rejects = partial(listing.rejected, first, after)
-            yield PartRange(dict, partial(_identity_of, rejects), rejects, after - first)
+            yield Fragment(dict, partial(_identity_of, rejects), rejects, after - first)
         for first in range(0, len(listing), size):
             after = min(first + size, len(listing))
-            yield PartRange(
+            yield Fragment(
                 partial(self._stats, first, after, listing),
                 partial(self._identity, first, after, listing),
                 partial(self._items, first, after, listing),
                 after - first,
             )
 
-    def _stats(self, start: int, stop: int, listing: Listing) -> Seen:
+    def _stats(self, start: int, stop: int, listing: Listing) -> Stats:
         return self.filesystem.stat_many(listing.keys(start, stop))
 
-    def _identity(self, start: int, stop: int, listing: Listing, stats: Seen) -> bytes:
+    def _identity(self, start: int, stop: int, listing: Listing, stats: Stats) -> bytes:
         keys = listing.keys(start, stop)
         sidecars = dict(zip(keys, listing.sidecars(start, stop), strict=True))
         files = self.filesystem.stat_many(sorted({name for names in sidecars.values() for name in names}))
@@ -531,7 +531,7 @@ def texts(table: pa.Table) -> Iterator[tuple[str, ...]]:
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
-def _identity_of(rejects: Callable[[], Iterator[Reject]], stats: Seen) -> bytes:
+def _identity_of(rejects: Callable[[], Iterator[Reject]], stats: Stats) -> bytes:
     return digest("items", *map(repr, rejects()))
 
 

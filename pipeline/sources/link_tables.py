@@ -25,7 +25,7 @@ from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reaso
 from pipeline.sources.links import REQUESTS, Links
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
-from pipeline.sources.source import FilesSource, Item, Part, PartRange, Reject
+from pipeline.sources.source import FilesSource, Fragment, Item, Part, Reject
 
 LINK_RULE = "links-1"
 LINK_CAPTIONS = ("TEXT", "caption", "alt_text")
@@ -176,7 +176,7 @@ class LinkListing(LinkTables):
             self._place(key, part, where)
             yield Item(key, captions, {k: v for k, v in values.items() if k not in rule.columns}, where)
 
-    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
+    def runs(self, part: Part, size: int) -> Iterator[Fragment]:
         """As `Source.runs`; but fetching takes long, so also a file with a stamp is cut."""
         return super().runs(replace(part, stamp=None), size)
 

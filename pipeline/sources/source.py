@@ -65,12 +65,12 @@ class Part:
     stamp: str | None = None
 
 
-Seen = dict[str, tuple[int, int] | Unreadable]
+Stats = dict[str, tuple[int, int] | Unreadable]
 """Key -> the result of `Source.stat`."""
 
 
 @dataclass(frozen=True)
-class PartRange:
+class Fragment:
     """A range of a part that is listed, read and distributed separately.
 
     look: calls `stat` for the keys; takes as long as asking for every file's size; may run in any thread.
@@ -80,8 +80,8 @@ class PartRange:
     count: number of items and rejects in it; None if only listing can tell.
     """
 
-    look: Callable[[], Seen]
-    identity: Callable[[Seen], bytes]
+    look: Callable[[], Stats]
+    identity: Callable[[Stats], bytes]
     items: Callable[[], Iterator[Item | Reject]]
     count: int | None = None
 
@@ -116,7 +116,7 @@ class Source(ABC):
     picture_columns: frozenset[str] = frozenset()
     """The columns of tables that the last listing took pictures from."""
 
-    _runs: ref[Runs] | None = None
+    _runs: ref[SpilledItems] | None = None
 
     has_links: bool = False
     """Whether the last listing may have links (see `links`): items of which only the address is known, so that their
@@ -143,24 +143,24 @@ class Source(ABC):
         """The items of one part, in ascending order of their keys."""
         return self.items()
 
-    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
+    def runs(self, part: Part, size: int) -> Iterator[Fragment]:
         """A part cut into runs of `size` items. A part with a stamp is a single run, known without listing it."""
         if part.stamp is not None:
             stamp = part.stamp
-            yield PartRange(dict, lambda stats: digest("part", part.name, stamp), lambda: self.part(part.name))
+            yield Fragment(dict, lambda stats: digest("part", part.name, stamp), lambda: self.part(part.name))
             return
         listing = iter(self.part(part.name))
         while entries := list(islice(listing, size)):
             yield self._run(part.name, entries)
 
-    def _run(self, part: str, entries: list[Item | Reject]) -> PartRange:
+    def _run(self, part: str, entries: list[Item | Reject]) -> Fragment:
         runs = self._runs() if self._runs is not None else None
         if runs is None or not runs.is_open:
-            runs = Runs(self.scratch)
+            runs = SpilledItems(self.scratch)
             self._runs = ref(runs)  # the file is deleted with the last run
         load = runs.add(entries)
         self.release(entry.key for entry in entries)
-        return PartRange(
+        return Fragment(
             partial(self._stat_all, part, load),
             lambda stats: _identity(load(), stats),
             lambda: self._placed(part, load()),
@@ -174,8 +174,8 @@ class Source(ABC):
                 self._place(entry.key, part, entry.where)
             yield entry
 
-    def _stat_all(self, part: str, load: Callable[[], list[Item | Reject]]) -> Seen:
-        stats: Seen = {}
+    def _stat_all(self, part: str, load: Callable[[], list[Item | Reject]]) -> Stats:
+        stats: Stats = {}
         for entry in self._placed(part, load()):
             if isinstance(entry, Item):
                 try:
@@ -364,7 +364,7 @@ class FilesSource(Source):
         """`Part.stamp` of a file."""
 
 
-class Runs:
+class SpilledItems:
     """Runs of listed items in one temporary table, pickled: as objects they would occupy a kilobyte an item.
 
     The table is finished when a run is first read; then no more can be added.
@@ -398,5 +398,5 @@ class Runs:
         return entries
 
 
-def _identity(entries: list[Item | Reject], stats: Seen) -> bytes:
+def _identity(entries: list[Item | Reject], stats: Stats) -> bytes:
     return digest("items", *map(repr, entries), *map(repr, stats.values()))

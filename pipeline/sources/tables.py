@@ -38,7 +38,7 @@ from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.link_tables import LinkTables, digest_of, is_link
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns
-from pipeline.sources.source import Item, Part, PartRange, Reject, Seen
+from pipeline.sources.source import Fragment, Item, Part, Reject, Stats
 
 RULE = "parquet-2"
 FIRST_ROWS = 1024
@@ -191,7 +191,7 @@ class ParquetSource(LinkTables):
         self.picture_columns = frozenset(column for column, _ in self._columns.values())
         return parts
 
-    def runs(self, part: Part, size: int) -> Iterator[PartRange]:
+    def runs(self, part: Part, size: int) -> Iterator[Fragment]:
         """As `Source.runs`; but fetching a table of links takes long, so it is cut into ranges of rows, unlisted."""
         if part.stamp is None or not self._link_tables.get(part.name):
             yield from super().runs(part, size)
@@ -206,7 +206,7 @@ class ParquetSource(LinkTables):
                 stop = min(start + size, count)
                 identity = digest(part.name, part.stamp, str(self.retries_links), str(first + start), str(first + stop))
                 rows = partial(self._rows_of_group, part.name, others, group, first, Counter(), start, stop)
-                yield PartRange(dict, partial(_unlisted, identity), rows, stop - start)
+                yield Fragment(dict, partial(_unlisted, identity), rows, stop - start)
             first += count
 
     def part(self, name: str) -> Iterator[Item | Reject]:
@@ -521,8 +521,8 @@ def _folder(table: str, image_root: str | None) -> str:
     return posixpath.dirname(table) if image_root is None else image_root
 
 
-def _unlisted(identity: bytes, stats: Seen) -> bytes:
-    """`PartRange.identity` of rows that are known without listing them."""
+def _unlisted(identity: bytes, stats: Stats) -> bytes:
+    """`Fragment.identity` of rows that are known without listing them."""
     return identity
 
 

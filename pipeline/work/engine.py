@@ -170,7 +170,7 @@ def missing_units(cache: Cache, plans: list[WorkPlan]) -> Work:
 def is_done(cache: Cache, plan: WorkPlan, unit: Unit) -> bool:
     """Whether a unit is committed."""
     exists = cache.files.exists
-    commit = Paths.unit(plan.recipe, plan.number, unit.unit, plan.fanned)
+    commit = Paths.unit(plan.recipe, plan.number, unit.unit)
     return exists(commit) or exists(Paths.segment(plan.recipe, plan.number))
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipeline.cache import index, layout, shard, snapshot
 from pipeline.cache.root import Cache, Unit
-from pipeline.cache.snapshot import Bucket, Head, NullRecord, Policies, ShardFile
+from pipeline.cache.snapshot import Bucket, Head, Policies, ShardFile, TextPlace
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 BATCH = 24
@@ -122,7 +122,7 @@ def build(
         policies=Policies(small, pad_text_multiple=2),
         buckets=tuple(buckets),
         shards={kind: tuple(files) for kind, files in shards.items()},
-        null=NullRecord(
+        null=TextPlace(
             null["name"],
             null["offset"],
             rows=9,

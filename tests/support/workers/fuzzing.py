@@ -191,17 +191,14 @@ def shards(data: bytes) -> None:
 
 def payload(storage: str) -> Callable[[bytes], None]:
     def parse(data: bytes) -> None:
-        scale = codec.Scale("00" * 16, np.ones(6, np.float32))
-        coder = codec.Codec(Files(fresh()), "text", storage, scale)
-        coder.decode(data, np.empty((3, 6), np.uint16), "here")
+        codec.Codec("text", storage).decode(data, np.empty((3, 6), np.uint16), "here")
 
     return parse
 
 
 def encoded(storage: str) -> bytes:
-    scale = codec.Scale("00" * 16, np.ones(6, np.float32))
     bits = codec.from_float(np.arange(18, dtype=np.float32).reshape(3, 6))
-    return codec.Codec(Files("unused"), "text", storage, scale).encode(bits)
+    return codec.Codec("text", storage).encode(bits)
 
 
 def file_of(name: str, read: Callable[[Path], Any]) -> Callable[[bytes], None]:
@@ -302,7 +299,6 @@ TARGETS: dict[str, tuple[Callable[[], list[bytes]], Callable[[bytes], None]]] = 
         lambda: [parquet({"item": ["a", "b", "c"], "captions": [["x"], [], None]})],
         stored("parquet", lambda files, digest: plan_table(files, digest)),
     ),
-    "scales": (lambda: [array(np.ones(6, np.float32))], stored("npy", codec.load_scale)),
     "shard": (lambda: [shard_file()], shards),
     "lossless payload": (lambda: [encoded(codec.LOSSLESS)], payload(codec.LOSSLESS)),
     "int8 payload": (lambda: [encoded(codec.INT8)], payload(codec.INT8)),
