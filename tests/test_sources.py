@@ -90,13 +90,13 @@ def test_runs_share_a_temporary_table_until_one_is_read(tmp_path: Path, monkeypa
         (tmp_path / f"{number}.png").write_bytes(b"x")
     table = tmp_path / "pictures.parquet"  # its rows name files, so it has no stamp
     pq.write_table(pa.table({"file_name": [f"{n}.png" for n in range(6)], "text": ["a caption"] * 6}), table)
-    made, make = list[object](), sources.Runs
+    made, make = list[object](), sources.SpilledItems
 
-    def counted(place: scratch.Scratch) -> sources.Runs:
+    def counted(place: scratch.Scratch) -> sources.SpilledItems:
         made.append(place)
         return make(place)
 
-    monkeypatch.setattr(sources, "Runs", counted)
+    monkeypatch.setattr(sources, "SpilledItems", counted)
     source = opened(table)
     [part] = source.parts()
     runs = source.runs(part, 2)
