@@ -125,7 +125,7 @@ class Maker:
             for number in range(2):
                 writer.add(layout.digest(unit.unit, str(number)), np.full((2, 8, 8), number, np.uint16))
             commit = index.commit_of(self.cache.files, unit.unit, writer.finish())
-        index.publish_commit(self.cache.files, plan.recipe, plan.number, commit, plan.fanned)
+        index.publish_commit(self.cache.files, plan.recipe, plan.number, commit)
         return commit
 
 

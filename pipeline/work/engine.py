@@ -222,7 +222,7 @@ class _Units(Job[tuple[WorkPlan, Unit]]):
 
     def collect(self, item: tuple[WorkPlan, Unit]) -> bool:
         plan, unit = item
-        done = self.maker.cache.files.has_file(Paths.unit(plan.recipe, plan.number, unit.unit, plan.fanned))
+        done = self.maker.cache.files.has_file(Paths.unit(plan.recipe, plan.number, unit.unit))
         if done:
             self._expect_no_more(unit)
         return done
