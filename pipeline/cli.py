@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
+import shlex
 import sys
 import time
 import warnings
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -47,7 +48,7 @@ or in quotes."""
 
 
 class _Command(click.Command):
-    """A command whose help ends with its exit codes and examples (command lines, `#` starts a remark)."""
+    """A command whose help ends with examples (command lines, `#` starts a remark)."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any):
         super().__init__(*args, **attributes)
@@ -56,7 +57,13 @@ class _Command(click.Command):
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """Expand paths, and refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the
         default. The text of a prompt may be empty."""
-        rest = super().parse_args(context, args)
+        given = list(args)
+        try:
+            rest = super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            if suggestion := self._as_setting(error.option_name, given):
+                raise click.UsageError(f"No such option '{error.option_name}': {suggestion}", context) from None
+            raise
         for parameter in self.params:
             value = context.params.get(name := str(parameter.name))
             if value and _PATHS.search(parameter.metavar or ""):
@@ -66,14 +73,27 @@ class _Command(click.Command):
                 raise click.BadParameter("is empty", context, parameter)
         return rest
 
-    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        codes = [
-            (str(code), meaning)
-            for code, (meaning, commands) in EXIT_CODES.items()
-            if not commands or self.name in commands or self.name == "demo"
+    def _as_setting(self, option: str, args: list[str]) -> str | None:
+        """The `--set` that an unknown option stands for; None: no option of the configuration that this command reads
+        ends with its name."""
+        from pipeline.config import READS, option_fields, reads
+        from pipeline.options import section_of
+
+        if all(parameter.name != "overrides" for parameter in self.params):
+            return None
+        at = next((at for at, word in enumerate(args) if word.partition("=")[0] == option), len(args) - 1)
+        word, following = args[at], args[at + 1] if at + 1 < len(args) else "-"
+        value = word.partition("=")[2] or ("" if following.startswith("-") else following)
+        ending = "." + option.lstrip("-").replace("-", "_")
+        modes = [mode for mode in READS if mode.split()[0] == self.name] or [str(self.name)]
+        settings = [
+            shlex.join(["--set", f"{name}={value or ('{}' if section_of(field) else 'VALUE')}"])
+            for name, field in sorted(option_fields(), key=lambda option: option[0].count("."))
+            if f".{name}".endswith(ending) and "NAME" not in name and any(reads(mode, name) for mode in modes)
         ]
-        with formatter.section("Exit codes"):
-            formatter.write_dl(codes)
+        return f"it is an option of the configuration: {' or '.join(settings)}" if settings else None
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
@@ -110,6 +130,7 @@ def cli() -> None:
     sana-pipe train                 snapshot -> checkpoints
     sana-pipe sample, export        checkpoint -> pictures, a SanaPipeline folder
     sana-pipe config                every option with its meaning, value and origin
+    sana-pipe help exit-codes       what the exit codes mean
     """
 
 
@@ -823,6 +844,43 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
     if name or as_json or given != _NOTHING:
         raise click.UsageError("--markdown is alone: it describes the options, not a configuration")
     return click.echo(stage.markdown())
+
+
+_CODES = "exit-codes"
+
+
+def _topics(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    names = [_CODES, *(name for name, command in cli.commands.items() if not command.hidden)]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+@cli.command("help", examples=["sana-pipe help exit-codes", "sana-pipe help snapshots diff"])
+@click.argument("topic", nargs=-1, metavar="[COMMAND|exit-codes]", shell_complete=_topics)
+@click.pass_context
+def show_help(context: click.Context, topic: tuple[str, ...]) -> None:
+    """Print the help of a command, or the meaning of the exit codes (`sana-pipe help exit-codes`)."""
+    if topic == (_CODES,):
+        formatter = context.make_formatter()
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), _meaning(code)) for code in EXIT_CODES])
+        return click.echo(formatter.getvalue().rstrip())
+    command, above = cast("click.Command", cli), context.find_root()
+    for word in topic:
+        inner = command.get_command(above, word) if isinstance(command, click.Group) else None
+        if inner is None:
+            raise click.UsageError(f"There is no command {' '.join(topic)!r}; sana-pipe help lists them.")
+        command, above = inner, click.Context(inner, above, word)
+    return click.echo(command.get_help(above))
+
+
+def _meaning(code: int) -> str:
+    """Of an exit code, and which commands can end with it."""
+    meaning, commands = EXIT_CODES[code]
+    return meaning if not commands or len(commands) > _SOME else f"{meaning} [{', '.join(commands)}]"
+
+
+_SOME = 4
+"""More commands than this are not listed: those that read the cache."""
 
 
 @cli.command(examples=["sana-pipe demo", "sana-pipe demo --data /data/pictures --out demo2"])

@@ -1186,9 +1186,10 @@ def _check_read(command: str, option: str, value: Any) -> None:
         if reads(command, name):
             continue
         others = [other for other in READS if reads(other, name) and not other.startswith("decode")]
+        near = _similar(name, [other for other in _all_paths() if reads(command, other)])
         raise ConfigError(
             f"--set {name}: sana-pipe {command} does not read this option",
-            expected="one of " + ", ".join(READS.get(command, _CACHE)),
+            expected=" or ".join(near) or None,
             fix=f"leave it out; it is read by sana-pipe {', '.join(others)}" if others else "leave it out",
         )
 
@@ -1495,8 +1496,19 @@ def _all_paths() -> list[str]:
     return [name for name, _ in option_fields()]
 
 
+_LISTED = 12
+"""A message lists the options of a section with at most this many."""
+
+
+def _similar(name: str, valid: list[str]) -> list[str]:
+    """At most three: the same name in other sections, else names that are spelt alike."""
+    last = name.rpartition(".")[2]
+    same = [other for other in valid if other.rpartition(".")[2] == last and "NAME" not in other]
+    return same[:3] or difflib.get_close_matches(name, valid, n=3, cutoff=0.75)
+
+
 def _hint(location: tuple[int | str, ...]) -> str:
-    """The nearest valid name: similar in this section, the same name elsewhere, else all names of this section."""
+    """The nearest valid name: similar in this section, the same name elsewhere, else the names of a small section."""
     last, valid = str(location[-1]), field_at(Config, location)[2]
     section = [str(part) for part in location[:-1]]
     similar = [".".join([*section, match]) for match in difflib.get_close_matches(last, valid, n=1, cutoff=0.5)]
@@ -1505,6 +1517,8 @@ def _hint(location: tuple[int | str, ...]) -> str:
     candidates = [*typo, *elsewhere, *similar]
     if candidates:
         return f"; did you mean {candidates[0]!r}?"
+    if len(valid) > _LISTED:
+        return f"; `sana-pipe config {'.'.join(section)}".rstrip() + "` lists the options"
     return f"; valid here: {', '.join(valid)}" if valid else ""
 
 

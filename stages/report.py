@@ -16,6 +16,7 @@ from pipeline.amounts import amount
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
+from pipeline.errors import UserError
 from pipeline.reporting import page
 from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
@@ -44,11 +45,13 @@ def run(
         0.
 
     Raises:
-        UserError: as `collect`; the page cannot be written.
+        UserError: as `collect`; there is neither a snapshot nor a run; the page cannot be written.
         DecodeError: the decoding process failed.
     """
     page.check_out(out)
     figures, cache, opened = collect(config, run=run, snapshot=snapshot, compare=compare)
+    if opened is None and figures["run"] is None:
+        raise _nothing(figures["missing"])
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
     cards = _gallery(config, opened, thumbnails, gallery) if gallery and opened is not None else []
     if thumbnails is not None and figures["snapshot"] is not None:
@@ -57,6 +60,15 @@ def run(
     sections = page.write_report(figures, out, cards)
     click.echo(f"{out}: {len(sections)} sections, {amount(out.stat().st_size)}")
     return 0
+
+
+def _nothing(missing: dict[str, dict[str, str]]) -> UserError:
+    return UserError(
+        "there is nothing to report on",
+        expected="a snapshot in the cache, or a run directory",
+        found="; ".join(missing[section]["what"] for section in ("snapshot", "run")),
+        fix=f"{missing['snapshot']['command']}; or name what is elsewhere: --set cache=DIR, --run DIR",
+    )
 
 
 def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:

@@ -77,6 +77,34 @@ def test_shrink_reaches_the_configuration(stage: Callable[..., Calls]) -> None:
     assert 0 < calls[0][0][0].encode.max_shrink < 1 == calls[1][0][0].encode.max_shrink
 
 
+@pytest.mark.parametrize(
+    ("words", "suggested"),
+    [
+        ("train --lr 1e-4", "--set train.optim.lr=1e-4"),
+        ("train --lr=1e-4 --resume auto", "--set train.optim.lr=1e-4"),
+        ("train --optim.lr 1e-4", "--set train.optim.lr=1e-4"),
+        ("train --caption-drop 0.1", "--set train.caption_drop=0.1"),
+        ("train --device cpu", "--set train.device=cpu or --set train.ema.device=cpu"),
+        ("train --ema", "--set 'train.ema={}'"),
+        ("train --tf32", "--set train.tf32=VALUE"),
+        ("encode --data . --text-batch 3", "--set encode.text_batch=3"),
+        ("gc --cache /c", "--set cache=/c"),
+    ],
+)
+def test_an_unknown_option_that_ends_an_option_of_the_configuration_is_named(
+    words: str, suggested: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end(*words.split()) == 2
+    assert capsys.readouterr().err.strip().endswith(suggested)
+
+
+@pytest.mark.parametrize("words", ["bucket --lr 1", "demo --steps 3", "train --phases.NAME.steps 3"])
+def test_another_unknown_option_is_refused_without_a_suggestion(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(*words.split()) == 2
+    printed = capsys.readouterr().err
+    assert "No such option" in printed and "--set" not in printed
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--version") == 0
     assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"
@@ -84,7 +112,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--help") == 0
-    listed = capsys.readouterr().out.partition("Commands:")[2].partition("Exit codes:")[0]
+    listed = capsys.readouterr().out.partition("Commands:")[2].partition("Examples:")[0]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
         "bucket",
         "check",
@@ -94,6 +122,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
         "export",
         "forget",
         "gc",
+        "help",
         "inspect",
         "plan",
         "report",
@@ -132,7 +161,7 @@ def test_help_ends_with_examples_that_are_accepted(
     for line in examples:
         code, calls = dry_run(monkeypatch, words_of(line))
         assert code == 0, capsys.readouterr().err
-        assert calls or "config" in words
+        assert calls or words in ("config", "help")
 
 
 @pytest.mark.parametrize(
@@ -571,7 +600,7 @@ def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
 STAGES = {"bucket": ("bucket", "pack"), "diff": ("snapshots",)}
 
 
-def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_the_codes_that_a_command_can_give() -> None:
     """Of the rarer ones: those whose errors are raised in what the stage imports."""
     root = Path(pipeline.__file__).parent.parent
     modules = {module_name(path, root): path for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]}
@@ -619,10 +648,26 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
         if "pipeline.training.feeding" in reached:  # raises a RejectRateError after the run has saved
             able |= {5}
         assert {code for code in raisers if name in EXIT_CODES[code][1]} == able, name
-        assert end(*(["snapshots"] if name == "diff" else []), name, "--help") == 0
-        printed = capsys.readouterr().out.partition("Exit codes:")[2]
-        shown = {int(line.split()[0]) for line in printed.splitlines() if line[:3].strip()[:1].isdigit()}
-        assert shown == {code for code, (_, names) in EXIT_CODES.items() if not names or name in names}, name
+
+
+def test_help_prints_the_exit_codes_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert end("help", "exit-codes") == 0
+    printed = capsys.readouterr().out
+    shown = {int(line.split()[0]) for line in printed.splitlines() if line[:3].strip()[:1].isdigit()}
+    assert shown == set(EXIT_CODES)
+    assert "[train, export, sample]" in printed
+    for words in ([], *([name] for name in cli.commands)):
+        assert end(*words, "--help") == 0
+        assert "Exit codes:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["snapshots", "diff"]])
+def test_help_prints_that_of_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(*words, "--help") == 0
+    help = capsys.readouterr().out
+    assert end("help", *words) == 0
+    assert capsys.readouterr().out == help
+    assert end("help", *words, "no-such") == 2
 
 
 def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:

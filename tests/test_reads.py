@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from pipeline import config as configuration
 from pipeline.cli import cli
-from pipeline.config import READS, Config, load, reads
+from pipeline.config import READS, Config, _check_read, load, reads
 from pipeline.errors import ConfigError
 from tests.support.messages import naming
 
@@ -96,6 +96,21 @@ def test_an_option_that_it_reads_is_taken(command: str, given: str) -> None:
 def test_a_misspelt_option_is_still_named_as_such() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'bucket\.batch'"):
         load("tiny", ["bucket.bach=24"], "train")
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "near"),
+    [
+        ("sample", "train.steps=3", "sample.steps"),
+        ("encode", "bucket.text_batch=3", "encode.text_batch"),
+        ("train", "bucket.batch=24", None),
+    ],
+)
+def test_a_refused_option_names_the_nearest_alone(command: str, given: str, near: str | None) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _check_read(command, *given.split("="))
+    assert refused.value.expected == near
+    assert str(refused.value.fix).startswith("leave it out")
 
 
 @pytest.mark.parametrize(

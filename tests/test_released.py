@@ -685,6 +685,20 @@ def test_check_says_beforehand_what_is_missing(
         assert word in problem
 
 
+def test_check_without_the_hub_says_each_thing_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert check.run(load("sana_1600m_1024", ["text.id=a/other"])) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("see below") == 4 and printed.out.endswith("2 problems\n")
+    assert printed.err.count("the hub cannot be reached") == 2
+    assert printed.err.count("'a/other'") == printed.err.count("Sana_1600M_1024px_BF16_diffusers'") == 1
+
+
 def test_check_sees_parts_that_do_not_fit(
     repositories: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

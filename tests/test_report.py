@@ -699,6 +699,14 @@ def test_pages_about_little(made: Made, tmp_path: Path) -> None:
     assert "Held-out loss: no held-out loss was measured" in page.shown
 
 
+def test_nothing_to_report_on_is_an_error(made: Made, tmp_path: Path) -> None:
+    output = made.config.train.model_copy(update={"output": str(tmp_path / "no-run")})
+    nowhere = made.config.model_copy(update={"cache": str(tmp_path / "none"), "train": output})
+    with pytest.raises(UserError, match=naming(tmp_path / "none", tmp_path / "no-run", "sana-pipe encode --data DIR")):
+        report.run(nowhere, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_a_page_that_cannot_be_written(made: Made, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=naming(tmp_path / "file")):

@@ -247,9 +247,8 @@ def _explained(weights: Weights) -> Iterator[None]:
     """Turn the hub's errors into ModelErrors with a fix."""
     from huggingface_hub import errors
 
-    prefix = f"{weights.subfolder}/" if weights.subfolder else ""
     repository = f"{weights.id!r}" + (f" at revision {weights.revision!r}" if weights.revision else "")
-    copy = f"or copy the model to this machine and set `id` to its folder; looked for {weights.id}/{prefix}"
+    copy = "or copy the model to this machine and set `id` to its folder"
     try:
         yield
     except errors.GatedRepoError as error:
@@ -272,8 +271,7 @@ def _explained(weights: Weights) -> Iterator[None]:
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         raise ModelError(
-            f"there is no folder {weights.id!r}; the hub repository {repository} is not in the local cache, "
-            "and the hub cannot be reached",
+            f"the hub cannot be reached, and {repository} is neither in its local cache nor a folder here",
             found=_first_line(error),
             fix=f"check the network (and HF_HUB_OFFLINE), {copy}",
         ) from None
