@@ -632,7 +632,13 @@ def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
     "--adapter-scale",
     "scale",
     type=float,
-    help="Of an adapter's change: 0 is the base, which is drawn beside it in any case. Default: 1.",
+    help="Of an adapter's change: 0 is the base. Default: 1.",
+)
+@click.option(
+    "--base/--no-base",
+    default=True,
+    show_default=True,
+    help="Also draw with the weights that the run began from, one model after the other.",
 )
 @click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
@@ -654,6 +660,7 @@ def sample(
     out: str,
     prompts: tuple[str, ...],
     scale: float | None,
+    base: bool,
     height: int | None,
     width: int | None,
     watch: str | None,
@@ -674,13 +681,13 @@ def sample(
         from stages import sample as stage
 
         size = {"height": height, "width": width}
-        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, scale=scale, **size)
+        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, scale=scale, base=base, **size)
     if height is not None or width is not None:
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
     config = given.load()
     from stages import sample as stage
 
-    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale)
+    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale, base=base)
 
 
 @cli.command(hidden=True)
@@ -693,6 +700,17 @@ def decode(given: _Given, latents: str, out: str) -> Any:
     from stages import sample as stage
 
     return stage.decode(config, local_path(latents), local_path(out))
+
+
+@cli.command(hidden=True)
+@_configured
+@click.option("--run", required=True, metavar="DIR", help="The run directory.")
+def finish(given: _Given, run: str) -> Any:
+    """Decode the drawings of a run and write its page (`train` ends with it)."""
+    config = given.load()
+    from stages import report as stage
+
+    return stage.finish(config, local_path(run), str(given.path))
 
 
 @cli.command(examples=["sana-pipe status", "sana-pipe status --set cache=s3://bucket/cache --json"])

@@ -710,17 +710,20 @@ class ValidationConfig(_Section):
 
 
 class PicturesConfig(_Section):
-    """Pictures of a prompt set while a run goes on (see docs/training.md). Steps, guidance and seed are those of
-    `sample`."""
+    """Pictures while a run goes on (see docs/training.md). Steps, guidance and seed are those of `sample`."""
 
     prompts: str | None = None
-    """Name or id of the prompt set (`encode --prompts`); null: `prompts`."""
+    """Name or id of a prompt set (`encode --prompts`). captions: eight captions of the snapshot, and the prompts that
+    `encode` made of `data.caption_prefix`. null: the set `prompts` if the cache has it, else captions."""
     every: Positive = 500
     """Steps between pictures; also before the first step and after the last one."""
     height: Positive | None = None
     """Height in pixels; null: `data.resolution`."""
     width: Positive | None = None
     """Width in pixels; null: `data.resolution`."""
+    decode: bool = True
+    """When the run has ended, decode the pictures and write RUN/report.html, in a process of its own. false: later, by
+    `sample --watch` and `report`, where a node of a cluster would wait for it."""
 
 
 class ProfileConfig(_Section):
@@ -797,7 +800,7 @@ class TrainConfig(_Section):
     validation: ValidationConfig | None = None
     """Validation on held-out samples; null: none, {}: with its defaults."""
     pictures: PicturesConfig | None = None
-    """Pictures of a prompt set; null: none, {}: with its defaults."""
+    """Pictures of captions or prompts; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is parallelized."""
     text: Literal["padded", "packed"] | None = None

@@ -105,12 +105,10 @@ def _rounds(out: Path, quick: bool) -> Iterator[list[str]]:
         yield ["bucket", "--name", "round1", *without_heldout]
         _add_phase(out, "round1", quick)
         yield _TRAIN
-        yield ["sample", "--watch", "runs/tiny/round1", "--once"]
     yield ["encode", "--data", "more"]
     yield ["bucket", "--name", "round2", *without_heldout]
     _add_phase(out, "round2", quick)
     yield _TRAIN
-    yield ["sample", "--watch", "runs/tiny/round2", "--once"]
     yield from _RESULTS
 
 

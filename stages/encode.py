@@ -79,7 +79,8 @@ def run(
         engine: `local`, or `ray` (this process hands the units to a cluster).
         as_json: print the result as one JSON object; everything else goes to stderr.
         reassign: a list (`item,height,width`) of pictures to encode for other buckets, in addition to their own.
-        prompts: a file of prompts; see `pipeline.encoding.prompts.read`.
+        prompts: a file of prompts; see `pipeline.encoding.prompts.read`. None: with `data.caption_prefix` those of
+            `prompting.of_trigger`, as the set `TRIGGER`.
         prompts_name: of their set.
 
     Returns:
@@ -104,6 +105,8 @@ def run(
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
                     source, reading = surveying.opened(config, data, source_name, format, mends=True)
+                    if asked is None and (prefix := reading.config.data.caption_prefix).strip():
+                        asked = prompt_sets.TRIGGER, prompting.of_trigger(prefix)
                     done = _run(reading, source, rehash, share, engine, stop, reassign, asked)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")

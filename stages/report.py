@@ -6,21 +6,26 @@ and writes one file that needs no network. Writes nothing into the cache or the 
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from pathlib import Path
 
 import click
 from PIL import Image
 
+from pipeline import processes
 from pipeline.amounts import amount
+from pipeline.cache.prompts import spread
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.errors import UserError
-from pipeline.reporting import page
+from pipeline.errors import UserError, shown
+from pipeline.reporting import page, run_pictures
 from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
 from pipeline.reporting.source_pictures import Embedded, SourcePictures, embedded
+
+PAGE = "report.html"
 
 
 def run(
@@ -62,6 +67,32 @@ def run(
     return 0
 
 
+def finish(config: Config, run: Path, file: str) -> int:
+    """After a training: decode its drawings in a process of its own, and write `run`/report.html about the run alone.
+
+    Args:
+        file: of the configuration.
+
+    Returns:
+        0 in any case: a training that ended well does not fail because of its pictures. What is missing is printed
+        with the command that makes it.
+    """
+    click.echo("decoding the pictures of the run")
+    decoding = processes.command("sample", "--watch", str(run), "--once", "--config", file)
+    if subprocess.run(decoding, check=False).returncode:
+        click.echo(f"note: pictures were not decoded, see above; later: {run_pictures.decode_command(run)}")
+    try:
+        out = run / PAGE
+        page.check_out(out)
+        page.write_report(collect(config, run=run, with_data=False)[0], out, [])
+        click.echo(f"report with the losses and pictures: {out.resolve().as_uri()}")
+    except Exception as error:
+        known = shown(error)
+        reason = known.line if isinstance(known, UserError) else repr(error)
+        click.echo(f"note: no report was written: {reason}; later: {processes.shown('report', '--run', str(run))}")
+    return 0
+
+
 def _nothing(missing: dict[str, dict[str, str]]) -> UserError:
     return UserError(
         "there is nothing to report on",
@@ -75,7 +106,7 @@ def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None,
     """Decoded latents beside the pictures of their sources, with the captions."""
     from pipeline.reporting import draw_latents, encoder_process  # torch, which other pages do not need
 
-    rows = draw_latents.spread(len(snapshot), min(count, len(snapshot)))
+    rows = spread(len(snapshot), min(count, len(snapshot)))
     records = draw_latents.SnapshotTensors(snapshot)
     latents = {str(row): records.latent(snapshot.sample(row)) for row in rows}
     cards = []

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from pipeline import config as configuration
 from pipeline.cli import cli
-from pipeline.config import READS, Config, _check_read, load, reads
+from pipeline.config import READS, Config, load, reads
 from pipeline.errors import ConfigError
 from tests.support.messages import naming
 
@@ -102,13 +102,13 @@ def test_a_misspelt_option_is_still_named_as_such() -> None:
     ("command", "given", "near"),
     [
         ("sample", "train.steps=3", "sample.steps"),
-        ("encode", "bucket.text_batch=3", "encode.text_batch"),
+        ("encode", "train.device=cpu", "encode.device"),
         ("train", "bucket.batch=24", None),
     ],
 )
 def test_a_refused_option_names_the_nearest_alone(command: str, given: str, near: str | None) -> None:
     with pytest.raises(ConfigError) as refused:
-        _check_read(command, *given.split("="))
+        load("tiny", [given], command)
     assert refused.value.expected == near
     assert str(refused.value.fix).startswith("leave it out")
 

@@ -741,7 +741,7 @@ def choose(run: Path, resume: str | Path | None, begin: str | Path | None = None
             notes.append(f"--from {begin} is not used: the run has begun, its newest checkpoint is {folder.name}")
         return Resumed(folder, read_document(folder)), notes
     if begin is None and resume is not None:
-        begin = _recorded(run)
+        begin = origin(run)
     folder = None if begin is None else resolve(root, begin, "--from")
     if folder is not None:
         return Resumed(folder, read_document(folder), begins=True), notes
@@ -761,7 +761,12 @@ def record(run: Path, resumed: Resumed | None) -> None:
             work.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _recorded(run: Path) -> str | None:
+def origin(run: Path) -> str | None:
+    """The checkpoint that a run began from, as `record` wrote it.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     path = run / ORIGIN
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["checkpoint"])
