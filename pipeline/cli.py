@@ -17,7 +17,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -28,7 +28,8 @@ from click.shell_completion import CompletionItem
 
 from pipeline import __version__
 from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
-from pipeline.processes import allow_many_files, run_and_exit
+from pipeline.processes import allow_many_files, pass_on, run_and_exit
+from pipeline.processes import shown as shell_line
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -119,7 +120,8 @@ _Group.group_class = _Group
     ],
 )
 @click.version_option(__version__, prog_name="sana-pipe")
-def cli() -> None:
+@click.option("--quiet", is_flag=True, help="Leave out the line that names the next command.")
+def cli(quiet: bool) -> None:
     """Precompute latents and text embeddings once, then train Sana without the encoders.
 
     \b
@@ -191,9 +193,84 @@ def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_given(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
-        return command(_Given(config_path, overrides), **options)
+        given, context = _Given(config_path, overrides), click.get_current_context()
+        result = command(given, **options)
+        if sys.stdout.isatty() and not context.find_root().params.get("quiet") and not options.get("as_json"):
+            text = _following(context, given, result)
+            if text is not None and _is_main() and not pass_on("--next", text):
+                click.echo(f"next: {text}")
+        return result
 
     return _CONFIGURATION(with_given)
+
+
+def _is_main() -> bool:
+    from pipeline.launch import detect
+
+    return detect().is_main
+
+
+def _again(context: click.Context, without: Collection[str], more: Sequence[str] = ()) -> str:
+    """The command line with the options that were given, except some."""
+    words = context.command_path.split()[1:]
+    for parameter in context.command.params:
+        value, name = context.params.get(str(parameter.name)), str(parameter.name)
+        if name in without or context.get_parameter_source(name) != click.core.ParameterSource.COMMANDLINE:
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            off = parameter.secondary_opts if each is False else parameter.opts
+            words += [off[0], *([] if isinstance(each, bool) else [str(each)])]
+    return shell_line(*words, *more)
+
+
+_RESUME = ("train", "--resume", "auto")
+_NEXT = {
+    "encode": ("bucket",),
+    "bucket": _RESUME,
+    "check": ("encode", "--data", "DIR"),
+    "plan": _RESUME,
+    "train": ("sample",),
+    "sample": ("export",),
+    "export": ("report",),
+    "verify": ("bucket",),
+}
+"""Command -> the words of the one that usually follows."""
+
+
+def _following(context: click.Context, given: _Given, result: Any) -> str | None:
+    """What to do after a command, ready to be pasted: with the options that were given, as far as it reads them."""
+    from pipeline.config import reads
+
+    name, options = str(context.command.name), context.params
+    words, stopped = list(_NEXT.get(name, ())), getattr(result, "stopped_by", None)
+    if name == "train" and (result == INTERRUPTED or stopped):
+        return _again(context, {"resume"}, _RESUME[1:])
+    unfinished = isinstance(result, dict) and (result.get("stopped") or result.get("left"))
+    if unfinished or (isinstance(result, int) and result):
+        return None
+    if options.get("dry_run"):
+        return _again(context, {"dry_run", "probe"})
+    if name == "report":
+        return f"open {local_path(options['out']).resolve().as_uri()}"
+    if not words:
+        return options.get("following")
+    if options.get("watch"):
+        words = ["report", "--run", options["watch"]]
+    elif name == "encode" and options["data"] is None:
+        words = list(_RESUME)
+    elif name == "bucket" and options["pack"] and options["name"] and not options["latest"]:
+        words += ["--snapshot", options["name"]]
+    elif name == "plan" and options["data"]:
+        words = ["encode", "--data", options["data"]]
+    elif name == "sample":
+        words += ["--checkpoint", options["checkpoint"]] if options["checkpoint"] != "auto" else []
+        words += ["--ema"] * options["ema"]
+    path = options.get("write") or given.path
+    words += [] if path is None else ["--config", str(path)]
+    for setting in given.overrides:
+        if reads(words[0], setting.partition("=")[0].strip()):
+            words += ["--set", setting]
+    return shell_line(*words)
 
 
 _NOTHING = _Given(None, ())
@@ -705,7 +782,8 @@ def decode(given: _Given, latents: str, out: str) -> Any:
 @cli.command(hidden=True)
 @_configured
 @click.option("--run", required=True, metavar="DIR", help="The run directory.")
-def finish(given: _Given, run: str) -> Any:
+@click.option("--next", "following", help="The command that the training named as the next one.")
+def finish(given: _Given, run: str, following: str | None) -> Any:
     """Decode the drawings of a run and write its page (`train` ends with it)."""
     config = given.load()
     from stages import report as stage

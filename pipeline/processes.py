@@ -50,6 +50,13 @@ def follow_with(*arguments: str) -> None:
     _FOLLOWING[:] = command(*arguments)
 
 
+def pass_on(*words: str) -> bool:
+    """Add words to the command of `follow_with`; False if no command follows."""
+    if _FOLLOWING:
+        _FOLLOWING.extend(words)
+    return bool(_FOLLOWING)
+
+
 def allow_many_files() -> None:
     """Raise the soft limit on open files (usually 1,024) to the hard limit, because many shards are open at once."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

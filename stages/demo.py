@@ -68,7 +68,7 @@ def run(out: Path, data: Path | None = None, quick: bool = False) -> int:
     for arguments in _rounds(out, quick) if data is None else _single(Path(data), quick):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
-        code = subprocess.run(command(*arguments), cwd=out, check=False).returncode
+        code = subprocess.run(command("--quiet", *arguments), cwd=out, check=False).returncode
         if code:
             print(f"the demonstration stopped: {shown(*arguments)} ended with {code}", flush=True)
             return code if code > 0 else 128 - code

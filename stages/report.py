@@ -78,7 +78,7 @@ def finish(config: Config, run: Path, file: str) -> int:
         with the command that makes it.
     """
     click.echo("decoding the pictures of the run")
-    decoding = processes.command("sample", "--watch", str(run), "--once", "--config", file)
+    decoding = processes.command("--quiet", "sample", "--watch", str(run), "--once", "--config", file)
     if subprocess.run(decoding, check=False).returncode:
         click.echo(f"note: pictures were not decoded, see above; later: {run_pictures.decode_command(run)}")
     try:

@@ -50,6 +50,8 @@ from pipeline.training.task import Context, DrawnPrompts, Log, Report, TrainingT
 from pipeline.training.trainer import fit
 
 T = TypeVar("T")
+_MANY = 1000
+"""Epochs that the mean length of an epoch is taken from."""
 _CAPTIONS = 8
 """Captions of the snapshot that are drawn."""
 
@@ -546,6 +548,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
+        epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=train.phase).steps_upto(_MANY) / _MANY,
         validation=None if part is None else validation,
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -103,6 +104,78 @@ def test_another_unknown_option_is_refused_without_a_suggestion(words: str, caps
     assert end(*words.split()) == 2
     printed = capsys.readouterr().err
     assert "No such option" in printed and "--set" not in printed
+
+
+STOPPED = types.SimpleNamespace(stopped_by="SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("words", "result", "following"),
+    [
+        ("encode --data a --set 'cache=my cache' --set train.steps=3", {"left": 0}, None),
+        ("encode --data a --set 'cache=my cache'", {"left": 0}, "bucket --set 'cache=my cache'"),
+        ("encode --data a --set encode.image_batch=4", {"left": 0}, "bucket"),
+        ("encode --data a", {"left": 3}, None),
+        ("encode --data a", {"stopped": "SIGTERM"}, None),
+        ("encode --data a --json", {"left": 0}, None),
+        ("encode --data 'a b' --dry-run --no-probe", 0, "encode --data 'a b'"),
+        ("encode --prompts default", {"left": 0}, "train --resume auto"),
+        ("bucket --config tiny", "id", "train --resume auto --config tiny"),
+        ("bucket --dry-run --cache a --cache b", "id", "bucket --cache a --cache b"),
+        ("bucket --pack --name p", "id", "train --resume auto --snapshot p"),
+        ("bucket --pack --name p --latest", "id", "train --resume auto"),
+        ("check", 0, "encode --data DIR"),
+        ("check", 2, None),
+        ("plan --set train.steps=3", 0, "train --resume auto --set train.steps=3"),
+        ("plan --search --write f.yaml", 0, "train --resume auto --config f.yaml"),
+        ("plan --encode --data a", 0, "encode --data a"),
+        ("train --set train.output=o --set train.steps=3", None, "sample --set train.output=o"),
+        ("train --resume c --snapshot s", STOPPED, "train --snapshot s --resume auto"),
+        ("sample --ema --checkpoint c", None, "export --checkpoint c --ema"),
+        ("sample --watch r --once", 0, "report --run r"),
+        ("export", None, "report"),
+        ("verify", 0, "bucket"),
+        ("verify", 4, None),
+        ("gc", 0, None),
+        ("--quiet verify", 0, None),
+    ],
+)
+def test_a_command_names_the_next_one_on_a_terminal(
+    words: str,
+    result: Any,
+    following: str | None,
+    stage: Callable[..., Calls],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = words.removeprefix("--quiet ").split()[0]
+    function = "dry_run" if "encode" in words and "--dry-run" in words else "watch" if "--watch" in words else "run"
+    stage(name, result, "encode" if name == "plan" and "--encode" in words else function)
+    if name == "plan":
+        vars(sys.modules["stages.plan"])["Options"] = dict
+    if "--pack" in words:
+        stage("pack", result)
+        vars(sys.modules["stages.pack"])["check_name"] = lambda name: None
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda there=terminal: there)
+        end(*shlex.split(words))
+        printed = capsys.readouterr().out
+        assert printed == (f"next: sana-pipe {following}\n" if terminal and following else "")
+
+
+def test_the_line_about_the_next_command_ends_what_follows_a_training(
+    stage: Callable[..., Calls], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed: list[tuple[str, ...]] = []
+    monkeypatch.setattr("pipeline.cli.pass_on", lambda *words: passed.append(words) or True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    stage("train", None)
+    assert end("train") == 0 and capsys.readouterr().out == ""
+    assert passed == [("--next", "sana-pipe sample")]
+    monkeypatch.setattr("pipeline.cli.pass_on", lambda *words: False)
+    stage("report", 0, "finish")
+    assert end("finish", "--run", "r", *passed[0]) == 0
+    assert capsys.readouterr().out == "next: sana-pipe sample\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,8 @@ class Commands:
         """Names of the phases in the configuration, at each `train`."""
 
     def __call__(self, arguments: list[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
-        line = arguments[4:]
+        assert arguments[4] == "--quiet", "no line names a next command"
+        line = arguments[5:]
         self.lines.append(line)
         if line[0] == "train":
             self.phases.append([phase.name for phase in load(cwd / "sana-pipe.yaml").phases])
