@@ -353,7 +353,7 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="ray: run the units on the Ray cluster of RAY_ADDRESS, or on a local one.",
+    help="ray: encode on the Ray cluster of RAY_ADDRESS, or on a local one.",
 )
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
@@ -363,8 +363,8 @@ def encode(
 ) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
-    After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
-    same command continues.
+    After SIGTERM or SIGUSR1 the shards at hand are finished within encode.grace_s or dropped, and the exit code is 0;
+    the same command continues.
 
     Encoding waits for disk space for encode.low_disk_wait_s; --dry-run ends with 6 if there is too little.
     """

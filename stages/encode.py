@@ -387,7 +387,9 @@ def encode_source(
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
     left = sum(part.left for part in made.values())
     if left:
-        click.echo(f"{left} units were not encoded here: other workers have them, or they wait for another source")
+        click.echo(
+            f"{left} parts of the work were not done here: other workers have them, or they wait for another source"
+        )
     published = {} if asked is None or prompts is None else _publish_prompts(run, asked[0], prompts)
     _check_rejects(run, planned.items, rejects, planned.faults + len(failed))
     return {
@@ -655,7 +657,7 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
         others = set(rows.column("source").to_pylist()) - {name}
         if others:
             click.echo(
-                f"unit {unit.unit} waits for source {', '.join(sorted(others))}: encode that source to finish it"
+                f"{len(rows)} pictures wait for source {', '.join(sorted(others))}: encode that source to finish them"
             )
         else:
             ready.append((plan, unit))

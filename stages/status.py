@@ -33,7 +33,7 @@ def run(config: Config, as_json: bool = False) -> int:
             )
         for name, store in report["stores"].items():
             line = (
-                f"{name}: {store['units_done']} of {store['units']} units, {store['records']} records, "
+                f"{name}: {store['units_done']} of {store['units']} parts done, {store['records']} records, "
                 f"{amount(store['bytes'])}, {store['rejects']} rejected"
             )
             if store["records_missing"]:
