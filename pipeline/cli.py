@@ -13,21 +13,23 @@ from __future__ import annotations
 import errno
 import logging
 import re
+import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
 from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
-from pipeline.processes import allow_many_files, run_and_exit
+from pipeline.processes import allow_many_files, pass_on, run_and_exit
+from pipeline.processes import shown as shell_line
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -47,7 +49,7 @@ or in quotes."""
 
 
 class _Command(click.Command):
-    """A command whose help ends with its exit codes and examples (command lines, `#` starts a remark)."""
+    """A command whose help ends with examples (command lines, `#` starts a remark)."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any):
         super().__init__(*args, **attributes)
@@ -56,7 +58,13 @@ class _Command(click.Command):
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """Expand paths, and refuse empty values: `--snapshot "$NAME"` with a variable that is not set would mean the
         default. The text of a prompt may be empty."""
-        rest = super().parse_args(context, args)
+        given = list(args)
+        try:
+            rest = super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            if suggestion := self._as_setting(error.option_name, given):
+                raise click.UsageError(f"No such option '{error.option_name}': {suggestion}", context) from None
+            raise
         for parameter in self.params:
             value = context.params.get(name := str(parameter.name))
             if value and _PATHS.search(parameter.metavar or ""):
@@ -66,14 +74,27 @@ class _Command(click.Command):
                 raise click.BadParameter("is empty", context, parameter)
         return rest
 
-    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        codes = [
-            (str(code), meaning)
-            for code, (meaning, commands) in EXIT_CODES.items()
-            if not commands or self.name in commands or self.name in ("demo", "run")
+    def _as_setting(self, option: str, args: list[str]) -> str | None:
+        """The `--set` that an unknown option stands for; None: no option of the configuration that this command reads
+        ends with its name."""
+        from pipeline.config import READS, option_fields, reads
+        from pipeline.options import section_of
+
+        if all(parameter.name != "overrides" for parameter in self.params):
+            return None
+        at = next((at for at, word in enumerate(args) if word.partition("=")[0] == option), len(args) - 1)
+        word, following = args[at], args[at + 1] if at + 1 < len(args) else "-"
+        value = word.partition("=")[2] or ("" if following.startswith("-") else following)
+        ending = "." + option.lstrip("-").replace("-", "_")
+        modes = [mode for mode in READS if mode.split()[0] == self.name] or [str(self.name)]
+        settings = [
+            shlex.join(["--set", f"{name}={value or ('{}' if section_of(field) else 'VALUE')}"])
+            for name, field in sorted(option_fields(), key=lambda option: option[0].count("."))
+            if f".{name}".endswith(ending) and "NAME" not in name and any(reads(mode, name) for mode in modes)
         ]
-        with formatter.section("Exit codes"):
-            formatter.write_dl(codes)
+        return f"it is an option of the configuration: {' or '.join(settings)}" if settings else None
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
@@ -99,7 +120,8 @@ _Group.group_class = _Group
     ],
 )
 @click.version_option(__version__, prog_name="sana-pipe")
-def cli() -> None:
+@click.option("--quiet", is_flag=True, help="Leave out the line that names the next command.")
+def cli(quiet: bool) -> None:
     """Precompute latents and text embeddings once, then train Sana without the encoders.
 
     \b
@@ -112,6 +134,7 @@ def cli() -> None:
     sana-pipe train                 snapshot -> checkpoints
     sana-pipe sample, export        checkpoint -> pictures, a SanaPipeline folder
     sana-pipe config                every option with its meaning, value and origin
+    sana-pipe help exit-codes       what the exit codes mean
     """
 
 
@@ -167,9 +190,84 @@ def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_given(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
-        return command(_Given(config_path, overrides), **options)
+        given, context = _Given(config_path, overrides), click.get_current_context()
+        result = command(given, **options)
+        if sys.stdout.isatty() and not context.find_root().params.get("quiet") and not options.get("as_json"):
+            text = _following(context, given, result)
+            if text is not None and _is_main() and not pass_on("--next", text):
+                click.echo(f"next: {text}")
+        return result
 
     return _CONFIGURATION(with_given)
+
+
+def _is_main() -> bool:
+    from pipeline.launch import detect
+
+    return detect().is_main
+
+
+def _again(context: click.Context, without: Collection[str], more: Sequence[str] = ()) -> str:
+    """The command line with the options that were given, except some."""
+    words = context.command_path.split()[1:]
+    for parameter in context.command.params:
+        value, name = context.params.get(str(parameter.name)), str(parameter.name)
+        if name in without or context.get_parameter_source(name) != click.core.ParameterSource.COMMANDLINE:
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            off = parameter.secondary_opts if each is False else parameter.opts
+            words += [off[0], *([] if isinstance(each, bool) else [str(each)])]
+    return shell_line(*words, *more)
+
+
+_RESUME = ("train", "--resume", "auto")
+_NEXT = {
+    "encode": ("bucket",),
+    "bucket": _RESUME,
+    "check": ("encode", "--data", "DIR"),
+    "plan": _RESUME,
+    "train": ("sample",),
+    "sample": ("export",),
+    "export": ("report",),
+    "verify": ("bucket",),
+}
+"""Command -> the words of the one that usually follows."""
+
+
+def _following(context: click.Context, given: _Given, result: Any) -> str | None:
+    """What to do after a command, ready to be pasted: with the options that were given, as far as it reads them."""
+    from pipeline.config import reads
+
+    name, options = str(context.command.name), context.params
+    words, stopped = list(_NEXT.get(name, ())), getattr(result, "stopped_by", None)
+    if name == "train" and (result == INTERRUPTED or stopped):
+        return _again(context, {"resume"}, _RESUME[1:])
+    unfinished = isinstance(result, dict) and (result.get("stopped") or result.get("left"))
+    if unfinished or (isinstance(result, int) and result):
+        return None
+    if options.get("dry_run"):
+        return _again(context, {"dry_run", "probe"})
+    if name == "report":
+        return f"open {local_path(options['out']).resolve().as_uri()}"
+    if not words:
+        return options.get("following")
+    if options.get("watch"):
+        words = ["report", "--run", options["watch"]]
+    elif name == "encode" and options["data"] is None:
+        words = list(_RESUME)
+    elif name == "bucket" and options["pack"] and options["name"] and not options["latest"]:
+        words += ["--snapshot", options["name"]]
+    elif name == "plan" and options["data"]:
+        words = ["encode", "--data", options["data"]]
+    elif name == "sample":
+        words += ["--checkpoint", options["checkpoint"]] if options["checkpoint"] != "auto" else []
+        words += ["--ema"] * options["ema"]
+    path = options.get("write") or given.path
+    words += [] if path is None else ["--config", str(path)]
+    for setting in given.overrides:
+        if reads(words[0], setting.partition("=")[0].strip()):
+            words += ["--set", setting]
+    return shell_line(*words)
 
 
 _NOTHING = _Given(None, ())
@@ -278,7 +376,7 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="ray: run the units on the Ray cluster of RAY_ADDRESS, or on a local one.",
+    help="ray: encode on the Ray cluster of RAY_ADDRESS, or on a local one.",
 )
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
@@ -286,8 +384,8 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 def encode(given: _Given, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
-    After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
-    same command continues.
+    After SIGTERM or SIGUSR1 the shards at hand are finished within encode.grace_s or dropped, and the exit code is 0;
+    the same command continues.
 
     Encoding waits for disk space for encode.low_disk_wait_s; --dry-run ends with 6 if there is too little.
     """
@@ -603,7 +701,13 @@ def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
     "--adapter-scale",
     "scale",
     type=float,
-    help="Of an adapter's change: 0 is the base, which is drawn beside it in any case. Default: 1.",
+    help="Of an adapter's change: 0 is the base. Default: 1.",
+)
+@click.option(
+    "--base/--no-base",
+    default=True,
+    show_default=True,
+    help="Also draw with the weights that the run began from, one model after the other.",
 )
 @click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
@@ -625,6 +729,7 @@ def sample(
     out: str,
     prompts: tuple[str, ...],
     scale: float | None,
+    base: bool,
     height: int | None,
     width: int | None,
     watch: str | None,
@@ -645,13 +750,13 @@ def sample(
         from stages import sample as stage
 
         size = {"height": height, "width": width}
-        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, scale=scale, **size)
+        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, scale=scale, base=base, **size)
     if height is not None or width is not None:
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
     config = given.load()
     from stages import sample as stage
 
-    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale)
+    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale, base=base)
 
 
 @cli.command(hidden=True)
@@ -664,6 +769,18 @@ def decode(given: _Given, latents: str, out: str) -> Any:
     from stages import sample as stage
 
     return stage.decode(config, local_path(latents), local_path(out))
+
+
+@cli.command(hidden=True)
+@_configured
+@click.option("--run", required=True, metavar="DIR", help="The run directory.")
+@click.option("--next", "following", help="The command that the training named as the next one.")
+def finish(given: _Given, run: str, following: str | None) -> Any:
+    """Decode the drawings of a run and write its page (`train` ends with it)."""
+    config = given.load()
+    from stages import report as stage
+
+    return stage.finish(config, local_path(run), str(given.path))
 
 
 @cli.command(examples=["sana-pipe status --watch", "sana-pipe status --set cache=s3://bucket/cache --json"])
@@ -844,6 +961,43 @@ def run(given: _Given, data: tuple[str, ...], prompts: str | None) -> Any:
     from stages import run as stage
 
     return stage.run(*load_given(given.path, given.overrides), given.path, given.overrides, data, prompts)
+
+
+_CODES = "exit-codes"
+
+
+def _topics(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    names = [_CODES, *(name for name, command in cli.commands.items() if not command.hidden)]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+@cli.command("help", examples=["sana-pipe help exit-codes", "sana-pipe help snapshots diff"])
+@click.argument("topic", nargs=-1, metavar="[COMMAND|exit-codes]", shell_complete=_topics)
+@click.pass_context
+def show_help(context: click.Context, topic: tuple[str, ...]) -> None:
+    """Print the help of a command, or the meaning of the exit codes (`sana-pipe help exit-codes`)."""
+    if topic == (_CODES,):
+        formatter = context.make_formatter()
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), _meaning(code)) for code in EXIT_CODES])
+        return click.echo(formatter.getvalue().rstrip())
+    command, above = cast("click.Command", cli), context.find_root()
+    for word in topic:
+        inner = command.get_command(above, word) if isinstance(command, click.Group) else None
+        if inner is None:
+            raise click.UsageError(f"There is no command {' '.join(topic)!r}; sana-pipe help lists them.")
+        command, above = inner, click.Context(inner, above, word)
+    return click.echo(command.get_help(above))
+
+
+def _meaning(code: int) -> str:
+    """Of an exit code, and which commands can end with it."""
+    meaning, commands = EXIT_CODES[code]
+    return meaning if not commands or len(commands) > _SOME else f"{meaning} [{', '.join(commands)}]"
+
+
+_SOME = 4
+"""More commands than this are not listed: those that read the cache."""
 
 
 @cli.command(examples=["sana-pipe demo", "sana-pipe demo --quick --out demo2"])

@@ -703,17 +703,20 @@ class ValidationConfig(_Section):
 
 
 class PicturesConfig(_Section):
-    """Pictures of a prompt set while a run goes on (see docs/training.md). Steps, guidance and seed are those of
-    `sample`."""
+    """Pictures while a run goes on (see docs/training.md). Steps, guidance and seed are those of `sample`."""
 
     prompts: str | None = None
-    """Name or id of the prompt set (`encode --prompts`); null: `prompts`."""
+    """Name or id of a prompt set (`encode --prompts`). captions: eight captions of the snapshot, and the prompts that
+    `encode` made of `data.caption_prefix`. null: the set `prompts` if the cache has it, else captions."""
     every: Positive = 500
     """Steps between pictures; also before the first step and after the last one."""
     height: Positive | None = None
     """Height in pixels; null: `data.resolution`."""
     width: Positive | None = None
     """Width in pixels; null: `data.resolution`."""
+    decode: bool = True
+    """When the run has ended, decode the pictures and write RUN/report.html, in a process of its own. false: later, by
+    `sample --watch` and `report`, where a node of a cluster would wait for it."""
 
 
 class ProfileConfig(_Section):
@@ -790,7 +793,7 @@ class TrainConfig(_Section):
     validation: ValidationConfig | None = None
     """Validation on held-out samples; null: none, {}: with its defaults."""
     pictures: PicturesConfig | None = None
-    """Pictures of a prompt set; null: none, {}: with its defaults."""
+    """Pictures of captions or prompts; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is parallelized."""
     text: Literal["padded", "packed"] | None = None
@@ -1126,9 +1129,10 @@ def _check_read(command: str, option: str, value: Any) -> None:
         if reads(command, name):
             continue
         others = [other for other in READS if reads(other, name) and other != "decode"]
+        near = _similar(name, [other for other in _all_paths() if reads(command, other)])
         raise ConfigError(
             f"--set {name}: sana-pipe {command} does not read this option",
-            expected="one of " + ", ".join(READS.get(command, _CACHE)),
+            expected=" or ".join(near) or None,
             fix=f"leave it out; it is read by sana-pipe {', '.join(others)}" if others else "leave it out",
         )
 
@@ -1391,8 +1395,19 @@ def _all_paths() -> list[str]:
     return [name for name, _ in option_fields()]
 
 
+_LISTED = 12
+"""A message lists the options of a section with at most this many."""
+
+
+def _similar(name: str, valid: list[str]) -> list[str]:
+    """At most three: the same name in other sections, else names that are spelt alike."""
+    last = name.rpartition(".")[2]
+    same = [other for other in valid if other.rpartition(".")[2] == last and "NAME" not in other]
+    return same[:3] or difflib.get_close_matches(name, valid, n=3, cutoff=0.75)
+
+
 def _hint(location: tuple[int | str, ...]) -> str:
-    """The nearest valid name: similar in this section, the same name elsewhere, else all names of this section."""
+    """The nearest valid name: similar in this section, the same name elsewhere, else the names of a small section."""
     last, valid = str(location[-1]), field_at(Config, location)[2]
     section = [str(part) for part in location[:-1]]
     similar = [".".join([*section, match]) for match in difflib.get_close_matches(last, valid, n=1, cutoff=0.5)]
@@ -1401,6 +1416,8 @@ def _hint(location: tuple[int | str, ...]) -> str:
     candidates = [*typo, *elsewhere, *similar]
     if candidates:
         return f"; did you mean {candidates[0]!r}?"
+    if len(valid) > _LISTED:
+        return f"; `sana-pipe config {'.'.join(section)}".rstrip() + "` lists the options"
     return f"; valid here: {', '.join(valid)}" if valid else ""
 
 

@@ -367,8 +367,8 @@ _CACHE = (
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),
     1: (
-        "units are missing (status), the snapshots differ (diff), the run does not fit (plan), another process of the "
-        "launch ended, or a defect of sana-pipe with a traceback",
+        "records are missing (status), the snapshots differ (diff), the run does not fit (plan), another process of "
+        "the launch ended, or a defect of sana-pipe with a traceback",
         (),
     ),
     2: ("a wrong option, setting, file or environment", ()),

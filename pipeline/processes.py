@@ -50,6 +50,22 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+_FOLLOWING: list[str] = []
+
+
+def follow_with(*arguments: str) -> None:
+    """When this process ends with 0, let `sana-pipe ARGUMENTS` take its place: the same process to its launcher, with
+    all memory of this one given back, on GPUs too."""
+    _FOLLOWING[:] = command(*arguments)
+
+
+def pass_on(*words: str) -> bool:
+    """Add words to the command of `follow_with`; False if no command follows."""
+    if _FOLLOWING:
+        _FOLLOWING.extend(words)
+    return bool(_FOLLOWING)
+
+
 def allow_many_files() -> None:
     """Raise the soft limit on open files (usually 1,024) to the hard limit, because many shards are open at once."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -142,7 +158,7 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
 
     The code is what `main` returns or raises in SystemExit: a number, None (0), or a text, which is printed (1). Any
     other exception gives 1; its traceback is printed unless `errors.print_error` has printed it. If stdout cannot be
-    written, `OUTPUT_LOST` replaces 0.
+    written, `OUTPUT_LOST` replaces 0. After 0 the command of `follow_with` takes the place of the process.
     """
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - for a stream that is None: the process began without it
     output, errors = Output(sys.stdout or nowhere), Output(sys.stderr or nowhere, "\n\t\r")  # progress lines return
@@ -164,4 +180,6 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
     finally:
         output.flush()
         errors.flush()
+        if not code and not output.lost and _FOLLOWING:
+            os.execv(_FOLLOWING[0], _FOLLOWING)
         os._exit(int(code or (OUTPUT_LOST if output.lost else 0)) & 0xFF)

@@ -82,10 +82,11 @@ def run(config: Config, as_json: bool = False) -> int:
     else:
         for part in parts:
             click.echo(_line(part))
-        for problem in problems:
+        different = list({(problem.what, problem.fix): problem for problem in problems}.values())
+        for problem in different:
             click.echo(f"{problem}", err=True)
-        summary = f"{len(problems)} problems" if problems else f"all available; {amount(to_fetch)} to be fetched"
-        click.echo(summary)
+        number = "1 problem" if len(different) == 1 else f"{len(different)} problems"
+        click.echo(number if problems else f"all available; {amount(to_fetch)} to be fetched")
     return UserError.exit_code if problems else 0
 
 

@@ -64,7 +64,7 @@ def run(out: Path, quick: bool = False) -> int:
     for arguments in _rounds(out, quick):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
-        code = subprocess.run(command(*arguments), cwd=out, check=False).returncode
+        code = subprocess.run(command("--quiet", *arguments), cwd=out, check=False).returncode
         if code:
             print(f"the demonstration stopped: {shown(*arguments)} ended with {code}", flush=True)
             return code if code > 0 else 128 - code
@@ -93,12 +93,10 @@ def _rounds(out: Path, quick: bool) -> Iterator[list[str]]:
         yield ["bucket", "--name", "round1", *without_heldout]
         _add_phase(out, "round1", quick)
         yield _TRAIN
-        yield ["sample", "--watch", "runs/tiny/round1", "--once"]
     yield ["encode", "--data", "more"]
     yield ["bucket", "--name", "round2", *without_heldout]
     _add_phase(out, "round2", quick)
     yield _TRAIN
-    yield ["sample", "--watch", "runs/tiny/round2", "--once"]
     yield from _RESULTS
 
 

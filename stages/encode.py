@@ -79,7 +79,8 @@ def run(
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
         engine: `local`, or `ray` (this process hands the units to a cluster).
         as_json: print the result as one JSON object; everything else goes to stderr.
-        prompts: a file of prompts; see `pipeline.encoding.prompts.read`.
+        prompts: a file of prompts; see `pipeline.encoding.prompts.read`. None: with `data.caption_prefix` those of
+            `prompting.of_trigger`, as the set `TRIGGER`.
         prompts_name: of their set.
 
     Returns:
@@ -105,6 +106,8 @@ def run(
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
                     source, reading = surveying.opened(config, data, source_name, format, mends=True)
+                    if asked is None and (prefix := reading.config.data.caption_prefix).strip():
+                        asked = prompt_sets.TRIGGER, prompting.of_trigger(prefix)
                     done = _run(reading, source, rehash, share, engine, stop, asked)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
@@ -385,7 +388,9 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
     left = sum(part.left for part in made.values())
     if left:
-        click.echo(f"{left} units were not encoded here: other workers have them, or they wait for another source")
+        click.echo(
+            f"{left} parts of the work were not done here: other workers have them, or they wait for another source"
+        )
     published = {} if asked is None or prompts is None else _publish_prompts(run, asked[0], prompts)
     _check_rejects(run, planned.items, rejects, planned.faults + len(failed))
     return {
@@ -651,7 +656,7 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
         others = set(rows.column("source").to_pylist()) - {name}
         if others:
             click.echo(
-                f"unit {unit.unit} waits for source {', '.join(sorted(others))}: encode that source to finish it"
+                f"{len(rows)} pictures wait for source {', '.join(sorted(others))}: encode that source to finish them"
             )
         else:
             ready.append((plan, unit))

@@ -84,7 +84,7 @@ def run(
     if as_json:
         click.echo(json.dumps(report))
     elif packed is None:
-        click.echo(f"other processes still pack {left} units: the last of them publishes the packed snapshot")
+        click.echo(f"other processes still pack {left} parts: the last of them publishes the packed snapshot")
     else:
         click.echo(f"packed {source.id} into {report['shards']} shards, {amount(report['bytes'])}")
         click.echo(f"snapshot {packed} ({name})")

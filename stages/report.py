@@ -6,20 +6,26 @@ and writes one file that needs no network. Writes nothing into the cache or the 
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from pathlib import Path
 
 import click
 from PIL import Image
 
+from pipeline import processes
 from pipeline.amounts import amount
+from pipeline.cache.prompts import spread
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.reporting import page
+from pipeline.errors import UserError, shown
+from pipeline.reporting import page, run_pictures
 from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
 from pipeline.reporting.source_pictures import Embedded, SourcePictures, embedded
+
+PAGE = "report.html"
 
 
 def run(
@@ -44,11 +50,13 @@ def run(
         0.
 
     Raises:
-        UserError: as `collect`; the page cannot be written.
+        UserError: as `collect`; there is neither a snapshot nor a run; the page cannot be written.
         DecodeError: the decoding process failed.
     """
     page.check_out(out)
     figures, cache, opened = collect(config, run=run, snapshot=snapshot, compare=compare)
+    if opened is None and figures["run"] is None:
+        raise _nothing(figures["missing"])
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
     cards = _gallery(config, opened, thumbnails, gallery) if gallery and opened is not None else []
     if thumbnails is not None and figures["snapshot"] is not None:
@@ -59,11 +67,46 @@ def run(
     return 0
 
 
+def finish(config: Config, run: Path, file: str) -> int:
+    """After a training: decode its drawings in a process of its own, and write `run`/report.html about the run alone.
+
+    Args:
+        file: of the configuration.
+
+    Returns:
+        0 in any case: a training that ended well does not fail because of its pictures. What is missing is printed
+        with the command that makes it.
+    """
+    click.echo("decoding the pictures of the run")
+    decoding = processes.command("--quiet", "sample", "--watch", str(run), "--once", "--config", file)
+    if subprocess.run(decoding, check=False).returncode:
+        click.echo(f"note: pictures were not decoded, see above; later: {run_pictures.decode_command(run)}")
+    try:
+        out = run / PAGE
+        page.check_out(out)
+        page.write_report(collect(config, run=run, with_data=False)[0], out, [])
+        click.echo(f"report with the losses and pictures: {out.resolve().as_uri()}")
+    except Exception as error:
+        known = shown(error)
+        reason = known.line if isinstance(known, UserError) else repr(error)
+        click.echo(f"note: no report was written: {reason}; later: {processes.shown('report', '--run', str(run))}")
+    return 0
+
+
+def _nothing(missing: dict[str, dict[str, str]]) -> UserError:
+    return UserError(
+        "there is nothing to report on",
+        expected="a snapshot in the cache, or a run directory",
+        found="; ".join(missing[section]["what"] for section in ("snapshot", "run")),
+        fix=f"{missing['snapshot']['command']}; or name what is elsewhere: --set cache=DIR, --run DIR",
+    )
+
+
 def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:
     """Decoded latents beside the pictures of their sources, with the captions."""
     from pipeline.reporting import draw_latents, encoder_process  # torch, which other pages do not need
 
-    rows = draw_latents.spread(len(snapshot), min(count, len(snapshot)))
+    rows = spread(len(snapshot), min(count, len(snapshot)))
     records = draw_latents.SnapshotTensors(snapshot)
     latents = {str(row): records.latent(snapshot.sample(row)) for row in rows}
     cards = []

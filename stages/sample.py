@@ -2,25 +2,29 @@
 
 Text rows and latents come from the cache; new prompts (`--prompt`) are encoded into a temporary one. The transformer
 draws latents, and a second process decodes them, so that transformer and VAE never share memory and this process
-imports no encoder. The result is PNGs, `samples.jsonl` and a contact sheet: photo, the VAE's reconstruction, the drawn
-picture. Guidance uses the null record's valid rows, as `SanaPipeline` does. `--watch` decodes what a training draws.
+imports no encoder. The result is PNGs, `samples.jsonl` and a contact sheet: photo, the VAE's reconstruction, a picture
+by the weights that the run began from, and by the trained ones. Guidance uses the null record's valid rows, as
+`SanaPipeline` does. `--watch` decodes what a training draws.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.cache.layout import LatentRecipe, TextRecipe
+from pipeline.cache.prompts import spread
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
@@ -32,12 +36,15 @@ from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.training import checkpoint as checkpoints
-from pipeline.training.base_weights import whole_weights
+from pipeline.training.base_weights import first_weights, whole_weights
 
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
 _FIX = "--snapshot or --config with this model's encoders"
 RECONSTRUCTION, BASE, DRAWN = "reconstruction", "base", "drawn"
+T = TypeVar("T")
+_NAMED = 8
+"""A line names at most this many pictures."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,9 @@ def run(
     *,
     ema: bool = False,
     scale: float | None = None,
+    base: bool = True,
 ) -> Result:
-    """Draw, decode, and put on a contact sheet; of a checkpoint of an adapter with the base beside it.
+    """Draw, decode, and put on a contact sheet, with what the weights drew that the run began from.
 
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
@@ -68,6 +76,7 @@ def run(
         count: number of captions, taken evenly from the snapshot (None: `sample.count`).
         ema: use the EMA weights instead of the last weights.
         scale: of an adapter's change (None: 1).
+        base: also draw with the weights before the training, one model after the other.
 
     Raises:
         UserError: no checkpoint, no snapshot, or a snapshot of other encoders; a scale for a whole model.
@@ -79,7 +88,7 @@ def run(
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     stored = checkpoints.ModelTensors(folder, ema=ema)
-    architecture, columns = stored.architecture, _columns(stored, scale)
+    architecture, columns = stored.architecture, _columns(config, stored, scale, base)
     channels, text_width = opened.latent_recipe.channels, opened.text_recipe.width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or config.sample.count, len(opened))
@@ -87,37 +96,78 @@ def run(
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
     _make(out)
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
-    chosen, device = draw_latents.spread(len(opened), wanted), resolve_device(config.train.device)
-    drawn, latents = list[DrawnLatent](), dict[str, list[Tensor]]()
-    for title, by in columns.items():
-        weights = dict(whole_weights(config, stored, by))
-        drawn = draw_latents.draw_for(config, architecture, weights, opened, chosen, device)
-        latents[title] = [each.latent for each in drawn]
-        del weights
-    latents = {RECONSTRUCTION: [each.cached for each in drawn], **latents}
+    chosen, device = spread(len(opened), wanted), resolve_device(config.train.device)
+    by_title = _drawn(
+        columns, lambda weights: draw_latents.draw_for(config, architecture, weights, opened, chosen, device)
+    )
+    drawn = by_title[DRAWN]
+    latents = {RECONSTRUCTION: [each.cached for each in drawn]}
+    latents |= {title: [each.latent for each in column] for title, column in by_title.items()}
     hits = draw_latents.nearest(drawn)
-    _log(f"{sum(hits)} of {len(hits)} drawn latents are nearest to those of their own picture")
+    for line in likeness(drawn, hits, by_title.get(BASE)):
+        _log(line)
     rows = [
         {
             **{name: getattr(each, name) for name in ("caption", "source", "item", "sample_id")},
             "height": each.bucket[0],
             "width": each.bucket[1],
             "nearest_is_own": hit,
+            "seed": config.sample.seed,
         }
         for each, hit in zip(drawn, hits, strict=True)
     ]
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
         photos = SourcePictures(config, cache)
-        sheet = _publish(config, latents, rows, stored, Path(work), out, photos)
+        sheet = publish(config, latents, rows, stored, Path(work), out, photos)
     return Result(sheet, len(drawn), sum(hits))
 
 
-def _columns(stored: checkpoints.ModelTensors, scale: float | None) -> dict[str, float]:
-    """Title in the contact sheet -> scale of the adapter's change; `DRAWN` is the last."""
-    if stored.document.adapter is None and scale is not None:
+def _columns(
+    config: Config, stored: checkpoints.ModelTensors, scale: float | None, base: bool
+) -> dict[str, Callable[[], Mapping[str, Tensor] | None]]:
+    """Title in the contact sheet -> reads the weights (None: there are none); `DRAWN` is the last."""
+    is_adapter = stored.document.adapter is not None
+    if not is_adapter and scale is not None:
         raise ConfigError(f"{stored.folder} holds a whole model, not an adapter", fix="leave --adapter-scale out")
-    base = {} if stored.document.adapter is None else {BASE: 0.0}
-    return {**base, DRAWN: 1.0 if scale is None else scale}
+    first = partial(whole_weights, config, stored, 0.0) if is_adapter else partial(_first_weights, stored)
+    last = partial(whole_weights, config, stored, 1.0 if scale is None else scale)
+    return {**({BASE: first} if base else {}), DRAWN: last}
+
+
+def _first_weights(stored: checkpoints.ModelTensors) -> Mapping[str, Tensor] | None:
+    try:
+        return first_weights(stored)
+    except UserError as error:
+        _log(f"note: what the run began from is not drawn beside it: {error.line}")
+        return None
+
+
+def _drawn(
+    columns: Mapping[str, Callable[[], Mapping[str, Tensor] | None]], draw: Callable[[dict[str, Tensor]], list[T]]
+) -> dict[str, list[T]]:
+    """What is drawn by the columns that have weights; one model is in memory at a time."""
+    drawn = {}
+    for title, read in columns.items():
+        if (weights := read()) is not None:
+            drawn[title] = draw(dict(weights))
+        del weights
+        gc.collect()
+    return drawn
+
+
+def likeness(drawn: Sequence[DrawnLatent], hits: Sequence[bool], base: list[DrawnLatent] | None) -> Iterator[str]:
+    """What `draw_latents.nearest` says, for people."""
+    count, right = len(hits), sum(hits)
+    before = f"; before the training {sum(draw_latents.nearest(base))}" if base is not None else ""
+    if count > 1:
+        yield (
+            f"likeness: {right} of {count} pictures are closer to the photo of their own caption than to the "
+            f"{count - 1} other photos{before}; chance alone gives about 1"
+        )
+    others = [f"{_file(number, DRAWN)}.png ({each.item})" for number, each in enumerate(drawn) if not hits[number]]
+    if others and right:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        yield f"  closer to another photo: {', '.join(others[:_NAMED])}{more}"
 
 
 def _file(number: int, title: str) -> str:
@@ -145,13 +195,14 @@ def run_prompts(
     *,
     ema: bool = False,
     scale: float | None = None,
+    base: bool = True,
     height: int | None = None,
     width: int | None = None,
 ) -> Path:
     """Encode new prompts, draw and decode them, each in a separate process; returns the contact sheet.
 
     Args:
-        checkpoint, out, ema, scale: as in `run`.
+        checkpoint, out, ema, scale, base: as in `run`.
         prompts: equal ones (after the text recipe's normalisation) are drawn once.
         height, width: of the pictures in pixels (None: `data.resolution`).
 
@@ -182,17 +233,17 @@ def run_prompts(
         widths = {"channels": channels, "text_width": encoded.recipe.width}
         document.architecture.check_widths("the configured encoders", _FIX, **widths)
         stored = checkpoints.ModelTensors(folder, ema=ema)
-        columns = _columns(stored, scale)
+        columns = _columns(config, stored, scale, base)
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
         shape = channels, size[0] // compression, size[1] // compression
         device = resolve_device(config.train.device)
-        latents = {}
-        for title, by in columns.items():
-            weights = dict(whole_weights(config, stored, by))
-            latents[title] = draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device)
-            del weights
-        rows = [{"caption": text, "height": size[0], "width": size[1]} for text in encoded.texts]
-        return _publish(config, latents, rows, stored, Path(work), out)
+        latents = _drawn(
+            columns,
+            lambda weights: draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device),
+        )
+        shared = {"height": size[0], "width": size[1], "seed": config.sample.seed}
+        rows = [{"caption": text, **shared} for text in encoded.texts]
+        return publish(config, latents, rows, stored, Path(work), out)
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
@@ -250,7 +301,7 @@ def decode_in_subprocess(config: Config, latents: Mapping[str, Sequence[Tensor]]
     encoder_process.decode(config, tensors, work)
 
 
-def _publish(
+def publish(
     config: Config,
     latents: Mapping[str, Sequence[Tensor]],
     rows: Sequence[dict[str, Any]],
@@ -280,7 +331,7 @@ def _publish(
             os.replace(work / "pictures" / name, out / name)
             with Image.open(out / name) as picture:
                 shown.append(picture.convert("RGB"))
-        cards.append(SheetRow(row["caption"], tuple(shown)))
+        cards.append(SheetRow(f"{number:04d}: {row['caption']}", tuple(shown)))
         origin = {"checkpoint": stored.folder.name, "weights": stored.weights}
         lines.append({"file": f"{_file(number, DRAWN)}.png", **row, **origin})
     table = work / TABLE
@@ -291,6 +342,12 @@ def _publish(
             _log(f"note: pictures of the {weights} ({earlier.get('checkpoint')}) in {out} were replaced")
     os.replace(table, out / TABLE)
     contact_sheet(cards, (*([] if photos is None else ["photo"]), *latents), out / SHEET)
+    last = f" to {_file(len(rows) - 1, DRAWN)}.png" if len(rows) > 1 else ""
+    seed = rows[0]["seed"]
+    _log(
+        f"pictures: {out / _file(0, DRAWN)}.png{last}, seed {seed} (--set sample.seed={seed + 1} draws others); "
+        f"captions: {out / TABLE}"
+    )
     _log(f"contact sheet: {out / SHEET}")
     return out / SHEET
 

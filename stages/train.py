@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from pipeline.cache.prompts import PromptSet, find_rows, open_prompts
-from pipeline.cache.root import Cache
+from pipeline.cache import prompts as prompt_sets
+from pipeline.cache.prompts import PromptSet
+from pipeline.cache.root import CAPTIONS, Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, ParallelConfig, PicturesConfig
 from pipeline.errors import CacheError, ConfigError
@@ -36,6 +37,8 @@ from pipeline.parallel.mesh import Layout, open_mesh, reopening
 from pipeline.planning import auto
 from pipeline.planning.expectation import Expectation, expect
 from pipeline.planning.predict import Data, Machine
+from pipeline.processes import follow_with
+from pipeline.reporting import run_pictures
 from pipeline.retrying import TIMEOUT_S
 from pipeline.snapshots import heldout
 from pipeline.sources import caption_rules
@@ -47,6 +50,10 @@ from pipeline.training.task import Context, DrawnPrompts, Log, Report, TrainingT
 from pipeline.training.trainer import fit
 
 T = TypeVar("T")
+_MANY = 1000
+"""Epochs that the mean length of an epoch is taken from."""
+_CAPTIONS = 8
+"""Captions of the snapshot that are drawn."""
 
 
 def run(
@@ -74,7 +81,8 @@ def run(
     launch = detect()
     log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
     if not config.phases:
-        return _train(config, launch, snapshot, resume, quarantine, log, begin)
+        report = _train(config, launch, snapshot, resume, quarantine, log, begin)
+        return _decoded_later(config, launch, report)
     if snapshot is not None or resume not in (None, "auto"):
         raise ConfigError(
             f"--resume {resume} does not go with phases" if snapshot is None else "--snapshot does not go with phases",
@@ -82,7 +90,20 @@ def run(
         )
     launch = reopening(launch, config.train.parallel.timeout_s)
     with catch_signals_of(launch) as stop:
-        return _chain(config, launch, resume, quarantine, log, begin, stop)
+        report = _chain(config, launch, resume, quarantine, log, begin, stop)
+    return _decoded_later(config, launch, report)
+
+
+def _decoded_later(config: Config, launch: Launch, report: Report) -> Report:
+    """Let the first process of a finished run decode what was drawn once it has ended: then no process holds the
+    transformer."""
+    output = Path(config.train.output)
+    if report.stopped_by is None and report.checkpoint is not None and launch.is_main and run_pictures.files(output):
+        folder = report.checkpoint.parent.parent
+        pictures = (config.of_phase(folder.name) if config.phases else config).train.pictures
+        if pictures is not None and pictures.decode:
+            follow_with("finish", "--run", str(output), "--config", str(folder / "config.yaml"))
+    return report
 
 
 def _chain(
@@ -338,13 +359,13 @@ class Inputs:
 
     Attributes:
         heldout: the samples that it is validated on. old_heldout: those of them that an earlier run was validated on,
-            too. prompts: of the pictures that it draws. preserved: text rows of `train.preserve.prompt`.
+            too. prompts: sets of the pictures that it draws. preserved: text rows of `train.preserve.prompt`.
     """
 
     snapshot: Snapshot
     heldout: Snapshot | None = None
     old_heldout: Snapshot | None = None
-    prompts: PromptSet | None = None
+    prompts: Sequence[PromptSet] = ()
     preserved: list[np.ndarray] = field(default_factory=list)
 
     def keep(self, cache: Cache) -> None:
@@ -436,24 +457,36 @@ def _validated_on(document: Document, field: str) -> str | None:
 
 def _prompts(
     config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
-) -> tuple[Config, PromptSet | None]:
-    """The prompt set to draw, if any, and the configuration with its id."""
-    pictures = config.train.pictures
+) -> tuple[Config, Sequence[PromptSet]]:
+    """The prompt sets to draw, if any, and the configuration with the id of the set, or `CAPTIONS`."""
+    pictures, recipe = config.train.pictures, snapshot.text_recipe
     if pictures is None:
-        return config, None
+        return config, ()
     name = pictures.prompts
     if name is None and resumed is not None and not resumed.begins:
         name = (resumed.document.config["train"].get("pictures") or {}).get("prompts")
-    prompts = open_prompts(cache, name, snapshot.text_recipe)
-    log(f"pictures: {len(prompts)} prompts of set {prompts.id[:12]} every {pictures.every} steps")
-    return config.with_train(pictures=pictures.model_copy(update={"prompts": prompts.id})), prompts
+    if name is None and prompt_sets.newest(cache, prompt_sets.NAME) is None:
+        name = CAPTIONS
+    if name != CAPTIONS:
+        chosen = prompt_sets.open_prompts(cache, name, recipe)
+        log(f"pictures: {len(chosen)} prompts of set {chosen.id[:12]} every {pictures.every} steps")
+        return config.with_train(pictures=pictures.model_copy(update={"prompts": chosen.id})), (chosen,)
+    sets = [prompt_sets.of_snapshot(snapshot, _CAPTIONS)]
+    if (trigger := prompt_sets.newest(cache, prompt_sets.TRIGGER)) is not None and trigger.recipe == recipe:
+        sets.append(trigger)
+    if not any(map(len, sets)):
+        log("note: no pictures are drawn: all captions are empty (sana-pipe encode --prompts FILE has others)")
+        return config.with_train(pictures=None), ()
+    counted = f"{len(sets[0])} captions of the snapshot" + "".join(f", {len(more)} prompts" for more in sets[1:])
+    log(f"pictures: {counted}, every {pictures.every} steps")
+    return config.with_train(pictures=pictures.model_copy(update={"prompts": CAPTIONS})), sets
 
 
 def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndarray]:
     """Text rows of `train.preserve.prompt`."""
     recipe, found = snapshot.text_recipe, []
     for prompt in [] if config.train.preserve is None else config.train.preserve.prompts:
-        rows = find_rows(cache, recipe, caption_rules.normalise(prompt, recipe.normalisation))
+        rows = prompt_sets.find_rows(cache, recipe, caption_rules.normalise(prompt, recipe.normalisation))
         if rows is None:
             raise ConfigError(
                 f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",
@@ -505,7 +538,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         fixed = replace(training, seed=seed, phase=0, caption_drop=0.0, length_window=0, quarantine=None)
         return ValidationLoader(part, fixed, train.validation.samples)
 
-    drawn = None if inputs.prompts is None else _pictures(config, snapshot, inputs.prompts)
+    drawn = _pictures(config, snapshot, inputs.prompts) if inputs.prompts else None
     return TrainingTask(
         first_state=LoaderState(snapshot.id, train.seed, train.phase, 0, train.length_window),
         batch=max(bucket.batch for bucket in snapshot.buckets),
@@ -515,6 +548,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
+        epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=train.phase).steps_upto(_MANY) / _MANY,
         validation=None if part is None else validation,
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,
@@ -523,19 +557,28 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
     )
 
 
-def _pictures(config: Config, snapshot: Snapshot, prompts: PromptSet) -> DrawnPrompts:
+def _pictures(config: Config, snapshot: Snapshot, sets: Sequence[PromptSet]) -> DrawnPrompts:
     settings, recipe = config.train.pictures or PicturesConfig(), snapshot.latent_recipe
+    places = [(prompts, number) for prompts in sets for number in range(len(prompts))]
+
+    def rows(number: int) -> torch.Tensor:
+        prompts, place = places[number]
+        return bf16(prompts.rows(place))
 
     def null() -> tuple[torch.Tensor, torch.Tensor]:
-        rows, mask = prompts.null()
+        rows, mask = sets[0].null()
         return bf16(rows), torch.from_numpy(mask)
 
     return DrawnPrompts(
-        texts=prompts.texts,
-        rows=lambda number: bf16(prompts.rows(number)),
+        texts=tuple(text for prompts in sets for text in prompts.texts),
+        rows=rows,
         null=null,
         height=settings.height or config.data.resolution,
         width=settings.width or config.data.resolution,
         compression=recipe.compression,
-        names={"latent_recipe": recipe.id, "latent": recipe.values(), "prompt_set": prompts.id},
+        names={
+            "latent_recipe": recipe.id,
+            "latent": recipe.values(),
+            "prompt_set": "+".join(prompts.id for prompts in sets),
+        },
     )

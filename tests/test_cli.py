@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,6 +63,104 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Call
     return install
 
 
+@pytest.mark.parametrize(
+    ("words", "suggested"),
+    [
+        ("train --lr 1e-4", "--set train.optim.lr=1e-4"),
+        ("train --lr=1e-4 --resume auto", "--set train.optim.lr=1e-4"),
+        ("train --optim.lr 1e-4", "--set train.optim.lr=1e-4"),
+        ("train --caption-drop 0.1", "--set train.caption_drop=0.1"),
+        ("train --device cpu", "--set train.device=cpu or --set train.ema.device=cpu"),
+        ("train --ema", "--set 'train.ema={}'"),
+        ("train --tf32", "--set train.tf32=VALUE"),
+        ("encode --data . --text-batch 3", "--set encode.text_batch=3"),
+        ("gc --cache /c", "--set cache=/c"),
+    ],
+)
+def test_an_unknown_option_that_ends_an_option_of_the_configuration_is_named(
+    words: str, suggested: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end(*words.split()) == 2
+    assert capsys.readouterr().err.strip().endswith(suggested)
+
+
+@pytest.mark.parametrize("words", ["bucket --lr 1", "demo --steps 3", "train --phases.NAME.steps 3"])
+def test_another_unknown_option_is_refused_without_a_suggestion(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(*words.split()) == 2
+    printed = capsys.readouterr().err
+    assert "No such option" in printed and "--set" not in printed
+
+
+STOPPED = types.SimpleNamespace(stopped_by="SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("words", "result", "following"),
+    [
+        ("encode --data a --set 'cache=my cache' --set train.steps=3", {"left": 0}, None),
+        ("encode --data a --set 'cache=my cache'", {"left": 0}, "bucket --set 'cache=my cache'"),
+        ("encode --data a --set encode.image_batch=4", {"left": 0}, "bucket"),
+        ("encode --data a", {"left": 3}, None),
+        ("encode --data a", {"stopped": "SIGTERM"}, None),
+        ("encode --data a --json", {"left": 0}, None),
+        ("encode --data 'a b' --dry-run --no-probe", 0, "encode --data 'a b'"),
+        ("encode --prompts default", {"left": 0}, "train --resume auto"),
+        ("bucket --config tiny", "id", "train --resume auto --config tiny"),
+        ("bucket --dry-run --filter 'width > 3'", "id", "bucket --filter 'width > 3'"),
+        ("bucket --pack --name p", "id", "train --resume auto --snapshot p"),
+        ("bucket --pack --name p --latest", "id", "train --resume auto"),
+        ("check", 0, "encode --data DIR"),
+        ("check", 2, None),
+        ("plan --set train.steps=3", 0, "train --resume auto --set train.steps=3"),
+        ("train --set train.output=o --set train.steps=3", None, "sample --set train.output=o"),
+        ("train --resume c --snapshot s", STOPPED, "train --snapshot s --resume auto"),
+        ("sample --ema --checkpoint c", None, "export --checkpoint c --ema"),
+        ("sample --watch r --once", 0, "report --run r"),
+        ("export", None, "report"),
+        ("verify", 0, "bucket"),
+        ("verify", 4, None),
+        ("gc", 0, None),
+        ("--quiet verify", 0, None),
+    ],
+)
+def test_a_command_names_the_next_one_on_a_terminal(
+    words: str,
+    result: Any,
+    following: str | None,
+    stage: Callable[..., Calls],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = words.removeprefix("--quiet ").split()[0]
+    function = "dry_run" if "encode" in words and "--dry-run" in words else "watch" if "--watch" in words else "run"
+    stage(name, result, function)
+    if name == "plan":
+        vars(sys.modules["stages.plan"])["Options"] = dict
+    if "--pack" in words:
+        stage("pack", result)
+        vars(sys.modules["stages.pack"])["check_name"] = lambda name: None
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda there=terminal: there)
+        end(*shlex.split(words))
+        printed = capsys.readouterr().out
+        assert printed == (f"next: sana-pipe {following}\n" if terminal and following else "")
+
+
+def test_the_line_about_the_next_command_ends_what_follows_a_training(
+    stage: Callable[..., Calls], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed: list[tuple[str, ...]] = []
+    monkeypatch.setattr("pipeline.cli.pass_on", lambda *words: passed.append(words) or True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    stage("train", None)
+    assert end("train") == 0 and capsys.readouterr().out == ""
+    assert passed == [("--next", "sana-pipe sample")]
+    monkeypatch.setattr("pipeline.cli.pass_on", lambda *words: False)
+    stage("report", 0, "finish")
+    assert end("finish", "--run", "r", *passed[0]) == 0
+    assert capsys.readouterr().out == "next: sana-pipe sample\n"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--version") == 0
     assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"
@@ -69,7 +168,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--help") == 0
-    listed = capsys.readouterr().out.partition("Commands:")[2].partition("Exit codes:")[0]
+    listed = capsys.readouterr().out.partition("Commands:")[2].partition("Examples:")[0]
     assert [line.split()[0] for line in listed.strip().splitlines()] == [
         "bucket",
         "check",
@@ -79,6 +178,7 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
         "export",
         "forget",
         "gc",
+        "help",
         "init",
         "inspect",
         "plan",
@@ -119,7 +219,7 @@ def test_help_ends_with_examples_that_are_accepted(
     for line in examples:
         code, calls = dry_run(monkeypatch, words_of(line))
         assert code == 0, capsys.readouterr().err
-        assert calls or "config" in words
+        assert calls or words in ("config", "help")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +303,10 @@ def test_prompts_are_drawn_instead_of_captions(stage: Callable[..., Calls]) -> N
     assert end(*words, "--ema", "--width", "512", "--set", "text.mode=exact", "--set", "sample.seed=3") == 0
     ((config, checkpoint, prompts, out), options) = calls[0]
     assert (checkpoint, prompts, out) == ("auto", ("a cat", "a dog"), Path("samples"))
-    assert options == {"ema": True, "height": None, "width": 512, "scale": None} and config.text.mode == "exact"
+    assert (
+        options == {"ema": True, "height": None, "width": 512, "scale": None, "base": True}
+        and config.text.mode == "exact"
+    )
     assert end(*words, "--count", "2") == 2 and end(*words, "--snapshot", "x") == 2
     assert end("sample", "--width", "512") == 2 and end(*words, "--watch", "run") == 2 and len(calls) == 1
 
@@ -543,7 +646,7 @@ def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
 STAGES = {"bucket": ("bucket", "pack"), "diff": ("snapshots",)}
 
 
-def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_the_codes_that_a_command_can_give() -> None:
     """Of the rarer ones: those whose errors are raised in what the stage imports."""
     root = Path(pipeline.__file__).parent.parent
     modules = {module_name(path, root): path for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]}
@@ -591,10 +694,26 @@ def test_the_help_names_the_codes_that_a_command_can_give(capsys: pytest.Capture
         if "pipeline.training.feeding" in reached:  # raises a RejectRateError after the run has saved
             able |= {5}
         assert {code for code in raisers if name in EXIT_CODES[code][1]} == able, name
-        assert end(*(["snapshots"] if name == "diff" else []), name, "--help") == 0
-        printed = capsys.readouterr().out.partition("Exit codes:")[2]
-        shown = {int(line.split()[0]) for line in printed.splitlines() if line[:3].strip()[:1].isdigit()}
-        assert shown == {code for code, (_, names) in EXIT_CODES.items() if not names or name in names}, name
+
+
+def test_help_prints_the_exit_codes_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert end("help", "exit-codes") == 0
+    printed = capsys.readouterr().out
+    shown = {int(line.split()[0]) for line in printed.splitlines() if line[:3].strip()[:1].isdigit()}
+    assert shown == set(EXIT_CODES)
+    assert "[train, export, sample]" in printed
+    for words in ([], *([name] for name in cli.commands)):
+        assert end(*words, "--help") == 0
+        assert "Exit codes:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["snapshots", "diff"]])
+def test_help_prints_that_of_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(*words, "--help") == 0
+    help = capsys.readouterr().out
+    assert end("help", *words) == 0
+    assert capsys.readouterr().out == help
+    assert end("help", *words, "no-such") == 2
 
 
 def test_an_interrupt_ends_with_130(stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str]) -> None:

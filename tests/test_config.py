@@ -84,6 +84,11 @@ def test_unknown_key_names_file_key_and_nearest(tmp_path: Path, text: str, key: 
         assert "lr" in message
 
 
+def test_an_unknown_key_of_a_large_section_names_the_command_that_lists_it(tmp_path: Path) -> None:
+    message = refusal(tmp_path, MINIMAL + "train: {xyzzy: 4}")
+    assert "`sana-pipe config train` lists" in message and "valid here" not in message
+
+
 def test_unknown_key_inside_an_optional_section(tmp_path: Path) -> None:
     message = refusal(tmp_path, MINIMAL.replace("{id: some/model}", "{id: some/model, subfoldr: x}"))
     assert "unknown key 'model.weights.subfoldr'; did you mean 'model.weights.subfolder'?" in message

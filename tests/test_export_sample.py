@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from PIL import Image
 
 from pipeline import cli, processes
+from pipeline.cache.prompts import spread
 from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.demo import small_models
@@ -493,6 +496,69 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_process, "_run", run)
 
 
+def test_the_base_is_drawn_beside_the_trained_weights_one_model_at_a_time(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that began from another: its checkpoint. Of one from random values: nothing. Lost: a note."""
+    monkeypatch.setattr(sample, "decode_in_subprocess", lambda *_: pytest.fail("decoded"))
+    seen: list[dict[str, torch.Tensor]] = []
+    models: list[weakref.ref[Any]] = []
+    real = draw_latents.draw_for
+
+    def draw_for(config: Config, architecture: Any, weights: dict[str, torch.Tensor], *rest: Any) -> Any:
+        assert all(model() is None for model in models), "two models are in memory"
+        load = architecture.loaded
+
+        class Watched:
+            def loaded(self, *arguments: Any) -> Any:
+                model = load(*arguments)
+                models.append(weakref.ref(model))
+                return model
+
+        seen.append({name: value.clone() for name, value in weights.items()})
+        return real(config, Watched(), weights, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draw_latents, "draw_for", draw_for)
+    published: list[dict[str, Any]] = []
+    monkeypatch.setattr(sample, "publish", lambda config, latents, *rest: published.append(latents) or tmp_path)
+    sample.run(trained.config, "auto", None, tmp_path / "samples", 3)
+    assert list(published.pop()) == ["reconstruction", "drawn"] and len(seen) == 1
+    later = changed(trained.config, tmp_path, f"train.output={tmp_path / 'later'}", "train.steps=1")
+    train.run(later, begin=trained.checkpoint)
+    sample.run(later, "auto", None, tmp_path / "samples", 3)
+    assert list(published.pop()) == ["reconstruction", "base", "drawn"]
+    first, last = checkpoints.load_model_state(trained.checkpoint)[1], seen[2]
+    assert len(models) == 3 and seen[1].keys() == last.keys()
+    assert all(torch.equal(first[name], value) for name, value in seen[1].items())
+    assert not all(torch.equal(first[name], value) for name, value in last.items())
+    assert re.search(r"likeness: \d of 3 pictures .*; before the training \d;", capsys.readouterr().out)
+    sample.run(later, "auto", None, tmp_path / "samples", 3, base=False)
+    assert list(published.pop()) == ["reconstruction", "drawn"]
+    (tmp_path / "later/from.json").unlink()
+    sample.run(later, "auto", None, tmp_path / "samples", 3)
+    assert list(published.pop()) == ["reconstruction", "drawn"]
+    assert "what the run began from is not drawn" in capsys.readouterr().out
+
+
+def test_the_likeness_is_said_in_words() -> None:
+    def of(own: float) -> list[draw_latents.DrawnLatent]:
+        """The latent of picture n is n everywhere; the last one is drawn as `own`."""
+        values = [0.0, 10.0, own]
+        cached = [torch.full((1, 4, 4), 10.0 * n) for n in range(3)]
+        return [
+            draw_latents.DrawnLatent(n, n, "c", "s", f"{n}.jpg", (32, 32), cached[n], torch.full((1, 4, 4), values[n]))
+            for n in range(3)
+        ]
+
+    assert draw_latents.nearest(of(0.0)) == [True, True, False]
+    lines = list(sample.likeness(of(0.0), [True, True, False], None))
+    assert lines[0].startswith("likeness: 2 of 3 pictures are closer to the photo of their own caption")
+    assert lines[1] == "  closer to another photo: 0002.png (2.jpg)"
+    better, worse = of(20.0), of(0.0)
+    assert "before the training 2;" in next(iter(sample.likeness(better, [True] * 3, worse)))
+    assert list(sample.likeness(better[:1], [True], None)) == [], "one picture has no other to resemble"
+
+
 PROMPTS = ["A red CUBE", "a lighthouse\nat sea", "a red cube"]
 
 
@@ -585,7 +651,7 @@ def test_prompts_are_drawn_where_the_cache_is_not(
 def test_rows_are_spread_without_repeats() -> None:
     for samples in (1, 2, 7, 100):
         for count in range(1, samples + 1):
-            rows = draw_latents.spread(samples, count)
+            rows = spread(samples, count)
             assert len(set(rows)) == count
             assert 0 <= min(rows) <= max(rows) < samples
 

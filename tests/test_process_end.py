@@ -63,6 +63,27 @@ def test_a_native_thread_that_still_reads_changes_neither_output_nor_exit_code()
     assert (ended.returncode, ended.stdout, ended.stderr) == (5, "done\n", "")
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_command_takes_the_place_of_a_process_that_ended_well(code: int) -> None:
+    words = """
+import os, sys
+from pipeline import processes
+
+def main():
+    print("before", os.getpid())
+    processes.follow_with("finish")
+    return CODE
+
+processes.command = lambda *words: [sys.executable, "-c", "import os, sys; print(sys.argv[1], os.getpid())", *words]
+processes.run_and_exit(main)
+"""
+    words = words.replace("processes.command =", "command = processes.command\nprocesses.command =")
+    ended = child(words.replace("CODE", str(code)))
+    before, *after = ended.stdout.splitlines()
+    assert ended.returncode == code
+    assert after == ([before.replace("before", "finish")] if code == 0 else [])
+
+
 def test_the_installed_command_shows_no_warnings_of_libraries_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
 import logging, warnings

@@ -32,6 +32,7 @@ from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
 from tests.support import tiny_cache
 from tests.support.messages import naming
+from tests.support.packed import pack
 
 MakeConfig = Callable[..., Config]
 
@@ -127,6 +128,31 @@ def test_with_a_source_a_prompt_that_is_a_caption_is_not_encoded_again(
     opened = prompts.open_prompts(cache, "prompts", snapshot.text_recipe)
     assert opened.empty == snapshot.null, "the same null record"
     assert opened.texts[0] == caption.strip().upper()
+
+
+def test_a_caption_prefix_gives_prompts_with_the_trigger_word(
+    small_cache_copy: Path, make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path
+) -> None:
+    config = make_config(tmp_path, "data.caption_prefix=sks dog, ")
+    done = stages.encode.run(config, str(photos), prompts=str(file))
+    assert done["prompts"]["name"] == "prompts" and prompts.names(Cache.of(config)) == ["prompts"]
+    done = stages.encode.run(config, str(photos))
+    made = prompts.open_prompts(Cache.of(config), prompts.TRIGGER, recipe_of(Cache.of(config)))
+    assert done["prompts"] == {"name": "trigger", "id": made.id, "prompts": 4, "new": 4}
+    assert all(text.startswith("sks dog, ") for text in made.texts) and len({*made.texts}) == 4
+
+
+def test_captions_of_a_packed_snapshot_are_prompts_too(tmp_path: Path) -> None:
+    cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
+    plain = cache.open_snapshot()
+    for opened in (plain, pack(cache)):
+        made = prompts.of_snapshot(opened, 3)
+        assert len(made) == 3 and made.null()[1].any()
+        reader = opened.reader("text")
+        for number, text in enumerate(made.texts):
+            row = next(row for row in range(len(opened)) if text in opened.captions(row, reader))
+            place = opened.sample(row).captions[opened.captions(row, reader).index(text)]
+            assert made.rows(number).shape == (place.rows, opened.text_recipe.width)
 
 
 def test_prompts_do_not_change_the_units_of_the_captions(

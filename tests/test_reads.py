@@ -94,6 +94,21 @@ def test_a_misspelt_option_is_still_named_as_such() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "given", "near"),
+    [
+        ("sample", "train.steps=3", "sample.steps"),
+        ("encode", "train.device=cpu", "encode.device"),
+        ("train", "bucket.batch=24", None),
+    ],
+)
+def test_a_refused_option_names_the_nearest_alone(command: str, given: str, near: str | None) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("tiny", [given], command)
+    assert refused.value.expected == near
+    assert str(refused.value.fix).startswith("leave it out")
+
+
+@pytest.mark.parametrize(
     ("words", "refused"),
     [
         ("train --set bucket.batch=24", "train"),

@@ -31,6 +31,8 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import WeightFiles, save_nvlabs, save_weights
 from pipeline.reporting import encoder_process
+from pipeline.training import checkpoint
+from pipeline.training.base_weights import first_weights
 from stages import bucket, check, encode, export, sample, train
 from tests.support import hub_layouts
 from tests.support.hub_layouts import RELEASED, Set
@@ -679,6 +681,20 @@ def test_check_says_beforehand_what_is_missing(
         assert word in problem
 
 
+def test_check_without_the_hub_says_each_thing_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert check.run(load("sana_1600m_1024", ["text.id=a/other"])) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("see below") == 4 and printed.out.endswith("2 problems\n")
+    assert printed.err.count("the hub cannot be reached") == 2
+    assert printed.err.count("'a/other'") == printed.err.count("Sana_1600M_1024px_BF16_diffusers'") == 1
+
+
 def test_check_sees_parts_that_do_not_fit(
     repositories: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -796,7 +812,20 @@ def test_sampling_runs_in_what_the_model_bears(run: SimpleNamespace, monkeypatch
     monkeypatch.setattr(SanaTransformer, "to", lambda self, *a: (used.append(a[1]), to(self, *a))[1])
     monkeypatch.setattr(encoder_process.subprocess, "run", here)
     done = sample.run(run.config, "auto", None, run.root / "samples", 1)
-    assert done.sheet.is_file() and used == [torch.float32]
+    assert done.sheet.is_file() and used == [torch.float32, torch.float32], "the base, and what was trained"
+
+
+def test_the_base_of_a_run_is_what_model_weights_name(run: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = checkpoint.ModelTensors(run.root / "run/checkpoints/step-00000001")
+    first = first_weights(stored)
+    assert first is not None
+    started = stored.architecture.stored(hub.resolve(run.config.model.weights, widest=True))
+    assert first.keys() == dict(stored.exported()).keys()
+    for name, shape in started.shapes.items():
+        assert torch.equal(first[name], started.read(name, [0] * len(shape), shape).float()), name
+    assert any(not torch.equal(first[name], value) for name, value in stored.exported().items())
+    monkeypatch.setitem(stored.document.config["model"], "weights", None)
+    assert first_weights(stored) is None, "drawn at random"
 
 
 def test_an_export_takes_a_precision_that_the_weights_bear(run: SimpleNamespace, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -678,6 +679,34 @@ def test_pages_about_little(made: Made, tmp_path: Path) -> None:
     assert {"losses", "throughput", "data-wait", "buckets"} <= set(page.sections)
     assert not {"validation", "ema", "phases", "compare", "new"} & set(page.sections)
     assert "Held-out loss: no held-out loss was measured" in page.shown
+
+
+def test_nothing_to_report_on_is_an_error(made: Made, tmp_path: Path) -> None:
+    output = made.config.train.model_copy(update={"output": str(tmp_path / "no-run")})
+    nowhere = made.config.model_copy(update={"cache": str(tmp_path / "none"), "train": output})
+    with pytest.raises(UserError, match=naming(tmp_path / "none", tmp_path / "no-run", "sana-pipe encode --data DIR")):
+        report.run(nowhere, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("code", [0, 2, -9])
+def test_after_a_training_pictures_are_decoded_apart_and_the_page_is_of_the_run(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    started: list[list[str]] = []
+    ended = types.SimpleNamespace(returncode=code)
+    monkeypatch.setattr(report.subprocess, "run", lambda words, **options: started.append(words) or ended)
+    folder = journal(tmp_path / "run", '{"step": 1, "loss": 0.5}\n')
+    assert report.finish(made.config, folder, "mine.yaml") == 0
+    assert started[0][-6:] == ["sample", "--watch", str(folder), "--once", "--config", "mine.yaml"]
+    printed = capsys.readouterr().out
+    assert (f"later: sana-pipe sample --watch {folder} --once" in printed) == (code != 0)
+    assert (folder / "report.html").as_uri() in printed
+    page = checked(folder / "report.html")
+    assert "run" in page.sections and "buckets" not in page.sections
+    (folder / "report.html").write_text("mine")
+    assert report.finish(made.config, folder, "mine.yaml") == 0, "a training does not fail because of its page"
+    assert "no report was written" in capsys.readouterr().out and (folder / "report.html").read_text() == "mine"
 
 
 def test_a_page_that_cannot_be_written(made: Made, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_train_shows_its_progress(
     *_, row = [text for text in shown if text.startswith("step ")]
     losses = [entry["loss"] for entry in rows]
     trend = sum(losses[3:]) / 2 - sum(losses[:2]) / 2
-    assert row.startswith(f"step 5/5  loss {losses[-1]:.4f} ({trend:+.4f})")
+    assert row.startswith(f"step 5/5 (100%)  loss {losses[-1]:.4f} ({trend:+.4f})")
     assert "images/s" in row and "validation " in row
     assert sum(text.startswith("step ") for text in shown) == 1
     assert sum(text.startswith("validation after") for text in shown) == 3, "other lines stay"

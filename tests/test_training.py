@@ -942,11 +942,12 @@ def test_a_journal_that_a_kill_tore_is_continued(tmp_path: Path) -> None:
 def test_the_time_left_is_at_the_speed_since_the_last_line(tmp_path: Path) -> None:
     values = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "images_per_s": 1.0, "data_wait": 0.0, "bucket": [8, 8]}
     printed: list[str] = []
-    with closing(metrics.Metrics(tmp_path / "metrics.jsonl", printed.append)) as journal:
+    with closing(metrics.Metrics(tmp_path / "metrics.jsonl", printed.append, epoch_steps=2.5)) as journal:
         journal.start(step=2)
         for step, seconds in ((4, 100.0), (6, 120.0), (10, 130.0)):
             journal.row(10, {"step": step, **values, "seconds": seconds})
-    assert [line.rpartition("  ")[2] for line in printed] == ["5m00s left", "40s left", "8x8"]
+    assert [line.rpartition("  ")[2] for line in printed] == ["5m00s left", "40s left", "2m10s elapsed"]
+    assert printed[1].startswith("step  6/10 (60%, epoch 2.4)  ") and "  2m00s elapsed  40s left" in printed[1]
 
 
 def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
@@ -968,14 +969,14 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
     journal.validation(100, {**values, "loss": None, "ema_by_sigma": None, "by_age": None})
     journal.close()
     assert printed == [
-        "step   9/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  2 skipped  "
-        "1 quarantined  8.0 GiB on process 1, 9.0 reserved  30m20s left",
-        "step  10/100  loss 0.5000  grad overflow  lr 1.00e-04  8.0 images/s  data 75%  64x32  "
-        "8.0 GiB on process 1, 9.0 reserved  15m00s left",
+        "step   9/100 (9%)  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  2 skipped  "
+        "1 quarantined  8.0 GiB on process 1, 9.0 reserved  20s elapsed  30m20s left",
+        "step  10/100 (10%)  loss 0.5000  grad overflow  lr 1.00e-04  8.0 images/s  data 75%  64x32  "
+        "8.0 GiB on process 1, 9.0 reserved  30s elapsed  15m00s left",
         "predicted and measured until step 10: memory 8 and 8 GiB (+0%), speed 10 and 8 images/s (-20%)",
         "warning: the speed is 20% below the prediction",
-        "step  11/100  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  "
-        "3.0 GiB of main memory",
+        "step  11/100 (11%)  loss 0.5000  grad 1.500  lr 1.00e-04  8.0 images/s  MFU 60%  data 75%  64x32  "
+        "3.0 GiB of main memory  30s elapsed",
         "validation after step 11/100  loss 0.2500  EMA is not a finite number  old samples 0.2000  5 samples  1.0 s",
         "validation after step 11/100  loss is not a finite number  5 samples  1.0 s",
     ]
@@ -1025,13 +1026,13 @@ def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
         with pytest.raises(ValueError):
             journal.row(9, {"step": 3, "loss": math.nan, **row})
     assert shown == [
-        "step 1/9  loss 1.0000  2.0 images/s  1m20s left",
-        "step 2/9  loss 0.5000 (-0.5000)  2.0 images/s  1m10s left",
-        "step 3/9  loss 0.3333 (-0.6667)  2.0 images/s  1m00s left",
-        "step 4/9  loss 0.2500 (-0.4583)  2.0 images/s  50s left",
-        "step 4/9  loss 0.1250 (-0.5625)  2.0 images/s  validation 9.0000",
+        "step 1/9 (11%)  loss 1.0000  2.0 images/s  10s elapsed  1m20s left",
+        "step 2/9 (22%)  loss 0.5000 (-0.5000)  2.0 images/s  20s elapsed  1m10s left",
+        "step 3/9 (33%)  loss 0.3333 (-0.6667)  2.0 images/s  30s elapsed  1m00s left",
+        "step 4/9 (44%)  loss 0.2500 (-0.4583)  2.0 images/s  40s elapsed  50s left",
+        "step 4/9 (44%)  loss 0.1250 (-0.5625)  2.0 images/s  validation 9.0000  1m00s elapsed",
         "end",
-        "step 3/9  loss 0.5000  2.0 images/s  validation 9.0000",
+        "step 3/9 (33%)  loss 0.5000  2.0 images/s  validation 9.0000",
         "end",
     ]
     place = tmp_path / "pictures/x"

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,9 +25,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import stages.bucket
 import stages.sample
 import stages.train
+from pipeline import processes
 from pipeline.cache import layout, local_files, prompts
 from pipeline.cache.root import Cache
-from pipeline.config import Config, SampleConfig, TrainConfig
+from pipeline.config import Config, SampleConfig, TrainConfig, dump
 from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.parallel.compile import compile_blocks
@@ -377,8 +379,6 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     snapshot = stages.bucket.run(config)
     cache = Cache(config.cache)
     output = Path(config.train.output)
-    with pytest.raises(CacheError, match=naming("'prompts'", "sana-pipe encode --prompts")):
-        stages.train.run(config)
     with pytest.raises(CacheError, match="'other'"):
         stages.train.run(small("train.pictures.prompts=other"))
     recipe, keys, published = publish(cache)
@@ -416,6 +416,100 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert decoded == [f"pictures/step-{step:08d}/{number:04d}.png" for step in range(3) for number in range(3)] + [
         "pictures/step-00000003/0000.png"
     ]
+
+
+def test_without_a_prompt_set_captions_of_the_snapshot_are_drawn(small: Callable[..., Config]) -> None:
+    config = small()
+    stages.bucket.run(config)
+    cache, output, printed = Cache(config.cache), Path(config.train.output), list[str]()
+    opened = cache.open_snapshot()
+    assert stages.train.run(config, log=printed.append).step == 1
+    latents, description = drawn(output, 1)
+    count = len(description["prompts"])
+    assert f"pictures: {count} captions of the snapshot, every 1 steps" in printed
+    reader = opened.reader("text")
+    written = {text for row in range(len(opened)) for text in opened.captions(row, reader)}
+    assert {*description["prompts"]} <= written and count == len({*description["prompts"]}) == min(8, len(written))
+
+    expected = prompts.of_snapshot(opened, 8)
+    architecture, weights = checkpoint.load_model_state(output / "checkpoints/step-00000001")
+    shape = (opened.latent_recipe.channels, *[config.data.resolution // opened.latent_recipe.compression] * 2)
+    pictures = draw_latents.draw_prompts(config, architecture, weights, expected, shape, torch.device("cpu"))
+    assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(pictures)}) <= 1e-5
+
+    # A set that is published later does not take their place in a resumed run; prompts of the trigger word join them.
+    _, keys, published = publish(cache)
+    trigger = prompts.publish(cache, prompts.TRIGGER, published.recipe, ["sks, at sea"], keys[:1])
+    assert trigger is not None
+    stages.train.run(small("train.steps=2"), resume="auto", log=printed.append)
+    assert drawn(output, 2)[1]["prompts"] == [*description["prompts"], "sks, at sea"]
+    assert not [line for line in printed if line.startswith("changed since") and "prompts" in line]
+
+
+def test_captions_of_a_snapshot_are_spread_without_repetitions_and_empty_ones() -> None:
+    class Twice:
+        """Two samples in a row have one caption; the second caption is the more probable; one is empty."""
+
+        def __len__(self) -> int:
+            return 40
+
+        def sample(self, row: int) -> Any:
+            place = SimpleNamespace(shard="s", offset=row, rows=3, key=b"k", checksum=b"c", length=None)
+            return SimpleNamespace(
+                captions=[SimpleNamespace(**vars(place), weight=w) for w in (0.2, 0.4, 0.4)],
+            )
+
+        def captions(self, row: int, reader: Any) -> list[str]:
+            return ["rare", "" if row == 2 else f"{row // 2}", "as probable"]
+
+        def reader(self, kind: str) -> None: ...
+
+        text_recipe, head, null, files = None, SimpleNamespace(folder="f"), None, None
+
+    made: Any = prompts.of_snapshot(Twice(), 8)  # type: ignore[arg-type]
+    assert len(made.texts) == 8 and made.texts[0] == "3" and "" not in made.texts and made.folder == "f"
+    assert len({*made.texts}) == 8 and max(map(int, made.texts)) >= 17
+    assert prompts.of_snapshot(Twice(), 30).texts.count("19") == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_run_ends_with_its_pictures_and_its_page(small: Callable[..., Config], tmp_path: Path, lost: bool) -> None:
+    """Real processes. A VAE that is not there fails no run."""
+    config = small(*(["vae.id=" + str(tmp_path / "gone")] if lost else []))
+    stages.bucket.run(small())
+    (tmp_path / "mine.yaml").write_text(dump(config))
+    words = processes.command("train", "--config", str(tmp_path / "mine.yaml"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    output = Path(config.train.output)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith((output / "report.html").resolve().as_uri())
+    assert bool(list(output.glob("pictures/*/*.png"))) != lost
+    assert (f"sample --watch {output} --once" in done.stdout) == lost
+    assert "Traceback" not in done.stderr
+    again = subprocess.run([*words, "--resume", "auto", "--set", "train.pictures.decode=false"], check=False)
+    assert again.returncode == 0
+
+
+def test_the_page_follows_a_finished_run_alone(small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(stages.train, "follow_with", lambda *words: followed.append(words))
+    config = small()
+    stages.bucket.run(config)
+    output = config.train.output
+
+    def train(*changes: str) -> None:
+        stages.train.run(small(*changes), resume="auto", log=lambda line: None)
+
+    train("train.pictures.decode=false")
+    train("train.steps=2", "train.pictures=null", f"train.output={output}-other")
+    assert not followed
+    with mock.patch.object(trainer, "fit"), mock.patch.object(stages.train, "fit") as fit:
+        fit.return_value = Report(1, Path(output) / "checkpoints/step-00000001", None, "SIGTERM")
+        train("train.steps=2")
+    assert not followed, "a stop request leaves little time"
+    train("train.steps=2")
+    assert followed == [("finish", "--run", output, "--config", f"{output}/config.yaml")]
 
 
 def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config]) -> None:

@@ -19,13 +19,15 @@ from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import FORGOTTEN, Cache, check_prompts_name
+from pipeline.cache.root import CAPTIONS, FORGOTTEN, Cache, check_prompts_name
 from pipeline.cache.shard import ShardReader
-from pipeline.cache.snapshot import TextPlace
+from pipeline.cache.snapshot import Snapshot, TextPlace
 from pipeline.errors import CacheError, IntegrityError
 
 NAME = "prompts"
 """The name of a set that was not given any other."""
+TRIGGER = "trigger"
+"""The name of the set that `encode` makes of `data.caption_prefix`."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class PromptSet:
         texts: as written.
         places: of the record of each prompt.
         empty: the place of the null record.
+        folder: of the shards, where it is not the recipe's.
     """
 
     files: Files = field(repr=False, compare=False)
@@ -46,6 +49,7 @@ class PromptSet:
     texts: tuple[str, ...]
     places: tuple[TextPlace, ...]
     empty: TextPlace
+    folder: str | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -78,7 +82,7 @@ class PromptSet:
 
     @cached_property
     def _reader(self) -> ShardReader:
-        return ShardReader(self.files, self.recipe.name)
+        return ShardReader(self.files, self.recipe.name, folder=self.folder)
 
     def _read(self, place: TextPlace) -> np.ndarray:
         into = np.empty((place.rows, self.recipe.width), np.uint16)
@@ -140,6 +144,37 @@ def open_prompts(cache: Cache, name: str | None, recipe: layout.TextRecipe) -> P
         expected=", ".join(names(cache)) or "(none)",
         fix=f"{fix} (`--prompts default`: five prompts of ours)",
     )
+
+
+def of_snapshot(snapshot: Snapshot, count: int) -> PromptSet:
+    """A set of captions of a snapshot: the first of the most probable captions of samples that are evenly spaced,
+    without repetitions and empty captions. It is not in the cache; its id depends on the captions alone.
+
+    Args:
+        count: the most captions.
+
+    Raises:
+        IntegrityError: a caption is missing or damaged.
+    """
+    reader, places = snapshot.reader("text"), dict[str, TextPlace]()
+    for row in (row for tries in (count, 8 * count) for row in spread(len(snapshot), min(tries, len(snapshot)))):
+        captions = snapshot.sample(row).captions
+        at = max(range(len(captions)), key=lambda number: captions[number].weight)
+        text, place = snapshot.captions(row, reader)[at], captions[at]
+        if text.strip() and len(places) < count:
+            shown = TextPlace(
+                place.shard, place.offset, place.rows, place.rows, place.key, place.checksum, place.length
+            )
+            places.setdefault(text, shown)
+        if len(places) == count:
+            break
+    recipe, folder = snapshot.text_recipe, snapshot.head.folder
+    return PromptSet(snapshot.files, "", CAPTIONS, recipe, tuple(places), tuple(places.values()), snapshot.null, folder)
+
+
+def spread(samples: int, count: int) -> list[int]:
+    """`count` rows, evenly spaced (rows are ordered by bucket, so every shape has its share)."""
+    return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
 def find_rows(cache: Cache, recipe: layout.TextRecipe, normalised: str) -> np.ndarray | None:

@@ -46,8 +46,15 @@ def check_snapshot_name(name: str) -> None:
     _check_name(name, "a snapshot", "--name NAME")
 
 
+CAPTIONS = "captions"
+"""Value of `train.pictures.prompts` for captions of the snapshot."""
+
+
 def check_prompts_name(name: str) -> None:
     """Raises a UserError unless the name is allowed for a prompt set."""
+    if name == CAPTIONS:
+        what = f"{name!r} cannot name a prompt set: train.pictures.prompts means captions of the snapshot by it"
+        raise UserError(what, fix="--prompts-name NAME")
     _check_name(name, "a prompt set", "--prompts-name NAME")
 
 

@@ -26,6 +26,8 @@ PROMPTS = (
     "three green apples in a white bowl beside an open book",
 )
 """The prompts that `DEFAULT` means: an attribute and a place, a face, a crowded scene, a style, a number."""
+_PLACES = ("in a forest in the morning", "on a beach at sunset", "in a city street at night", "a pencil drawing")
+"""What follows a trigger word in the prompts that show whether it is learnt."""
 _PAGES = ("<!doctype", "<html", "<?xml")
 """How pages begin that servers send instead of a file."""
 
@@ -43,6 +45,16 @@ class PromptWork:
     texts: tuple[str, ...]
     keys: tuple[bytes, ...]
     work: pa.Table
+
+
+def of_trigger(prefix: str) -> list[tuple[int, str]]:
+    """Prompts with the trigger word of a data set in several contexts, numbered.
+
+    Args:
+        prefix: `data.caption_prefix`, such as `sks dog, `.
+    """
+    word = prefix.strip().rstrip(",;:. ")
+    return list(enumerate((f"{word}, {place}" for place in _PLACES), 1))
 
 
 def read(file: str, patience_s: float) -> list[tuple[int, str]]:

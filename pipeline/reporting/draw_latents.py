@@ -1,7 +1,7 @@
 """Draw latents for captions of a snapshot or for prompts, and check whether each resembles its caption's picture.
 
 `draw_for` reads text rows from the cache and samples with the transformer, `draw_prompts` does so for a prompt set;
-`nearest` compares the results with the cached latents; `spread` chooses rows. It is apart from the stage, because tests
+`nearest` compares the results with the cached latents. It is apart from the stage, because tests
 and reports use the check, too. The model is in memory while it draws; decoding happens elsewhere.
 """
 
@@ -42,11 +42,6 @@ class DrawnLatent:
     bucket: tuple[int, int]
     cached: torch.Tensor
     latent: torch.Tensor
-
-
-def spread(samples: int, count: int) -> list[int]:
-    """`count` rows, evenly spaced (rows are ordered by bucket, so every shape has its share)."""
-    return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
 def draw_for(

@@ -68,7 +68,7 @@ def _run(config: Config, work: Path, *words: str, what: str) -> None:
     settings = work / "config.yaml"
     settings.write_text(dump(config), encoding="utf-8")
     torch.cuda.empty_cache()  # the process needs the memory
-    done = subprocess.run(command(*words, "--config", str(settings)), check=False)
+    done = subprocess.run(command("--quiet", *words, "--config", str(settings)), check=False)
     if done.returncode == NoSpaceError.exit_code:
         raise NoSpaceError(f"{what} met a full disk", fix="see its message above")
     if done.returncode:

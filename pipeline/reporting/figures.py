@@ -22,7 +22,12 @@ TRAIN = "sana-pipe train --resume auto"
 
 
 def collect(
-    config: Config, *, run: Path | None = None, snapshot: str | None = None, compare: Path | None = None
+    config: Config,
+    *,
+    run: Path | None = None,
+    snapshot: str | None = None,
+    compare: Path | None = None,
+    with_data: bool = True,
 ) -> tuple[dict[str, Any], Cache | None, Snapshot | None]:
     """The numbers as JSON values (`cache`, `snapshot`, `run`, `compare`, `missing`), and their cache and snapshot if
     they exist.
@@ -31,6 +36,7 @@ def collect(
         run: a run directory; None: `train.output`, if something was trained there.
         snapshot: a name or id; None: the newest.
         compare: a second run directory.
+        with_data: false leaves cache and snapshot out, whose numbers take long for many samples.
 
     Raises:
         UserError: `run` or `compare` is no run directory.
@@ -44,9 +50,12 @@ def collect(
     figures: dict[str, Any] = {"cache": None, "snapshot": None, "run": None, "compare": None, "missing": missing}
     cache = opened = None
     try:
-        cache = Cache.of(config)
-        figures["cache"] = status(cache)
-        opened = cache.open_snapshot(snapshot)
+        if with_data:
+            cache = Cache.of(config)
+            figures["cache"] = status(cache)
+            opened = cache.open_snapshot(snapshot)
+        else:
+            lacks("snapshot", "this page is about the run alone", "sana-pipe report")
     except CacheError as error:
         if snapshot is not None:
             raise

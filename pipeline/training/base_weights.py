@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipeline.config import Config
+from pipeline.config import Config, StartWeights
 from pipeline.models import hub
 from pipeline.models.adapters import Merged, adapter_from
 from pipeline.models.spec import ModelSpec, Values, digest_of
-from pipeline.training.checkpoint import CheckpointError, ModelTensors
+from pipeline.training.checkpoint import CheckpointError, ModelTensors, recorded_origin
 
 
 def start_values(config: Config, spec: ModelSpec) -> Values:
@@ -35,6 +35,26 @@ def check_base(folder: Path, trained: str | None, base: str | None) -> None:
             found=str(base),
             fix="restore model.weights; to train on these, begin a new run: --set train.output=DIR without --resume",
         )
+
+
+def first_weights(stored: ModelTensors) -> Mapping[str, Tensor] | None:
+    """The weights that the run of a whole model began with, as `whole_weights` gives them: those of a checkpoint
+    (`train --from`) or of `model.weights`; None if they were drawn at random.
+
+    Raises:
+        UserError: they are not there any more.
+    """
+    begun = recorded_origin(stored.folder.parents[1])
+    if begun is not None:
+        return ModelTensors(begun)
+    weights = stored.document.config["model"].get("weights")
+    if stored.document.began_from is not None:
+        raise CheckpointError(f"{stored.folder}: the checkpoint that its run began from is not known")
+    if weights is None:
+        return None
+    given = StartWeights.model_validate(weights)
+    base = stored.architecture.stored(hub.resolve(given, widest=True), given.variant)
+    return {name: base.read(name, [0] * len(shape), shape).float() for name, shape in base.shapes.items()}
 
 
 def whole_weights(config: Config, stored: ModelTensors, strength: float = 1.0) -> Mapping[str, Tensor]:

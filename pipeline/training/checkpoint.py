@@ -680,7 +680,7 @@ def choose(run: Path, resume: str | Path | None, origin: str | Path | None = Non
             notes.append(f"--from {origin} is not used: the run has begun, its newest checkpoint is {folder.name}")
         return Resumed(folder, read_document(folder)), notes
     if origin is None and resume is not None:
-        origin = _recorded(run)
+        origin = recorded_origin(run)
     folder = None if origin is None else resolve(root, origin, "--from")
     if folder is not None:
         return Resumed(folder, read_document(folder), begins=True), notes
@@ -700,7 +700,12 @@ def record(run: Path, resumed: Resumed | None) -> None:
             work.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _recorded(run: Path) -> str | None:
+def recorded_origin(run: Path) -> str | None:
+    """The checkpoint that a run began from, as `record` wrote it.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     path = run / ORIGIN
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["checkpoint"])

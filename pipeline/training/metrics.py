@@ -41,6 +41,7 @@ class Metrics:
         trackers: Trackers | None = None,
         expected: Compare | None = None,
         line: LiveLine | None = None,
+        epoch_steps: float | None = None,
     ):
         """Open for appending. A last line torn by a kill gets its newline first.
 
@@ -48,9 +49,10 @@ class Metrics:
             trackers: receive each row's numbers, too; closed with the journal.
             expected: compared once with what was measured.
             line: shows progress in place of a printed line per row, if it is live.
+            epoch_steps: optimizer steps of an epoch; None: lines say no epoch.
         """
         self.path, self._log, self._expected = path, log, expected
-        self._line = line or LiveLine(False)
+        self._line, self._epoch_steps = line or LiveLine(False), epoch_steps
         self._losses: deque[float] = deque(maxlen=_TREND_ROWS)
         self._rows, self._band = 0, LossBand()
         self._validations: list[dict[str, Any]] = []
@@ -79,12 +81,14 @@ class Metrics:
         left_s = self._seconds_left(values, steps)
         values = {**values, "left": steps - values["step"], "left_s": left_s}
         self._journal.write(values)
-        left = [f"{duration(left_s)} left"] if left_s else []
+        time = [f"{duration(values['seconds'])} elapsed"] if "seconds" in values else []
+        time += [f"{duration(left_s)} left"] if left_s else []
         self._losses.append(values["loss"])
+        done = [self._done(values["step"], steps)]
         if self._line.live:
-            self._line.show("  ".join([*self._progress(values, steps), *left]))
+            self._line.show("  ".join([*done, *self._progress(values), *time]))
         else:
-            self._log("  ".join([_line(values, steps), *left]))
+            self._log("  ".join([*done, _line(values), *time]))
         parts = {f"loss_{name}": value for name, value in (values.get("parts") or {}).items()}
         self._journal.track(values["step"], {**values, **parts}, "train")
         if (band := self._band.add(values["loss"])) is not None:
@@ -136,12 +140,17 @@ class Metrics:
         except Exception as error:
             self._log(f"note: the prediction is not compared: {error}")
 
-    def _progress(self, row: dict[str, Any], steps: int) -> list[str]:
+    def _done(self, step: int, steps: int) -> str:
+        """Steps, their share of the run, and epochs of the snapshot."""
+        epoch = f", epoch {step / self._epoch_steps:.1f}" if self._epoch_steps else ""
+        return f"step {step:>{len(str(steps))}}/{steps} ({100 * step // steps}%{epoch})"
+
+    def _progress(self, row: dict[str, Any]) -> list[str]:
         """Parts of the line that a terminal overwrites. Behind the loss: the mean of the newer half of the last rows
         minus that of the older half."""
         losses, half = list(self._losses), len(self._losses) // 2
         trend = f" ({fmean(losses[-half:]) - fmean(losses[:half]):+.4f})" if half else ""
-        parts = [f"step {row['step']}/{steps}", f"loss {row['loss']:.4f}{trend}", f"{row['images_per_s']:.1f} images/s"]
+        parts = [f"loss {row['loss']:.4f}{trend}", f"{row['images_per_s']:.1f} images/s"]
         if self._validations and (value := self._validations[-1]["loss"]) is not None:
             parts.append(f"validation {value:.4f}")
         return parts
@@ -237,10 +246,9 @@ def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:
     return {"start": starts} | {event: [of_step[step] for step in sorted(of_step)] for event, of_step in events.items()}
 
 
-def _line(row: dict[str, Any], steps: int) -> str:
+def _line(row: dict[str, Any]) -> str:
     height, width = row["bucket"]
     parts = [
-        f"step {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}",
         *(
             f"{name.removeprefix('loss_')} {row[name]:.4f}"
@@ -258,7 +266,7 @@ def _line(row: dict[str, Any], steps: int) -> str:
     if row.get("quarantined"):
         parts.append(f"{row['quarantined']} quarantined")
     if row.get("mfu") is not None:
-        parts.insert(5, f"MFU {100 * row['mfu']:.0f}%")
+        parts.insert(4, f"MFU {100 * row['mfu']:.0f}%")
     if row.get("memory_gib") is not None:
         parts.append(f"{row['memory_gib']:.1f} GiB on process {row['memory_rank']}, {row['reserved_gib']:.1f} reserved")
     elif row.get("rss_gib") is not None:

@@ -56,6 +56,7 @@ class TrainingTask:
         loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
         batches: global batch by bucket name.
         names: sample ids -> names for error messages, as far as they are known.
+        epoch_steps: optimizer steps of an epoch, for the progress lines; None: not known.
         validation: layout -> this process's microbatches of the held-out samples, the same in every iteration, and how
             many samples at the beginning of each count; equally many on every process. None: no validation.
         old_samples: ids of held-out samples whose loss is shown apart, uint64 (n,); None: none.
@@ -75,6 +76,7 @@ class TrainingTask:
     loader: Callable[[Layout, int, int], Iterable[tuple[list[Batch], LoaderState]]]
     batches: Mapping[str, int]
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
+    epoch_steps: float | None = None
     validation: Callable[[Layout], Iterable[tuple[Batch, int]]] | None = None
     old_samples: np.ndarray | None = None
     pictures: DrawnPrompts | None = None

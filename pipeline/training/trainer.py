@@ -10,6 +10,7 @@ used, `prediction.json`, `pictures/`, `profile/`, `from.json` (`--from`), and `l
 from __future__ import annotations
 
 import hashlib
+import shlex
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
@@ -31,6 +32,7 @@ from pipeline.metrics.textfile import Textfile
 from pipeline.metrics.trackers import Trackers
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.mesh import open_mesh
+from pipeline.processes import shown
 from pipeline.terminal import LiveLine
 from pipeline.training import checkpoint, optimizers
 from pipeline.training.build import TrainingRun, build, trainable_of, with_residual
@@ -118,7 +120,7 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
         with replacing(path) as work:
             work.write_text(text, encoding="utf-8")
     services = Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)
-    journal = Metrics(folder / "metrics.jsonl", context.log, services, expected, progress)
+    journal = Metrics(folder / "metrics.jsonl", context.log, services, expected, progress, context.task.epoch_steps)
     journal.start(
         step=run.done,
         processes=context.launch.world,
@@ -127,6 +129,8 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
         snapshot=context.task.first_state.snapshot,
         **({"began_from": str(run.resumed.folder)} if run.resumed is not None and run.resumed.begins else {}),
     )
+    board = [f"tensorboard --logdir {shlex.quote(str(folder))}"] if "tensorboard" in context.train.trackers else []
+    context.log(f"losses and pictures at any time: {'; '.join([shown('report', '--run', str(folder)), *board])}")
     return journal
 
 

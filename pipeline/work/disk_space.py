@@ -53,7 +53,7 @@ class DiskSpace:
         free, need = self.cache.files.scratch_bytes(), self.unit_bytes(plan, unit)
         if free < need + self.reserve:
             raise NoSpaceError(
-                f"{self.cache.location}: there is too little space for the next unit",
+                f"{self.cache.location}: there is too little space for the next shards",
                 expected=f"{amount(need)}, and {amount(self.reserve)} in reserve (encode.min_free_gib)",
                 found=f"{amount(free)} free",
                 fix="free space (or move the cache), then run the same command again: it continues",

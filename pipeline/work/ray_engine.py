@@ -238,7 +238,7 @@ class Cluster:
             raise
         except exceptions.RayError as error:
             raise UserError(
-                f"unit {unit.unit} of {plan.recipe} could not be made on the Ray cluster",
+                f"a part of the work for {plan.recipe} could not be made on the Ray cluster",
                 expected=f"at most {self._config.ray.retries} deaths of its node or process",
                 found=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
                 fix="look at the nodes (ray status), or raise encode.ray.retries; the same command continues",
