@@ -175,7 +175,7 @@ def step_seconds(blocks: int, rounds: int) -> tuple[list[float], list[float]]:
     for train in (settings({"rank": RANK}), settings()):
         model = made(spec, train)
         optimizer = optimizers.build(model, train.optim, CPU)
-        steps.append(TrainStep(ParallelModel(model), Flow(train.flow), optimizer, train, CPU))  # type: ignore[arg-type]
+        steps.append(TrainStep(ParallelModel(model), Flow(train.flow), optimizer, train, CPU))
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):
         for side in (0, 1) if turn % 2 else (1, 0):

@@ -14,6 +14,7 @@ import argparse
 import io
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import skimage.data
@@ -79,8 +80,8 @@ def main() -> None:
         times: dict[str, list[float]] = {"ours": [], "theirs": []}
         for turn in range(rounds):
             data = files[turn % len(files)]
-            times["theirs"].append(cpu(lambda data=data: reference(data, OWN, lanczos)))
-            times["ours"].append(cpu(lambda data=data: decoding.load(data, OWN, decoder=decoder)))
+            times["theirs"].append(cpu(partial(reference, data, OWN, lanczos)))
+            times["ours"].append(cpu(partial(decoding.load, data, OWN, decoder=decoder)))
         figures[label] = median(times["theirs"]), median(times["ours"])
 
     table(["source", "photograph", "bucket", "MB", "dB vs Lanczos", "dB vs same filter"], rows)

@@ -100,7 +100,7 @@ def measure(count: int) -> dict[str, float]:
         def encode() -> None:
             for plan, unit in engine.missing_units(cache, plans):
                 rows = cache.unit_rows(plan, unit).to_pylist()
-                made = [
+                made: list[tuple[list[unit_records.EncodedRecord], list[Any]]] = [
                     (
                         [
                             unit_records.EncodedRecord(
@@ -171,7 +171,8 @@ def unit_figures(count: int) -> dict[str, float]:
             large_cache.cost("build", Path(folder), count, 1, per_unit)
             for name in large_cache.UNIT_COMMANDS:
                 costs[name, per_unit] = large_cache.cost(name, Path(folder), count, QUICK_DIVISOR, per_unit)
-    units, rows = 2 * count * (1 - 1 / 64), []
+    units = 2 * count * (1 - 1 / 64)
+    rows: list[list[Any]] = []
     for name in large_cache.UNIT_COMMANDS:
         many, few = costs[name, 1], costs[name, 64]
         rows.append([name, (many.own - few.own) / units, (many.cpu - few.cpu) / units * 1e6])

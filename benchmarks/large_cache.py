@@ -132,7 +132,7 @@ def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
 
 def source(folder: Path, config: Config, count: int) -> TarSource:
     tars = Tars(folder, count)
-    return TarSource(tars, tars.files, CaptionRule(config.data), SOURCE)
+    return TarSource(tars, tars.files, CaptionRule.of(config.data), SOURCE)
 
 
 # ---------------------------------------------------------------- the cache
@@ -236,7 +236,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
     run = encode.EncodeRun(
         config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), latent, table
     )
-    done = encode.encode_source(run, False, {})
+    done = encode.encode_source(run, False)
     if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
         raise RuntimeError(f"there was something to do: {done}")
 
@@ -288,7 +288,8 @@ def dry_run(folder: Path, count: int) -> None:
     """What `encode --dry-run` does with an unchanged source of whose records none is in the cache, without a probe."""
     config = configuration(folder)
     cache = Cache.of(config)
-    latent, text = (dataclasses.replace(recipe, weights="others") for recipe in recipes(config))
+    latent, text = recipes(config)
+    latent, text = dataclasses.replace(latent, weights="others"), dataclasses.replace(text, weights="others")
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
     work = estimate.wanted(scan, cache, latent, text, buckets.table(config.data, latent.compression))

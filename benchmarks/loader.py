@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -76,7 +77,7 @@ def build(
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     tokens = np.clip(rng.lognormal(np.log(70), 0.55, count), 8, 300).astype(int)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "item": f"{i:06d}.jpg",
             "size": 1,
@@ -119,9 +120,9 @@ def build(
     records = EncodedRecords(latent, text, cache.index(latent.name), cache.index(text.name))
     join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), records, Resolution(buckets))
     table = BucketTable(buckets, [batch] * len(buckets))
-    made = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})
-    chunks = tuple(snapshot.write_chunk(cache.files, *tables) for tables in made.chunks())
-    cache.add_snapshot(replace(made.head, chunks=chunks), None)
+    assembled = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})
+    chunks = tuple(snapshot.write_chunk(cache.files, *tables) for tables in assembled.chunks())
+    cache.add_snapshot(replace(assembled.head, chunks=chunks), None)
     return cache
 
 
@@ -148,7 +149,7 @@ def samples(cache: Cache) -> Iterator[dict[str, np.ndarray]]:
 Side = Iterator[tuple[int, int]]
 
 
-def ours(cache: Cache, verify: bool, threads: int, text: str, window: int) -> Side:
+def ours(cache: Cache, verify: bool, threads: int, text: Literal["padded", "packed"], window: int) -> Side:
     loader = Loader(
         cache.open_snapshot(),
         LoaderSettings(
@@ -292,7 +293,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     count, rounds = (1280, 3) if given.quick else (given.samples, given.rounds)
-    randomness.noise = lambda *a: None  # type: ignore[assignment]
+    randomness.noise = lambda *a: None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cache = build(folder / "cache", count)

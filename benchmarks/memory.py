@@ -11,6 +11,7 @@ technique and listed separately. Optimizer states: measured after one real step 
 from __future__ import annotations
 
 import argparse
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from pipeline.processes import run_and_exit
 from pipeline.training import optimizers
 
 LAYERS = 20
-TECHNIQUES = {
+TECHNIQUES: dict[str, tuple[str, Literal["none", "int8"]]] = {
     "none": ("none", "none"),
     "full": ("full", "none"),
     "selective": ("selective", "none"),
@@ -132,11 +133,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.parse_args()
     check_the_count()
-    figures: dict[str, float | str] = {}
+    figures: dict[str, float] = {}
     for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, "_bf16")):
         megabytes = activations(dtype)
         block, ends = megabytes["none"]
-        rows = []
+        rows: list[list[Any]] = []
         for name, (mb, mb_ends) in megabytes.items():
             whole = LAYERS * mb + mb_ends
             rows.append([name, mb, block / mb if mb else "-", mb_ends, whole, (LAYERS * block + ends) / whole])

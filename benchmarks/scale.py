@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     options = parser.parse_args()
-    randomness.noise = lambda *_: None  # type: ignore[assignment]
+    randomness.noise = lambda *_: None
     printed = tables(options.quick)
     for heading, table in printed.items():
         print(f"\n{heading}\n", *table.lines(), sep="\n")

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,7 +43,7 @@ from pipeline.sources.caption_rules import INSTRUCTIONS, normalise
 WIDTH, LAYERS, HEADS = 1024, 4, 16
 INSTRUCTION = INSTRUCTIONS["diffusers"]
 CPU = torch.device("cpu")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES: dict[Literal["bf16", "fp32"], torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _SHORT = (
     "a red bicycle against a brick wall",
@@ -138,7 +138,7 @@ def of_length(encoder: TextEncoder, words: Sequence[str], tokens: int, count: in
     """Captions of exactly `tokens` tokens after the instruction's, made of words that are one token each."""
     draw = random.Random(tokens)
     bare = encoder.lengths([""])[0] - 1
-    made = []
+    made: list[str] = []
     while len(made) < count:
         caption = " ".join(draw.choices(words, k=tokens))
         if encoder.lengths([caption])[0] - bare == tokens:

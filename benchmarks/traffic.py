@@ -95,12 +95,13 @@ def moved(x: Tensor) -> int:
 class EarlierConvolution(nn.Module):
     """GLUMBConv as it was, on the parameters of the present one."""
 
-    def __init__(self, present: nn.Module):
+    def __init__(self, present: Any):
         super().__init__()
         self.layers = present
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
-        first, depth, last = self.layers.conv_inverted, self.layers.conv_depth, self.layers.conv_point
+        layers: Any = self.layers
+        first, depth, last = layers.conv_inverted, layers.conv_depth, layers.conv_point
         x = F.conv2d(x.unflatten(1, (height, width)).permute(0, 3, 1, 2), first.weight, first.bias)
         x = F.conv2d(F.silu(x), depth.weight, depth.bias, padding=1, groups=len(depth.bias))
         value, gate = x.unflatten(1, (-1, 2)).unbind(2)
@@ -121,7 +122,7 @@ class EarlierAttention(torch.autograd.Function):
         return attention.forward(query, key, value, head_dim, eps)[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value = ctx.saved_tensors
         head_dim, eps = ctx.more
         q, k, v = attention._parts(query, key, value, head_dim)
@@ -168,6 +169,7 @@ def both_passes(block: nn.Module, given: list[Any]) -> Counter:
 
 def earlier(config: SanaConfig, run: Callable[[SanaTransformer], Counter]) -> Counter:
     made = model(config)
+    block: Any
     for block in made.blocks:
         block.ff = EarlierConvolution(block.ff)
         for layer in (block.attn1.to_q, block.attn1.to_k, block.attn1.to_v):
@@ -225,7 +227,9 @@ def compiled_block(config: SanaConfig, given: list[Any]) -> tuple[int, int]:
 
 def of_conditions(made: SanaTransformer, whole: tuple[Tensor, ...]) -> None:
     """Both passes of what a block is given beside the tokens, the gradients given."""
-    results = [x for x in made.conditions(*whole[1:], torch.bfloat16) if x is not None and x.requires_grad]
+    _, captions, mask, timesteps = whole
+    values = made.conditions(captions, mask, timesteps, torch.bfloat16)
+    results = [x for x in values if x is not None and x.requires_grad]
     torch.autograd.backward(results, [torch.empty_like(x) for x in results])
 
 

@@ -84,7 +84,9 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
     objective = FlowMatching(FlowConfig())
     models = [SanaTransformer.from_scratch(config, seed=0) for _ in range(2)]
     optimizers = [optim.build(model, train.optim, CPU) for model in models]
-    step = TrainStep(ParallelModel(models[0]), Flow(FlowConfig()), optimizers[0], train, CPU)  # type: ignore[arg-type]
+    step = TrainStep(ParallelModel(models[0]), Flow(FlowConfig()), optimizers[0], train, CPU)
+    assert train.optim.clip is not None
+    clip = train.optim.clip
     sigma, timesteps = objective.sigmas(batch.logit)
     noised = objective.noised(batch.latents, batch.noise, sigma)
     target, captions = objective.target(batch.latents, batch.noise), batch.captions.float()
@@ -96,7 +98,7 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
         model, optimizer = models[1], optimizers[1]
         loss = (model(noised, captions, batch.mask, timesteps) - target).square().mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.optim.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -240,7 +240,6 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option(
     "--prompts-name", metavar="NAME", default="prompts", show_default=True, help="Name of their set in the cache."
 )
-@click.option("--reassign", metavar="FILE", help="Also encode these pictures for other buckets (a list of `bucket`).")
 @click.option("--rehash", is_flag=True, help="Read every file again instead of trusting size and mtime.")
 @click.option("--shrink", is_flag=True, help="Accept that more than encode.max_shrink of the pictures are gone.")
 @click.option(
@@ -260,9 +259,7 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
-def encode(
-    given: _Given, reassign: str | None, shrink: bool, text_mode: str | None, dry_run: bool, probe: bool, **options: Any
-) -> Any:
+def encode(given: _Given, shrink: bool, text_mode: str | None, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
     After SIGTERM or SIGUSR1 the current unit is finished within encode.grace_s or dropped, and the exit code is 0; the
@@ -280,26 +277,24 @@ def encode(
     if options["data"] is None:
         if prompts is None:
             raise click.UsageError("Missing option '--data' (or '--prompts').")
-        if any(options[name] for name in ("format", "source_name", "rehash")) or reassign or shrink:
-            raise click.UsageError("--format, --source-name, --reassign, --rehash and --shrink are about --data")
+        if any(options[name] for name in ("format", "source_name", "rehash")) or shrink:
+            raise click.UsageError("--format, --source-name, --rehash and --shrink are about --data")
     if dry_run and prompts is not None:
         raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
-    if dry_run and reassign is not None:
-        raise click.UsageError("--dry-run covers the pictures' own buckets only; leave --reassign out")
     flags = [*([f"text.mode={text_mode}"] if text_mode else []), *(["encode.max_shrink=1"] if shrink else [])]
     config = given.load(*(["--engine ray"] if options["engine"] == "ray" else []), more=flags)
     from stages import encode as stage
 
     if dry_run:
         return stage.dry_run(config, probe=probe, **options)
-    return stage.run(config, reassign=reassign, **(asked if prompts else {}), **options)
+    return stage.run(config, **(asked if prompts else {}), **options)
 
 
 @cli.command(
     examples=[
         "sana-pipe bucket --dry-run",
         "sana-pipe bucket --name round2 --set bucket.batch=128 --set bucket.remainder=drop",
-        "sana-pipe bucket --set 'bucket.filter=min(width, height) >= 768' --set bucket.heldout=0.01",
+        "sana-pipe bucket --filter 'least(width, height) >= 768' --set bucket.heldout=0.01",
         "sana-pipe bucket --pack --snapshot round2   # joint shards for training from an object store",
         "sana-pipe bucket --again round2   # write damaged lists of a snapshot again, as it was made",
     ]
@@ -307,6 +302,7 @@ def encode(
 @_configured
 @click.option("--name", metavar="NAME", help="Name of the snapshot. Default: only its id.")
 @click.option("--cache", "caches", multiple=True, metavar="DIR", help="Another cache to use; adds to bucket.caches.")
+@click.option("--filter", "condition", metavar="SQL", help="Use only samples that satisfy this; sets bucket.filter.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
 @click.option(
     "--pack",
@@ -322,6 +318,7 @@ def bucket(
     given: _Given,
     name: str | None,
     caches: tuple[str, ...],
+    condition: str | None,
     dry_run: bool,
     pack: bool,
     snapshot: str | None,
@@ -342,14 +339,13 @@ def bucket(
         raise click.UsageError("--snapshot is for --pack: training selects its snapshot by `train --snapshot`")
     if move and name is None and again is None and not pack:
         raise click.UsageError("--move is for --name")
-    if again is not None and (name or caches or dry_run or pack or as_json):
+    if again is not None and (name or caches or condition or dry_run or pack or as_json):
         raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = given.load(*(["--pack"] * pack), *(["--snapshot"] * (snapshot is not None)))
-    if caches:
-        section = config.bucket.model_copy(update={"caches": [*config.bucket.caches, *caches]})
-        config = config.model_copy(update={"bucket": section})
+    asked = {"caches": [*config.bucket.caches, *caches]} | ({} if condition is None else {"filter": condition})
+    config = config.model_copy(update={"bucket": config.bucket.model_copy(update=asked)})
     from stages import bucket as stage
 
     if again is not None:

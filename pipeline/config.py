@@ -391,11 +391,9 @@ class BucketConfig(_Section):
     """Batches of single buckets as height x width, such as `{"512x2048": 24}`; they override `batch` and `tokens`."""
     batch_multiple: Positive = 1
     """Every batch is a multiple of this number. Choose one that all your numbers of GPUs divide."""
-    remainder: Literal["carry", "drop", "repeat", "reassign"] = "carry"
+    remainder: Literal["carry", "drop", "repeat"] = "carry"
     """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
-    epoch (others in the next one), and skip buckets smaller than a batch. repeat: fill the batch with second visits.
-    reassign: move buckets smaller than a batch to the nearest larger one, whose latents must then be encoded (`bucket`
-    prints the command), and carry the rest."""
+    epoch (others in the next one), and skip buckets smaller than a batch. repeat: fill the batch with second visits."""
     order: Literal["random", "largest_first"] = "random"
     """largest_first: start the first epoch with one batch of each bucket, the largest pictures first, so that running
     out of memory shows at once."""
@@ -406,8 +404,8 @@ class BucketConfig(_Section):
     sources: dict[str, SourceConfig] = {}
     """Settings by source; a source that is not listed has the defaults."""
     filter: str | None = None
-    """An expression that samples must satisfy, such as `min(width, height) >= 512 and score > 5` (see
-    pipeline/snapshots/filters.py)."""
+    """A condition in SQL that samples must satisfy, such as `least(width, height) >= 512 AND score > 5`
+    (docs/snapshots.md)."""
     dedup: Literal["none", "image"] = "none"
     """image: of pictures with equal bytes use one, from the source listed first in `sources`, then by name of source
     and item."""

@@ -6,8 +6,6 @@ drop small buckets; then adopt the shards of other caches and publish the snapsh
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections import Counter
@@ -84,12 +82,11 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class Made:
-    """A snapshot to be published. moves: samples to encode for another bucket first (`bucket.remainder=reassign`)."""
+    """A snapshot to be published."""
 
     assembled: Assembled
     joined: Joined
     frame: Frame
-    moves: list[selection.Move]
 
 
 def run(
@@ -126,9 +123,6 @@ def run(
     report |= _publish(made, inputs, dry_run, name, move)
     if heldout_made is not None:
         report["heldout"] = _publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
-    report["reassign"] = []
-    if settings.remainder == "reassign":
-        report["reassign"] = _reassign_lists(cache, made.moves, joined.sources, dry_run)
     if joined.examples:
         lists = [(scan.cache.files, reasons.report(source)) for source, scan in _used(inputs)]
         report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
@@ -349,13 +343,6 @@ def _make(
     """Assemble a snapshot of some samples. heldout: it is the held-out part, which keeps small buckets."""
     settings, records = config.bucket, inputs.records
     small = "carry" if heldout else settings.remainder
-    moves: list[selection.Move] = []
-    if small == "reassign":
-        small = "carry"
-        for resolution in inputs.resolutions:
-            batches = inputs.table.batches[resolution.first :][: len(resolution.table)]
-            frame, missing = selection.reassigned(joined, frame, resolution, batches, records)
-            moves += missing
     policies = Policies(
         small=small,
         pad_text_multiple=settings.pad_text_multiple,
@@ -372,7 +359,7 @@ def _make(
         weights={source: Fraction(str(setting.weight)) for source, setting in settings.sources.items()},
         places=selection.places(joined, frame, earlier),
     )
-    return Made(assembled, joined, frame, moves)
+    return Made(assembled, joined, frame)
 
 
 def _publish(
@@ -448,29 +435,6 @@ def _adopt(made: Made, inputs: _Inputs, dry_run: bool) -> int:
     return total
 
 
-def _reassign_lists(
-    cache: Cache, moves: list[selection.Move], sources: list[str], dry_run: bool
-) -> list[dict[str, Any]]:
-    """Write the lists that `encode --reassign` reads, a file per source; remove lists that are done."""
-    reports = []
-    for source in sources:
-        path = f"reports/reassign-{source}.csv"
-        rows = [move[1:] for move in moves if move[0] == source]
-        if rows:
-            reports.append({"source": source, "items": len(rows), "file": cache.files.where(path)})
-        if dry_run:
-            continue
-        if not rows:
-            cache.files.remove(path)
-            continue
-        sheet = io.StringIO()
-        out = csv.writer(sheet, lineterminator="\n")
-        out.writerow(["item", "height", "width"])
-        out.writerows(sorted(rows))
-        cache.files.replace(path, sheet.getvalue().encode())
-    return reports
-
-
 def _print(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(report))
@@ -489,11 +453,6 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
             click.echo(f"{'':18}{reasons.examples(entry['examples'], entry['samples'])}")
     for file in report["reports"]:
         click.echo(f"each reject with its reason: {file}")
-    for entry in report["reassign"]:
-        click.echo(
-            f"{entry['items']} pictures of {entry['source']!r} have to be encoded for another bucket: "
-            f"sana-pipe encode --data ... --reassign {entry['file']}"
-        )
     if "note" in report:
         click.echo(report["note"])
     _print_id(report)

@@ -64,7 +64,6 @@ def run(
     format: str | None = None,
     engine: str = "local",
     as_json: bool = False,
-    reassign: str | None = None,
     prompts: str | None = None,
     prompts_name: str = prompt_sets.NAME,
 ) -> dict[str, Any]:
@@ -78,7 +77,6 @@ def run(
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
         engine: `local`, or `ray` (this process hands the units to a cluster).
         as_json: print the result as one JSON object; everything else goes to stderr.
-        reassign: a list (`item,height,width`) of pictures to encode for other buckets, in addition to their own.
         prompts: a file of prompts; see `pipeline.encoding.prompts.read`.
         prompts_name: of their set.
 
@@ -104,7 +102,7 @@ def run(
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
                     source, reading = surveying.opened(config, data, source_name, format, mends=True)
-                    done = _run(reading, source, rehash, share, engine, stop, reassign, asked)
+                    done = _run(reading, source, rehash, share, engine, stop, asked)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
             done = {"stopped": stop.name}
@@ -218,8 +216,8 @@ class _Work:
         plans: of each recipe, by name.
     """
 
-    def __init__(self, run: EncodeRun, targets: Sequence[planning.Target], table: pa.Table | str):
-        self._run, self._targets, self._table = run, targets, table
+    def __init__(self, run: EncodeRun, table: pa.Table | str):
+        self._run, self._table = run, table
         self._all: dict[str, pa.Table] = {}
         self.plans: dict[str, list[WorkPlan]] = {}
 
@@ -245,7 +243,7 @@ class _Work:
         if kind == "text":
             return planning.caption_work(self.table(["captions", "reject"]), run.text, scratch, only)
         table = self.table(["item", "digest", "height", "width", "reject"])
-        return planning.image_work(table, run.source.name, run.latent, run.table, self._targets, scratch, only)
+        return planning.image_work(table, run.source.name, run.latent, run.table, scratch, only)
 
 
 @dataclass(frozen=True)
@@ -332,13 +330,11 @@ def _run(
     share: tuple[int, int],
     engine: str,
     stop: Stop,
-    reassign: str | None,
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
     config = reading.config
     latent, text = surveying.recipes(config)
     table = buckets.table(config.data, latent.compression)
-    targets = planning.read_targets(reassign, latent.compression, config.patience_s) if reassign else []
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
     latent, text = surveying.known(cache, latent, text, config)
@@ -347,22 +343,19 @@ def _run(
         cache.add_recipe(recipe)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
     run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, latent, table)
-    return encode_source(run, rehash, targets, asked)
+    return encode_source(run, rehash, asked)
 
 
-def encode_source(
-    run: EncodeRun, rehash: bool, targets: Sequence[planning.Target], asked: tuple[str, Lines] | None = None
-) -> dict[str, Any]:
+def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None = None) -> dict[str, Any]:
     """Scan a source and make its missing records; see `run` for the result.
 
     Args:
-        targets: see `planning.image_work`.
         asked: the name of a prompt set, and its prompts.
     """
     cache, source, latent, text = run.cache, run.source, run.latent, run.text
     cache.reuses_indexes = True
     fragments = Fragments(cache, source.name, run.worker)
-    planned, work = _planned(run, rehash, targets, fragments)
+    planned, work = _planned(run, rehash, fragments)
     prompts = None if asked is None else _prompts(run, asked[1])
     further = 0 if prompts is None else planning.count_missing(cache, text, prompts.work)[0]
     try:
@@ -400,9 +393,7 @@ def encode_source(
     }
 
 
-def _planned(
-    run: EncodeRun, rehash: bool, targets: Sequence[planning.Target], fragments: Fragments
-) -> tuple[_Planned, _Work]:
+def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Planned, _Work]:
     """Scan and plan, in one process of those that share the work."""
     config, stop = run.config, run.worker.stop
     look = scanning.from_bytes
@@ -412,7 +403,7 @@ def _planned(
         with stop.polite():
             table = scan.table()
         bar.end()
-        works.append(_Work(run, targets, table))
+        works.append(_Work(run, table))
         return vars(_plan(run, table, works[0]))
 
     def help(scan: scanning.Scan) -> None:
@@ -426,10 +417,10 @@ def _planned(
                 planned = _Planned(**plan(scan, bar))
             else:
                 with stop.polite():
-                    identity = layout.digest(scan.id, _decisive(run, targets)).hex()
+                    identity = layout.digest(scan.id, _decisive(run)).hex()
                 make, assist = partial(plan, scan, bar), partial(help, scan)
                 planned = _Planned(**fragments.once(identity, make, assist, scan.scans))
-            return planned, works[0] if works else _opened(run, targets, planned)
+            return planned, works[0] if works else _opened(run, planned)
 
 
 _DECISIVE = (
@@ -439,18 +430,18 @@ _DECISIVE = (
 """Settings of `encode` that decide a plan, or whether there is one."""
 
 
-def _decisive(run: EncodeRun, targets: Sequence[planning.Target]) -> bytes:
+def _decisive(run: EncodeRun) -> bytes:
     """What decides a plan beside the scan."""
     data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
     recipes = [run.latent.name, run.text.name]
-    return layout.canonical(["plan-1", recipes, run.table, sorted(targets), data, [encode[name] for name in _DECISIVE]])
+    return layout.canonical(["plan-1", recipes, run.table, data, [encode[name] for name in _DECISIVE]])
 
 
-def _opened(run: EncodeRun, targets: Sequence[planning.Target], planned: _Planned) -> _Work:
+def _opened(run: EncodeRun, planned: _Planned) -> _Work:
     """What another process has planned, and the source ready to read its items."""
     run.source.ignored = Kinds(**planned.ignored)
     run.source.recall(scanning.places_of(run.cache, planned.table))
-    work = _Work(run, targets, planned.table)
+    work = _Work(run, planned.table)
     for recipe, count in planned.plans.items():
         work.plans[recipe] = [run.cache.plan(recipe, number) for number in range(count)]
     return work

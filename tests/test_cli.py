@@ -184,7 +184,6 @@ def test_encode_takes_prompts_with_and_without_data(stage: Callable[..., Calls])
     [
         [],
         ["--prompts", "p", "--rehash"],
-        ["--prompts", "p", "--reassign", "l"],
         ["--prompts", "p", "--shrink"],
         ["--prompts", "p", "--format", "folder"],
         ["--prompts", "p", "--source-name", "s"],
@@ -241,7 +240,6 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
             "pics",
             "--source-name=n",
             "--rehash",
-            "--reassign=l",
             "--task-index=1",
             "--task-count=4",
         )
@@ -259,7 +257,6 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
         "format": None,
         "engine": "local",
         "as_json": False,
-        "reassign": None,
     }
     assert named == {
         "data": "pics",
@@ -270,7 +267,6 @@ def test_encode_passes_its_options(stage: Callable[..., Calls]) -> None:
         "format": None,
         "engine": "local",
         "as_json": False,
-        "reassign": "l",
     }
 
 
@@ -279,11 +275,6 @@ def test_a_dry_run_is_another_call(stage: Callable[..., Calls]) -> None:
     assert end("encode", "--data", "pics", "--dry-run", "--no-probe", "--json") == 6
     [(_, options)] = calls
     assert (options["probe"], options["as_json"], options["data"]) == (False, True, "pics")
-
-
-def test_a_dry_run_of_encode_takes_no_list(stage: Callable[..., Calls]) -> None:
-    assert end("encode", "--data", "pics", "--dry-run", "--reassign", "l") == 2
-    assert stage("encode") == []
 
 
 def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
-import sys
-import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 import torch
 
 import stages.bucket
-from pipeline.cache import arrow, codec, index, key_columns, layout, scratch, shard
+from pipeline.cache import codec, index, key_columns, layout, shard
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import BucketPart
@@ -28,9 +25,9 @@ from pipeline.encoding import unit_records
 from pipeline.encoding.scan import SCAN, check_unique, unchanged_row
 from pipeline.errors import UserError
 from pipeline.images import buckets
-from pipeline.snapshots import filters, join, selection
+from pipeline.snapshots import join, selection
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import ENCODE, EncodedRecords, Frame, Joined, Resolution, unjudged, usable
+from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, unjudged, usable
 from pipeline.sources import sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
@@ -153,69 +150,6 @@ def test_a_last_member_that_ends_with_the_tar_is_whole(tmp_path: Path) -> None:
     path.write_bytes(whole[: end - 1])
     items, rejects = listed(opened(path))
     assert not items and "is cut" in rejects["a.tar/0.png"]
-
-
-# ---------------------------------------------------------------- filters
-
-
-@pytest.mark.parametrize(
-    ("text", "selected"),
-    [
-        # rows: (a, b) = (null, 0), (2, null), (2, 2), (0, 0)
-        ("not (a > 1 and b > 1)", [True, None, False, True]),
-        ("a > 1 and b > 1", [False, None, True, False]),
-        ("a > 1 or b > 1", [None, True, True, False]),
-        ("not (a < 3 < b)", [True, None, True, True]),
-        ("a in [2, 5] or b is None", [None, True, True, False]),
-        ("a not in [2, 5]", [None, False, False, True]),
-        ("min(a, b) < 1", [None, None, False, True]),
-        ("max(a, b) > 1", [None, None, True, False]),
-        ("a != b", [None, None, False, False]),
-        ("a >= 2", [None, True, True, False]),
-        ("a > 2", [None, False, False, False]),
-        ("1 < n", [False, None, True, False]),
-    ],
-)
-def test_a_missing_value_decides_only_where_it_must(text: str, selected: list[bool | None]) -> None:
-    columns = {"a": pa.array([None, 2.0, 2.0, 0.0]), "b": pa.array([0.0, None, 2.0, 0.0])}
-    columns["n"] = pa.array(["0", None, "2", "0"], pa.large_string())  # numbers of a CSV
-    chosen, unknown = Filter(text, "f").select(columns.__getitem__, 4, [])
-    result = [None if u else c for c, u in zip(chosen.to_pylist(), unknown.to_pylist(), strict=True)]
-    assert result == selected
-
-
-def test_an_expression_may_have_as_many_parts_as_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = sum(1 for _ in ast.walk(ast.parse("a + b > 1", mode="eval").body))
-    monkeypatch.setattr(filters, "MAX_PARTS", parts)
-    assert Filter("a + b > 1", "f").names == {"a", "b"}
-    monkeypatch.setattr(filters, "MAX_PARTS", parts - 1)
-    with pytest.raises(UserError, match="parts"):
-        Filter("a + b > 1", "f")
-
-
-@pytest.mark.parametrize("text", ["a == True", "False != a"])
-def test_text_is_not_compared_with_yes_or_no(text: str) -> None:
-    with pytest.raises(UserError, match="compares"):
-        Filter(text, "f").select({"a": pa.array(["1"], pa.large_string())}.__getitem__, 1, [])
-
-
-def test_fields_of_metadata() -> None:
-    largest = int(sys.float_info.max)
-    rows = [{"n": largest, "a": {"b": 1}, "a.b": 2, "none": None}, {"n": 1, "a": {"b": 3}}]
-    meta = pa.chunked_array([[json.dumps(row) for row in rows]])
-    fields = filters.Fields({"n", "a.b", "none", "absent"})
-    for part in (meta.slice(0, 1), meta.slice(1)):
-        fields.look(part)
-    fields.finish()
-    result, too_large = fields.columns(meta)
-    assert {name: column.to_pylist() for name, column in result.items()} == {
-        "n": [float(largest), 1.0],
-        "a.b": [2.0, 3.0],
-    }
-    assert [fields.has(name) for name in ("n", "a.b", "none", "absent")] == [True, True, True, False]
-    assert fields.valid == ["a", "a.b", "n", "none"] and not too_large.any()
-    too_large = fields.columns(pa.chunked_array([[json.dumps({"a.b": 2 * largest, "n": 1}), "{}"]]))[1]
-    assert too_large.tolist() == [True, False]
 
 
 # ---------------------------------------------------------------- numbers
@@ -369,24 +303,6 @@ def test_the_first_of_equal_pictures_is_the_one_that_is_read() -> None:
     assert result.column("item").to_pylist() == ["b", "c"]
 
 
-def test_a_picture_for_several_buckets_stands_in_the_listings_order(tmp_path: Path) -> None:
-    (tmp_path / "list.csv").write_text("item,height,width\nb,16,32\nb,32,16\nc,32,16\n")
-    targets = planning.read_targets(str(tmp_path / "list.csv"), 8, 0)
-    rows = [{"item": item, "digest": layout.digest(item), "width": 24, "height": 24, "captions": []} for item in "cab"]
-    result = planning.image_work(pa.Table.from_pylist(rows, schema=SCAN), "s", LATENT, TABLE, targets)
-    assert [f"{row['item']} {row['height']}x{row['width']}" for row in result.to_pylist()] == [
-        "c 24x24",
-        "c 32x16",
-        "a 24x24",
-        "b 24x24",
-        "b 16x32",
-        "b 32x16",
-    ]
-    (tmp_path / "list.csv").write_text("item,height,width\nc,32,0\n")
-    with pytest.raises(UserError, match="32x0"):
-        planning.read_targets(str(tmp_path / "list.csv"), 8, 0)
-
-
 def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) -> None:
     texts = ["ccc", None, "", "a", "bb"]
     rows = [{"key": bytes([n] * 16), "caption": text} for n, text in enumerate(texts)]
@@ -521,8 +437,8 @@ def test_an_item_is_left_out_by_the_first_filter_alone() -> None:
 def test_a_column_of_other_sources_is_none_for_the_filter_of_a_source() -> None:
     scans = {"one": with_meta({"c": "ab"}), "two": with_meta({"d": 1}), "three": with_meta({"c": None})}
     with pytest.raises(UserError, match=naming("'c'")):
-        selection.filtered(Joined(), scans, Filter("c is None or c > ''", "all"), {"two": Filter("c > ''", "own")})
-    selected = selection.filtered(Joined(), scans, Filter("startswith(c, 'a')", "all"), {})
+        selection.filtered(Joined(), scans, Filter("c IS NULL OR c > ''", "all"), {"two": Filter("c > ''", "own")})
+    selected = selection.filtered(Joined(), scans, Filter("starts_with(c, 'a')", "all"), {})
     assert {source: len(scan) for source, scan in selected.items()} == {"one": 1, "two": 0, "three": 0}
 
 
@@ -533,17 +449,29 @@ def test_columns_have_one_type_in_all_of_a_source(monkeypatch: pytest.MonkeyPatc
         lower_limits(monkeypatch)
     scan = with_meta({"c": 1}, {"c": 2, "n": 10**400}, {}, {"c": "3"}, {"n": 4.5}, {"c": None, "n": 5}, {"c": "x"})
     joined = Joined()
-    selected = selection.filtered(joined, {"one": scan, "none": scan.slice(0, 0)}, Filter("c < 'w' or n > 4", "f"), {})
+    everything = {"one": scan, "none": scan.slice(0, 0)}
+    selected = selection.filtered(joined, everything, Filter("c < 'w' OR n BETWEEN 4 AND 9", "f"), {})
     assert selected["one"].column("item").to_pylist() == ["0", "1", "3", "4", "5"] and not len(selected["none"])
-    assert joined.left_out == {"f cannot be decided, a value is missing: c < 'w' or n > 4": 2}
-    joined = Joined()
-    selection.filtered(joined, {"one": scan}, Filter("n > 1", "f"), {})
-    assert joined.left_out["f cannot be decided, a number is too large: n > 1"] == 1
-    for text, meta in (("n > 1", {"n": [1]}), ("n > 1", {"n": True}), ("n > 1", {"n": 10**400})):
+    assert joined.left_out == {"f cannot be decided, a value is missing: c < 'w' OR n BETWEEN 4 AND 9": 2}
+    for value in ([1], True, {"x": 1}):
+        scans = {"one": with_meta({"n": 1}, {}, {}, {"n": value}), "b": with_meta({"n": value})}
         with pytest.raises(UserError):
-            selection.filtered(
-                joined, {"one": with_meta({"n": 1}, {}, {}, meta), "b": with_meta(meta)}, Filter(text, "f"), {}
-            )
+            selection.filtered(Joined(), scans, Filter("n > 1", "f"), {})
+
+
+def test_text_is_a_number_only_where_it_is_one_in_every_source() -> None:
+    """One condition means the same in all sources, so far as it can."""
+    scans = {"one": with_meta({"c": "7"}, {"c": "12"}), "two": with_meta({"c": "x"})}
+    selected = selection.filtered(Joined(), scans, Filter("c > '2'", "f"), {})
+    assert [selected[source].column("item").to_pylist() for source in scans] == [["0"], ["0"]], "compared as text"
+    selected = selection.filtered(Joined(), {"one": scans["one"]}, Filter("c > '2'", "f"), {})
+    assert selected["one"].column("item").to_pylist() == ["0", "1"], "compared as numbers"
+
+
+def test_a_field_is_no_value_and_object_at_once() -> None:
+    scan = with_meta({"a": [1]})
+    with pytest.raises(UserError, match="as a value and as an object"):
+        selection.filtered(Joined(), {"one": scan}, Filter('a IS NULL OR a."0" = 1', "f"), {})
 
 
 def test_the_value_that_a_filter_cannot_use_is_shown() -> None:
@@ -593,54 +521,6 @@ def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
         text=np.zeros(count, np.int64),
         weight=np.ones(count, np.float32),
     )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "batch", "moved"),  # samples of the table's buckets; who gives them up, to the other one
-    [
-        ({0: 1, 2: 1}, 2, {0: 2}),
-        ({0: 3, 2: 1}, 4, {2: 0}),
-        ({0: 2, 2: 2}, 2, {}),
-        ({0: 1}, 2, {}),
-    ],
-)
-def test_the_smallest_bucket_gives_up_first(
-    tmp_path: Path, sizes: dict[int, int], batch: int, moved: dict[int, int]
-) -> None:
-    first = len(TABLE)  # the second of three tables
-    bucket = np.array([first - 1, first + len(TABLE), *(first + b for b, n in sizes.items() for _ in range(n))])
-    count = len(bucket)
-    frame = dataclasses.replace(
-        frame_of(bucket, [str(b - first) for b in bucket]),
-        digest=np.array([layout.digest(str(n)) for n in range(count)], "S16"),
-    )
-    none = Cache(tmp_path, create=True).index(LATENT.name)
-    records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
-    left, moves = selection.reassigned(Joined(["s"]), frame, Resolution(TABLE, first), [batch] * first, records)
-    assert moves == [("s", str(a), *TABLE[b]) for a, b in moved.items() for _ in range(sizes[a])]
-    assert len(left) == count - len(moves)
-
-
-def test_samples_that_stay_in_their_bucket_are_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "LIMIT", 1 << 16)
-    for module in (arrow, join):
-        monkeypatch.setattr(module, "ROWS", 1 << 12)
-    cache = Cache(tmp_path, create=True)
-    count = 100_000
-    bucket = np.zeros(count, np.int64)
-    bucket[7] = 2
-    frame = frame_of(bucket, [str(n) for n in range(count)])
-    none = cache.index(LATENT.name)
-    records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
-    joined = Joined(["s"], scratch=cache.files.scratch)
-    tracemalloc.start()
-    try:
-        left, moves = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert [move[:2] for move in moves] == [("s", "7")] and len(left) == count - 1
-    assert peak < 20 * count
 
 
 # ---------------------------------------------------------------- buckets

@@ -175,26 +175,17 @@ def test_whatever_decides_a_plan_is_in_its_name(
         raise Asked
 
     monkeypatch.setattr(Fragments, "once", once)
-    moves = tmp_path / "moves.csv"
-    moves.write_text("item,height,width\n0.webp,48,80\n")
-    plain: list[tuple[str, str | None]] = [("encode.workers=2", None), ("encode.claim_timeout_s=9", None)]
+    plain = ["encode.workers=2", "encode.claim_timeout_s=9"]
     sizes = ("unit_images", "unit_mib", "unit_captions", "image_batch", "text_batch", "window")
-    others: list[tuple[str, str | None]] = [
-        *((f"encode.{name}=3", None) for name in sizes),
-        ("encode.max_shrink=0.3", None),
-        ("encode.max_reject_rate=0.3", None),
-        ("data.min_side=9", None),
-        ("encode.workers=2", str(moves)),
+    others = [
+        *(f"encode.{name}=3" for name in sizes),
+        "encode.max_shrink=0.3",
+        "encode.max_reject_rate=0.3",
+        "data.min_side=9",
     ]
-    for setting, reassign in plain + others:
+    for setting in plain + others:
         with pytest.raises(Asked):
-            stages.encode.run(
-                make_config(tmp_path, setting),
-                data=str(pictures / "folder"),
-                reassign=reassign,
-                task_index=0,
-                task_count=2,
-            )
+            stages.encode.run(make_config(tmp_path, setting), data=str(pictures / "folder"), task_index=0, task_count=2)
     assert asked[0] == asked[1] and len(set(asked[1:])) == 1 + len(others)
 
 

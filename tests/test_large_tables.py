@@ -163,7 +163,7 @@ def test_every_caption_and_picture_is_planned_once(
 
 
 def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = config(tmp_path / "cache", 'bucket.filter=\'startswith(item, "0") and captions < 3 and tag != "none"\'')
+    of = config(tmp_path / "cache", "bucket.filter=\"starts_with(item, '0') AND captions < 3 AND tag != 'none'\"")
     many = [
         dataclasses.replace(p, captions=tuple((f"{p.content} {m}", 1.0) for m in range(i % 4)))
         for i, p in enumerate(pictures(60))

@@ -25,7 +25,6 @@ from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, Weights, load
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import survey, unit_encoder, unit_records
-from pipeline.encoding.plan import read_targets
 from pipeline.encoding.repair import Repairs
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders, hub
@@ -69,7 +68,6 @@ def test_a_home_folder_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatc
     place = "~nosuchuser/x"
     calls: list[Callable[[], object]] = [
         lambda: prompting.read(f"{place}.txt", 60.0),
-        lambda: read_targets(f"{place}.csv", 8, 60.0),
         lambda: files_at("memory://home", MirrorConfig(path=place)),
         lambda: hub.resolve(Weights(id=place)),
         lambda: hub.is_file(Weights(id=place)),

@@ -25,7 +25,6 @@ from pipeline import retrying
 from pipeline.cache import drivers, scratch
 from pipeline.cache.objects import ObjectFiles
 from pipeline.config import DataConfig, MirrorConfig
-from pipeline.encoding.plan import read_targets
 from pipeline.encoding.prompts import read as read_prompts
 from pipeline.errors import AwayError, CacheError, NoSpaceError, UserError
 from pipeline.sources import detect, range_prefetch, remote
@@ -480,26 +479,22 @@ def test_credentials_come_from_the_driver_and_not_from_the_address(
     assert len(content(opened(f"{ranged_server.url}/list.jsonl"))) == COUNT
 
 
-def test_lists_and_prompts_behind_a_url_wait_for_the_server_and_refuse_credentials(
+def test_prompts_behind_a_url_wait_for_the_server_and_refuse_credentials(
     plain_server: Server, data: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n")
     (tmp_path / "my prompts.txt").write_text("a dog\n")
-    (tmp_path / "targets.csv").write_text("item,height,width\nc,32,64\n")
     (data / "lists").symlink_to(tmp_path)
-    prompts, targets = f"{plain_server.url}/lists/prompts.txt", f"{plain_server.url}/lists/targets.csv"
+    prompts = f"{plain_server.url}/lists/prompts.txt"
     plain_server.fail = 3
     assert read_prompts(prompts, 60.0) == [(1, "a cat")]
     assert read_prompts(prompts.replace("prompts.txt", "my%20prompts.txt"), 60.0) == [(1, "a dog")]
-    plain_server.fail = 3
-    assert read_targets(targets, 8, 60.0) == [("c", (32, 64))]
-    for read in (lambda url: read_prompts(url, 60.0), lambda url: read_targets(url, 8, 60.0)):
-        for refused in (prompts.replace("127.0.0.1", "user:secret@127.0.0.1"), f"{prompts}?token=secret"):
-            with pytest.raises(UserError, match="credentials") as error:
-                read(refused)
-            assert "secret" not in str(error.value)
-        with pytest.raises(UserError, match=naming(f"{plain_server.url}/gone.csv")):
-            read(f"{plain_server.url}/gone.csv")
+    for refused in (prompts.replace("127.0.0.1", "user:secret@127.0.0.1"), f"{prompts}?token=secret"):
+        with pytest.raises(UserError, match="credentials") as error:
+            read_prompts(refused, 60.0)
+        assert "secret" not in str(error.value)
+    with pytest.raises(UserError, match=naming(f"{plain_server.url}/gone.txt")):
+        read_prompts(f"{plain_server.url}/gone.txt", 60.0)
     plain_server.fail = 10**6
     with pytest.raises(AwayError, match="503"):
         read_prompts(prompts, PATIENCE_S)

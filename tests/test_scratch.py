@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.cache import arrow, layout, local_files, scratch
+from pipeline.cache import arrow, local_files, scratch
 from pipeline.cache.files import Files
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
@@ -25,9 +25,9 @@ from pipeline.cache.scratch import Scratch
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.snapshots import selection
-from pipeline.snapshots.join import EncodedRecords, Frame, Joined, Resolution
+from pipeline.snapshots.join import Frame, Joined
 from tests.support.lowered import lower_limits
-from tests.support.synthetic import LATENT, TABLE
+from tests.support.synthetic import TABLE
 
 
 @pytest.fixture
@@ -278,7 +278,6 @@ def test_samples_that_are_selected_are_beside_the_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = Cache(tmp_path / "cache", create=True)
-    none = cache.index(LATENT.name)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
     joined = Joined(["photos"], scratch=cache.files.scratch)
     ids = np.arange(3, dtype=np.uint64)
@@ -298,6 +297,3 @@ def test_samples_that_are_selected_are_beside_the_cache(
     earlier = selection.Earlier(joined.scratch)
     assert selection.deduplicated(joined, frame, [], earlier).item.to_pylist() == ["a", "c"]
     assert selection.subset(joined, frame, 2, earlier)[0].item.to_pylist() == ["a", "b"]
-    records = EncodedRecords(LATENT, layout.TextRecipe(), none, none)
-    left, _ = selection.reassigned(joined, frame, Resolution(TABLE), [2] * len(TABLE), records)
-    assert left.item.to_pylist() == ["a", "b"]

@@ -85,9 +85,10 @@ def batch_of(sizes: Sizes, samples: int, packed: bool, shape: tuple[int, int] | 
     bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int() if packed else None
     latents = (samples, sizes.config.in_channels, height, width)
     tensors = (normal(*latents).bfloat16(), captions[mask] if packed else captions, mask, normal(*latents))
-    pinned = [t.pin_memory() if torch.cuda.is_available() else t for t in (*tensors, normal(samples))]
+    pinned = (t.pin_memory() if torch.cuda.is_available() else t for t in (*tensors, normal(samples)))
+    clean, rows, valid, noise, logit = pinned
     pixels = height * sizes.compression, width * sizes.compression
-    return Batch(*pinned, sample_ids=tuple(range(samples)), bucket=pixels, cu_seqlens=bounds)
+    return Batch(clean, rows, valid, noise, logit, tuple(range(samples)), pixels, bounds)
 
 
 @torch.no_grad()

@@ -14,9 +14,7 @@ is missing or truncated. Records and rejects of later plans win.
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,11 +30,8 @@ from pipeline.cache.many_keys import latent_keys, text_keys
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.config import EncodeConfig
-from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.sources import caption_rules
-from pipeline.sources.filenames import error_text
-from pipeline.sources.remote import read_file
 
 IMAGES = pa.schema(
     [
@@ -52,57 +47,35 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
 
-Target = tuple[str, tuple[int, int]]
-"""An item, and (height, width) in pixels of a further record of it."""
-
-
 def image_work(
     scan: pa.Table,
     source: str,
     recipe: layout.LatentRecipe,
     table: list[tuple[int, int]],
-    targets: Sequence[Target] = (),
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
 ) -> pa.Table:
     """Rows of `IMAGES` for the usable items of a scan, in listing order; equal pictures once.
 
     Args:
-        targets: further records (see `read_targets`).
         scratch: temporary storage.
         only: keys (hex) of the wanted rows; default: all.
-
-    Raises:
-        UserError: `targets` has an unknown or rejected item.
     """
-    scratch, unknown = scratch or Scratch(), {item for item, _ in targets}
-    sizes = list(dict.fromkeys([*table, *(size for _, size in targets)]))
+    scratch = scratch or Scratch()
 
     def records() -> Iterator[pa.Table]:
         for batch in batches(scan.select(["item", "digest", "height", "width", "reject"])):
             usable = batch.filter(pc.is_null(batch.column("reject"))).combine_chunks()
             height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
-            rows, which = np.arange(len(usable)), buckets.nearest_all(table, height, width)
-            if targets:
-                further_rows, further = _further(usable, targets, sizes)
-                unknown.difference_update(usable.column("item").take(pa.array(further_rows)).to_pylist())
-                rows, which = np.concatenate([rows, further_rows]), np.concatenate([which, further])
-                order = np.argsort(rows, kind="stable")
-                rows, which = rows[order], which[order]
-            items = usable.select(["item", "digest"]).take(pa.array(rows))
-            keys = latent_keys(recipe.id, fixed(items.column("digest")), sizes, which)
-            sides = np.array(sizes, np.int32).reshape(-1, 2)[which]
-            sources = pa.repeat(pa.scalar(source, pa.string()), len(rows))
+            which = buckets.nearest_all(table, height, width)
+            items = usable.select(["item", "digest"])
+            keys = latent_keys(recipe.id, fixed(items.column("digest")), table, which)
+            sides = np.array(table, np.int32).reshape(-1, 2)[which]
+            sources = pa.repeat(pa.scalar(source, pa.string()), len(usable))
             columns = [binary(keys), sources, *items.columns, pa.array(sides[:, 0]), pa.array(sides[:, 1])]
             yield _with_keys(pa.table(columns, schema=IMAGES), only)
 
     every = scratch.table(IMAGES, records())
-    if unknown:
-        raise UserError(
-            f"the list of --reassign has {len(unknown)} items that source {source!r} has not, or that were rejected",
-            found=", ".join(sorted(unknown)[:3]),
-            fix="run sana-pipe bucket again; each source has a separate list",
-        )
     first = scratch.array(len(every), bool)
     for part in scratch.sorted_by_key(_numbered(every.column("key"))):
         first[part.column("row").to_numpy()[is_first(fixed(part.column("key")))]] = True
@@ -122,52 +95,6 @@ def _numbered(keys: pa.ChunkedArray) -> Iterator[pa.Table]:
         some = keys.slice(start, arrow.ROWS)
         rows = np.arange(start, start + len(some))
         yield pa.table({"key": some, "row": rows})
-
-
-def _further(
-    usable: pa.Table, targets: Sequence[Target], sizes: list[tuple[int, int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the usable items that `targets` lists, and which of the sizes each gets: two int64 arrays (n,)."""
-    items = usable.column("item").combine_chunks()
-    rows = pc.index_in(pa.array([item for item, _ in targets], items.type), value_set=items).fill_null(-1).to_numpy()
-    number = {size: i for i, size in enumerate(sizes)}
-    which = np.array([number[size] for _, size in targets])
-    return rows[rows >= 0].astype(np.int64), which[rows >= 0]
-
-
-def read_targets(path: str, compression: int, patience_s: float) -> list[Target]:
-    """A list of pictures to encode for other buckets: CSV with the columns item, height and width (pixels). An item may
-    be listed for several buckets.
-
-    Args:
-        path: a path or URL. A server that does not answer is waited for up to `patience_s`.
-
-    Raises:
-        UserError: the file is missing, is not such a list, or has sides that are no multiples of `compression`.
-    """
-    targets: list[Target] = []
-    try:
-        sheet = io.StringIO(read_file(path, patience_s).decode(), newline="")
-        rows = csv.DictReader(sheet)
-        if "item" not in (rows.fieldnames or ()):
-            raise KeyError("item")
-        for row in rows:
-            targets.append((row["item"], (int(row["height"]), int(row["width"]))))
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise UserError(
-            f"{path}: is not a list of pictures for other buckets",
-            expected="CSV with item,height,width",
-            found=str(error),
-        ) from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error_text(error)}", fix="sana-pipe bucket writes it") from None
-    for item, sides in targets:
-        if any(side <= 0 or side % compression for side in sides):
-            raise UserError(
-                f"{path}: {item!r} has a side that the VAE's compression {compression} does not divide",
-                found=f"{sides[0]}x{sides[1]}",
-            )
-    return targets
 
 
 def caption_work(

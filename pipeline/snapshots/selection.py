@@ -1,7 +1,7 @@
 """Select which of the joined samples a snapshot takes.
 
-Filters over metadata, deduplication and a held-out part by image digest, subsets by count, and the move of samples out
-of buckets that are smaller than a batch. Samples left out are counted in `Joined` by their reason.
+Filters over metadata, deduplication and a held-out part by image digest, and subsets by count. Samples left out are
+counted in `Joined` by their reason.
 
 Each rule depends on a sample's content or id alone (and on the samples that it is compared with), not on the order of
 the listing or on chance: the same data give the same choice, and more data change as little as possible. A subset has
@@ -11,25 +11,17 @@ exactly the requested number of pictures; a held-out part has the requested shar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pipeline.cache.arrow import batches, text
+from pipeline.cache.arrow import batches
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
-from pipeline.cache.many_keys import latent_keys
 from pipeline.cache.scratch import Scratch
-from pipeline.images import buckets
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import EncodedRecords, Frame, Joined, Resolution, Shape, pieces
-
-_META = "meta."
-"""Prefix for a metadata field that has the name of a built-in column."""
+from pipeline.snapshots.join import Frame, Joined, pieces
 
 
 def filtered(
@@ -44,108 +36,46 @@ def filtered(
         UserError: a filter names a column that no item has (for a source's own filter: no item of that source), or
             compares a column with a value of another type.
     """
-    rules = {
-        source: [
-            (rule, strict) for rule, strict in ((common, False), (by_source.get(source), True)) if rule is not None
-        ]
-        for source in scans
-    }
-    columns = {
-        source: _Columns(source, scan, {name for rule, _ in rules[source] for name in rule.names})
+    rules = {source: [rule for rule in (common, by_source.get(source)) if rule is not None] for source in scans}
+    metadata = {
+        source: filters.Metadata(
+            batches(scan.select(["meta"])), {path for rule in rules[source] for path in rule.paths}
+        )
         for source, scan in scans.items()
     }
-    everywhere = sorted({name for here in columns.values() for name in here.valid})
-    types: dict[str, pa.DataType] = {}  # of fields that have values in some source
-    for here in columns.values():
-        types.update(here.types)
-
-    def column(here: _Columns, values: dict[str, pa.Array], rows: int, strict: bool, name: str) -> pa.Array:
-        if name in values:
-            return values[name]
-        if not any(some.has(name) for some in ([here] if strict else columns.values())):
-            raise KeyError(name)
-        return pa.nulls(rows, types.get(name, pa.float64()))  # no values here: the type that it has elsewhere
+    valid = {name: None for here in metadata.values() for name in here.valid}
+    if common is not None:
+        common.check_columns({path for here in metadata.values() for path in here.known}, sorted(valid))
+    for source, rule in by_source.items():
+        rule.check_columns(metadata[source].known, sorted(metadata[source].valid))
+    text = {path for here in metadata.values() for path in here.text}
+    types = {source: here.types(text) for source, here in metadata.items()}
+    elsewhere: dict[filters.Path, str] = {path: kind for here in types.values() for path, kind in here.items()}
 
     def chosen(source: str, scan: pa.Table) -> Iterator[pa.Table]:
-        here = columns[source]
+        here = {path: "DOUBLE" for rule in rules[source] for path in rule.paths} | elsewhere | types[source]
         for batch in batches(scan) if len(scan) else [scan]:
-            values, too_large = here.of(batch)
             keep = np.ones(len(batch), bool)
-            for rule, strict in rules[source]:
-                read = partial(column, here, values, len(batch), strict)
-                masks = rule.select(read, len(batch), here.valid if strict else everywhere)
-                true, unknown = (mask.to_numpy(zero_copy_only=False) for mask in masks)
-                _count_rejected(joined, rule, keep & ~true, unknown, too_large)
+            for rule, (true, unknown) in zip(
+                rules[source], filters.select(rules[source], batch, source, here), strict=True
+            ):
+                _count_rejected(joined, rule, keep & ~true, unknown)
                 keep &= true
             yield batch.filter(pa.array(keep))
 
     return {source: joined.scratch.table(scan.schema, chosen(source, scan)) for source, scan in scans.items()}
 
 
-def _count_rejected(
-    joined: Joined, rule: Filter, rejected: np.ndarray, unknown: np.ndarray, too_large: np.ndarray
-) -> None:
+def _count_rejected(joined: Joined, rule: Filter, rejected: np.ndarray, unknown: np.ndarray) -> None:
     expression = " ".join(rule.text.split())
-    for reason, rows in (("a value is missing", ~too_large), ("a number is too large", too_large)):
-        joined.leave(
-            f"{rule.setting} cannot be decided, {reason}: {expression}",
-            int((rejected & unknown & rows).sum()),
-            f"change {rule.setting} (test with `is None`)",
-        )
+    joined.leave(
+        f"{rule.setting} cannot be decided, a value is missing: {expression}",
+        int((rejected & unknown).sum()),
+        f"change {rule.setting} (test with `IS NULL`)",
+    )
     joined.leave(
         f"not selected by {rule.setting}: {expression}", int((rejected & ~unknown).sum()), f"change {rule.setting}"
     )
-
-
-class _Columns:
-    """Columns of a source's items that filters read.
-
-    Args:
-        scan: all of its items.
-        wanted: names of columns.
-
-    Attributes:
-        valid: names of all columns that the source has.
-        types: of the wanted fields of metadata that have values.
-    """
-
-    def __init__(self, source: str, scan: pa.Table, wanted: set[str]):
-        self._source, self._builtin = source, wanted & set(filters.BUILTIN)
-        self._fields = {name: name.removeprefix(_META) for name in wanted - self._builtin}
-        self._metadata = filters.Fields(set(self._fields.values()))
-        for batch in batches(scan.select(["meta"])):
-            self._metadata.look(batch.column("meta"))
-        self._metadata.finish()
-        self.valid = [*filters.BUILTIN, *(name for name in self._metadata.valid if name not in filters.BUILTIN)]
-        types = self._metadata.types
-        self.types = {name: types[field] for name, field in self._fields.items() if field in types}
-
-    def has(self, name: str) -> bool:
-        """Whether some item has the column, be it null."""
-        return name in self._builtin or (name in self._fields and self._metadata.has(self._fields[name]))
-
-    def of(self, scan: pa.Table) -> tuple[dict[str, pa.Array], np.ndarray]:
-        """The wanted columns that have values, of n items; and which of these have a number too large, (n,) bool."""
-
-        def whole(column: pa.ChunkedArray) -> pa.Array:
-            combined = column.combine_chunks()
-            return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
-
-        width, height = (pc.cast(whole(scan.column(name)), pa.float64()) for name in ("width", "height"))
-        builtin = {
-            "source": lambda: pa.array([self._source] * len(scan), pa.large_string()),
-            "item": lambda: text(scan.column("item")),
-            "width": lambda: width,
-            "height": lambda: height,
-            "aspect": lambda: pc.divide(width, height),
-            "pixels": lambda: pc.multiply(width, height),
-            "bytes": lambda: whole(scan.column("size")),
-            "captions": lambda: whole(pc.list_value_length(scan.column("captions"))),
-        }
-        assert set(builtin) == set(filters.BUILTIN)
-        fields, too_large = self._metadata.columns(scan.column("meta"))
-        columns = {name: builtin[name]() for name in self._builtin}
-        return columns | {name: fields[self._fields[name]] for name in self.types}, too_large
 
 
 class Earlier:
@@ -282,79 +212,3 @@ def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[
     left_out = len(selected) - int(np.count_nonzero(selected))
     joined.leave(f"beyond the first {count} pictures", left_out, "a larger bucket.subset")
     return frame.take(selected, joined.scratch), pictures
-
-
-Move = tuple[str, str, int, int]
-"""source, item, and the (height, width) in pixels at which its latent is missing."""
-
-
-def reassigned(
-    joined: Joined, frame: Frame, resolution: Resolution, batches: Sequence[int], records: EncodedRecords
-) -> tuple[Frame, list[Move]]:
-    """Close buckets smaller than one batch, and move their samples into the nearest bucket that is still open.
-
-    Samples whose latent does not exist at the new size are left out and returned, to be encoded.
-
-    Args:
-        batches: of the resolution's buckets.
-    """
-    table, first = resolution.table, resolution.first
-    rows, after = _merged(table, first, batches, frame)
-    if not len(rows):
-        return frame, []
-    records_at = records.latents.find(latent_keys(records.latent.id, frame.digest[rows], table, after))
-    bucket, latent = (joined.scratch.array(len(frame), np.int64) for _ in range(2))
-    bucket[:], latent[:] = frame.bucket, frame.latent
-    bucket[rows], latent[rows] = after + first, np.maximum(records_at, 0)
-    missing = rows[records_at < 0]
-    items = frame.item.take(pa.array(missing)).to_pylist()
-    moves = [
-        (joined.sources[frame.source[row]], item, *table[bucket[row] - first])
-        for row, item in zip(missing.tolist(), items, strict=True)
-    ]
-    joined.leave(
-        "its bucket is smaller than one batch, and its latent is not yet encoded for the neighbouring one",
-        len(missing),
-        "sana-pipe encode --data DIR --reassign FILE (FILE: see below), then sana-pipe bucket again",
-    )
-    keep = joined.scratch.array(len(frame), bool)
-    keep[:] = True
-    keep[missing] = False
-    return replace(frame, bucket=bucket, latent=latent).take(keep, joined.scratch), moves
-
-
-def _merged(table: Sequence[Shape], first: int, batches: Sequence[int], frame: Frame) -> tuple[np.ndarray, np.ndarray]:
-    """The samples that move when buckets smaller than one batch are closed, and their buckets in `table`.
-
-    The smallest is closed first, and its samples may fill its neighbour; the last open bucket stays. Only samples of
-    closed buckets are in memory.
-
-    Returns:
-        (n,) int64 rows, ascending, and (n,) int64 buckets.
-    """
-
-    def rows_in(bucket: int) -> np.ndarray:
-        return np.concatenate([part.start + np.flatnonzero(frame.bucket[part] == bucket + first) for part in parts])
-
-    parts = list(pieces(len(frame)))
-    sizes = np.zeros(len(table), np.int64)
-    for part in parts:
-        inside = frame.bucket[part] - first
-        sizes += np.bincount(inside[(inside >= 0) & (inside < len(table))], minlength=len(table))
-    still_open = [b for b in range(len(table)) if sizes[b]]
-    rows, bucket = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    while len(still_open) > 1:
-        small = [b for b in still_open if sizes[b] < batches[b]]
-        if not small:
-            break
-        closed = min(small, key=lambda b: (sizes[b], b))
-        still_open.remove(closed)
-        stay = bucket != closed
-        leaving = np.concatenate([rows_in(closed), rows[~stay]])
-        shapes = [table[b] for b in still_open]
-        nearest = np.array(still_open)[buckets.nearest_all(shapes, frame.height[leaving], frame.width[leaving])]
-        rows, bucket = np.concatenate([rows[stay], leaving]), np.concatenate([bucket[stay], nearest])
-        sizes[closed] = 0
-        sizes += np.bincount(nearest, minlength=len(table))
-    order = np.argsort(rows)
-    return rows[order], bucket[order]

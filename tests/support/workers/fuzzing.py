@@ -34,12 +34,12 @@ from pipeline.cache import codec, layout, shard
 from pipeline.cache.files import Files
 from pipeline.cache.root import Cache
 from pipeline.config import DataConfig
-from pipeline.encoding import plan, scan
+from pipeline.encoding import scan
 from pipeline.errors import UserError
 from pipeline.images import decoding, vips_decoder
 from pipeline.models.sana_config import read_config
 from pipeline.processes import run_and_exit
-from pipeline.snapshots.filters import Filter
+from pipeline.snapshots import filters
 from pipeline.sources.detect import open_source
 from pipeline.work import claims
 
@@ -227,8 +227,14 @@ def document(path: Path) -> None:
 
 def expression(data: bytes) -> None:
     text = data.decode("utf-8", errors="replace")
-    columns = {"a": pa.array([1.0, None]), "b": pa.array(["x", None], pa.large_string())}
-    Filter(text, "bucket.filter").select(columns.__getitem__, 2, list(columns))
+    meta = ['{"a": 1, "b": "x"}', ""]
+    batch = pa.table(
+        {"item": ["0", "1"], "width": [1, 2], "height": [1, 2], "size": [1, 2], "captions": [[], []], "meta": meta}
+    )
+    rule = filters.Filter(text, "bucket.filter")
+    metadata = filters.Metadata([batch], rule.paths)
+    rule.check_columns(metadata.known, metadata.valid)
+    filters.select([rule], batch, "one", dict.fromkeys(rule.paths, "DOUBLE") | metadata.types(metadata.text))
 
 
 JSONL = b'{"file_name": "a.png", "text": "one"}\n' + b'{"file_name": "b.png", "text": ["two", "three"], "score": 1.5}\n'
@@ -314,13 +320,9 @@ TARGETS: dict[str, tuple[Callable[[], list[bytes]], Callable[[bytes], None]]] = 
         lambda data: config.load("tiny", [data.decode("utf-8", "replace")]),
     ),
     "model": (lambda: [MODEL], file_of("config.json", lambda path: read_config(path.parent))),
-    "list of pictures": (
-        lambda: [b"item,height,width\na.png,512,1024\nb.png,64,64\n"],
-        file_of("t.csv", lambda path: plan.read_targets(str(path), 32, 0)),
-    ),
     "claim": (lambda: [b'{"host": "a", "process": 12, "time": 1.5}'], claims.parse_claim),
     "filter": (
-        lambda: [b"a > 1 and not b == 'x'", b"min(a, 2) in [1, 2] or b is None", b"matches(b, '^x+')"],
+        lambda: [b"a > 1 AND NOT b = 'x'", b"least(a, width) IN (1, 2) OR b IS NULL", b"regexp_matches(b, '^x+')"],
         expression,
     ),
 }
