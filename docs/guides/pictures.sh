@@ -37,8 +37,8 @@ jpg drawn/contact_sheet.png "$guides/lora.jpg"
 
 # captions.jpg: one section of the report
 sana-pipe report --run runs/tiny/round2 --snapshot round2 --out report.html
-sed 's|</head>|<style>section:not(#captions), header, footer, nav, h1 { display: none }</style></head>|' report.html > captions.html
-chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=760,420 \
+sed 's|</head>|<style>body > :not(#captions), #captions > h2 { display: none }</style></head>|' report.html > captions.html
+chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=560,480 \
     --screenshot="$work/captions.png" "file://$work/captions.html"
 jpg captions.png "$guides/captions.jpg"
 rm -r "$work"
