@@ -468,6 +468,20 @@ def test_text_is_a_number_only_where_it_is_one_in_every_source() -> None:
     assert selected["one"].column("item").to_pylist() == ["0", "1"], "compared as numbers"
 
 
+def test_large_identifiers_are_compared_exactly() -> None:
+    scan = with_meta({"id": 2**62 + 1}, {"id": 2**62 + 2})
+    selected = selection.filtered(Joined(), {"one": scan}, Filter(f"id = {2**62 + 2}", "f"), {})
+    assert selected["one"].column("item").to_pylist() == ["1"]
+
+
+def test_a_field_that_differs_from_a_column_in_case_is_that_field() -> None:
+    scan = with_meta({"Source": "x"}, {"Source": "y"})
+    selected = selection.filtered(Joined(), {"one": scan}, Filter("Source = 'y'", "f"), {})
+    assert selected["one"].column("item").to_pylist() == ["1"]
+    with pytest.raises(UserError, match="differ in case only"):
+        selection.filtered(Joined(), {"one": scan}, Filter("Source = 'y' AND item = '1' AND source = 'one'", "f"), {})
+
+
 def test_a_field_is_no_value_and_object_at_once() -> None:
     scan = with_meta({"a": [1]})
     with pytest.raises(UserError, match="as a value and as an object"):

@@ -41,9 +41,12 @@ Path = tuple[str, ...]
 
 _SYNTAX = {"BETWEEN", "CASE", "CAST", "COMPARISON", "CONJUNCTION", "CONSTANT", "FUNCTION", "OPERATOR", "TYPE"}
 _OTHER_NAMES = {"min": "least", "max": "greatest", "startswith": "starts_with", "endswith": "ends_with"}
-_KINDS = dict.fromkeys(("BIGINT", "HUGEINT", "UBIGINT", "UHUGEINT"), "DOUBLE")
+_INTEGERS = ("BIGINT", "UBIGINT")
+_EXACT = 2**53  # up to here every integer is one of fp64
+_PLAIN = {"DOUBLE", "HUGEINT", "VARCHAR"}
 _META = "nullif(meta, '')"
-_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
+_NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?"
+"""Text that is a number; one of more digits may be an identifier, which fp64 would round."""
 _MAX_LENGTH = 20_000
 
 
@@ -79,8 +82,7 @@ class Filter:
         if node["class"] not in _SYNTAX | {"COLUMN_REF"}:
             raise self.wrong(f"has a {node['class'].lower()}, which a filter may not have")
         if node["class"] == "COLUMN_REF":
-            path = tuple(node["column_names"])
-            self.paths.add((path[0].lower(),) if len(path) == 1 and path[0].lower() in BUILTIN else path)
+            self.paths.add(tuple(node["column_names"]))
         if node["class"] == "FUNCTION" and (name := node["function_name"].lower()) not in _functions():
             near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _functions(), 1, 0.8)), None)
             raise self.wrong(
@@ -123,6 +125,7 @@ class Metadata:
     def __init__(self, parts: Iterable[pa.Table], paths: set[Path]):
         self.known = {path for path in paths if _is_builtin(path)}
         self.text: set[Path] = set()
+        self._exact: set[Path] = set()
         self._examples: dict[Path, dict[str, str]] = {path: {} for path in sorted(paths - self.known)}
         names: set[str] = set()
         for part in parts if self._examples else ():
@@ -134,16 +137,20 @@ class Metadata:
 
     def _look(self, path: Path) -> None:
         field = _text(_pointer(path))
-        number = f"bool_and(regexp_full_match(json_extract_string(m, {field}), {_text(_NUMBER)}))"
-        for kind, example, is_number in _rows(
-            f"SELECT json_type(m, {field}), first(json_extract(m, {field})::VARCHAR), {number} "
+        value = f"json_extract_string(m, {field})"
+        for kind, example, is_number, largest in _rows(
+            f"SELECT json_type(m, {field}), first(json_extract(m, {field})::VARCHAR), "
+            f"bool_and(regexp_full_match({value}, {_text(_NUMBER)})), max(abs(TRY_CAST({value} AS DOUBLE))) "
             f"FROM (SELECT {_META} AS m FROM batch) WHERE json_exists(m, {field}) GROUP BY ALL"
         ):
             self.known.add(path)
             if kind == "VARCHAR" and not is_number:
                 self.text.add(path)
+            if kind in _INTEGERS:
+                kind = "HUGEINT"
+                self._exact |= {path} if largest > _EXACT else set()
             if kind != "NULL":
-                self._examples[path].setdefault(_KINDS.get(kind, kind), example)
+                self._examples[path].setdefault(kind, example)
 
     def types(self, text: set[Path]) -> dict[Path, str]:
         """DuckDB's type of each field of metadata that has values. text: fields of any source with text that is not a
@@ -161,10 +168,11 @@ class Metadata:
                     result[path] = "VARCHAR[]"
                 case ["BOOLEAN"]:
                     result[path] = "BOOLEAN"
-                case ["DOUBLE"] | ["DOUBLE", "VARCHAR"] | ["VARCHAR"]:
-                    result[path] = "VARCHAR" if path in text and "VARCHAR" in examples else "DOUBLE"
-                case _:
-                    other = next(kind for kind in examples if kind not in ("DOUBLE", "VARCHAR"))
+                case kinds if {*kinds} <= _PLAIN:
+                    numbers = "HUGEINT" if kinds == ["HUGEINT"] and path in self._exact else "DOUBLE"
+                    result[path] = "VARCHAR" if path in text and "VARCHAR" in kinds else numbers
+                case kinds:
+                    other = next(kind for kind in kinds if kind not in _PLAIN)
                     raise UserError(
                         f"the metadata field {'.'.join(path)!r} cannot be used in a filter: its values are not all "
                         "numbers, all text, all booleans or all lists",
@@ -187,13 +195,17 @@ def select(
         UserError: a condition cannot be computed, or is none.
     """
     paths = sorted({path for rule in filters for path in rule.paths})
-    columns: dict[str, Any] = {"source": _text(source)}
+    columns: dict[str, Any] = {}
     for path in paths:
         if _is_builtin(path):
-            columns[path[0]] = BUILTIN[path[0]][0] or columns["source"]
+            columns[path[0]] = BUILTIN[path[0]][0] or _text(source)
         else:
             _put(columns, path, _value(path, types[path]))
-    listed = ", ".join(f"{_struct(value)} AS {_name(name)}" for name, value in columns.items())
+    spelled: dict[str, str] = {}
+    for name in columns:
+        if (other := spelled.setdefault(name.lower(), name)) != name:  # for SQL they are one
+            raise UserError(f"filters use the columns {other!r} and {name!r}, which differ in case only")
+    listed = ", ".join(f"{_struct(value)} AS {_name(name)}" for name, value in columns.items()) or "item"
     table = f"(SELECT {listed} FROM (SELECT *, {_META} AS m FROM batch))"
     results = []
     with _batch(batch):
@@ -204,13 +216,17 @@ def select(
             except duckdb.Error as error:
                 raise rule.wrong(
                     "cannot be computed",
-                    found=escaped(str(error).splitlines()[0]),
+                    found=escaped("; ".join([str(error).splitlines()[0], *_described(rule, types)])),
                     fix="TRY_CAST(column AS DOUBLE) makes numbers of text" if "explicit cast" in str(error) else None,
                 ) from None
             if kind.upper().strip('"') not in ("BOOLEAN", "BOOL"):
                 raise rule.wrong("is no condition", fix="add a comparison, such as width >= 512")
             results.append((np.ma.filled(values, False).astype(bool), np.ma.getmaskarray(values)))
     return results
+
+
+def _described(rule: Filter, types: dict[Path, str]) -> list[str]:
+    return [f"{'.'.join(path)} is {types[path]}" for path in sorted(rule.paths) if path in types]
 
 
 # ---------------------------------------------------------------- DuckDB
