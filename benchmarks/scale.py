@@ -146,10 +146,10 @@ def cache_table() -> Table:
 
 def training_row(run: Training) -> tuple[str, ...]:
     layout = run.prediction.layout
-    groups = f"{layout.dp_replicate} x {layout.dp_shard}"
     return (
         str(run.gpus),
-        groups,
+        str(layout.dp_replicate),
+        str(layout.dp_shard),
         f"{run.time.step:.2g}",
         number(run.time.images_per_s),
         f"{run.time.mfu:.0%}",
@@ -164,7 +164,8 @@ def training_table(runs: list[Training]) -> Table:
     return Table(
         (
             "GPUs",
-            "replicas x shards",
+            "replicas",
+            "shards",
             "s a step",
             "images/s",
             "MFU",
@@ -179,10 +180,10 @@ def training_table(runs: list[Training]) -> Table:
 
 def checkpoint_table(runs: list[Training]) -> Table:
     return Table(
-        ("GPUs", "replicas x shards", "checkpoint", "copy in each process", "s training stops", "s until published"),
+        ("GPUs", "replicas", "shards", "checkpoint", "copy in each process", "s training stops", "s until published"),
         [
             (
-                *training_row(run)[:2],
+                *training_row(run)[:3],
                 size(run.checkpoint),
                 size(run.copy),
                 f"{run.blocked:.2g}",
@@ -199,7 +200,7 @@ def reading_row(case: Case) -> tuple[str, ...]:
     return (
         power(case.pairs),
         str(case.gpus),
-        "no" if case.mib is None else f"{case.mib} MiB, {case.window}",
+        *(("no", "") if case.mib is None else (f"{case.mib} MiB", str(case.window))),
         number(result.requests),
         size(result.each("needed_bytes")),
         size(result.each("read")),
@@ -218,7 +219,8 @@ def reading_table(cases: tuple[Case, ...]) -> Table:
         (
             "pairs",
             "GPUs",
-            "packed: shard, window",
+            "packed shard",
+            "window",
             "requests",
             "fetched",
             "read",
@@ -259,12 +261,13 @@ def nodes_table(cases: tuple[Case, ...]) -> Table:
         mean, most = all_nodes(case.pairs, case.gpus, case.mib, case.window, case.steps, case.skip)
         result = simulated(case)
         counts = (result.each("needed"), mean, most)
-        rows.append((*reading_row(case)[:3], str(result.nodes), *(f"{count:.2g}" for count in counts)))
+        rows.append((*reading_row(case)[:4], str(result.nodes), *(f"{count:.2g}" for count in counts)))
     return Table(
         (
             "pairs",
             "GPUs",
-            "packed: shard, window",
+            "packed shard",
+            "window",
             "nodes",
             "shards fetched by one node",
             "by a mean node",

@@ -194,6 +194,18 @@ class TextConfig(Weights):
     reference for each caption. Not part of the recipe (see pipeline/models/text.py)."""
 
 
+class TagsConfig(_Section):
+    """Variants of captions that are tag lists (`1girl, solo, outdoors`), encoded beside the original, which keeps its
+    order. Sentences stay as they are."""
+
+    shuffle: Positive = 4
+    """Variants of each caption, with its tags in another order; equal ones count once."""
+    drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the tags that a variant leaves out."""
+    keep: NotNegative = 0
+    """The first tags, such as a trigger word, that stay in front and are not left out."""
+
+
 class DataConfig(_Section):
     """Pictures, captions, and the pictures that are left out."""
 
@@ -222,6 +234,8 @@ class DataConfig(_Section):
     """Text put before every caption, as written (with its spaces)."""
     caption_suffix: str = ""
     """Text put after every caption, as written (with its spaces)."""
+    tags: TagsConfig | None = None
+    """Add variants of captions that are tag lists, such as `{shuffle: 4, drop: 0.1, keep: 1}`; null: none."""
     image_field: str | None = None
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: Place | None = None

@@ -62,8 +62,11 @@ def markdown() -> str:
     lines = [
         "# Options",
         "",
+        "* Every option; `sana-pipe config` prints your values and where each comes from, as a file to start with.",
+        "* Most runs need few: `bucket.batch`, `train.epochs`, `train.optim.lr`, `train.validation`, `train.pictures`.",
+        "* Change one without a file by `--set train.optim.lr=2e-5`; a wrong name is an error that names the nearest.",
+        "",
         "Generated from the fields in `pipeline/config.py` by `sana-pipe config --markdown > docs/configuration.md`.",
-        "`sana-pipe config` prints the values of your configuration and where each comes from.",
         "Values are read as in YAML 1.2, in files and behind `--set`; text that reads as a number needs quotes. In",
         "paths, also those of the command line, `~` and `$NAME` are replaced; a variable that is not set is an error.",
     ]

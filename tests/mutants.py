@@ -46,7 +46,7 @@ ROOMS = {
     "sources": (
         ["pipeline/sources/*"],
         "caption_rules captions documents edges encode encode_sources estimate fuzz links prompts reasons remote scan "
-        "source sources urls",
+        "source sources tag_sets urls",
     ),
     "images": (
         ["pipeline/images/*"],

@@ -70,6 +70,7 @@ def test_every_way_of_reading_is_remembered(tmp_path: Path) -> None:
         "caption": "filename",
         "caption_prefix": "a",
         "caption_suffix": "b",
+        "tags": {"shuffle": 2, "drop": 0.5, "keep": 1},
         "image_field": "target",
         "image_root": "pictures",
         "buckets": [[512, 512], [256, 1024]],

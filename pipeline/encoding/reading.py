@@ -24,6 +24,7 @@ GROUPS = (
     ("caption",),
     ("caption_prefix",),
     ("caption_suffix",),
+    ("tags",),
     ("image_field",),
     ("image_root",),
     ("resolution", "buckets"),

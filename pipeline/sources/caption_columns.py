@@ -27,9 +27,10 @@ from itertools import islice
 from typing import Any
 
 from pipeline.cache.layout import canonical
-from pipeline.config import DataConfig, setting
+from pipeline.config import DataConfig, TagsConfig, setting
 from pipeline.errors import UserError
 from pipeline.sources.filenames import REPEATS, escaped, short_repr, stem
+from pipeline.sources.tag_sets import variants
 
 MAX_COLUMNS = 1000
 """Limit on the columns that are remembered; a source with more has rows with arbitrary keys, not columns."""
@@ -73,6 +74,7 @@ class CaptionRule:
     default: the caption of a picture without captions (a value of `data.caption`); None: such pictures are rejected.
     before, after: text around every caption.
     raw: use captions of columns unchanged, and null as the empty caption.
+    tags: variants of captions that are tag lists; None: none.
     seen: columns of the rows read so far (at most `MAX_COLUMNS`), and `txt`.
     """
 
@@ -86,6 +88,7 @@ class CaptionRule:
     before: str = ""
     after: str = ""
     raw: bool = False
+    tags: TagsConfig | None = None
     seen: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
@@ -102,6 +105,7 @@ class CaptionRule:
             config.caption_prefix,
             config.caption_suffix,
             raw,
+            config.tags,
         )
 
     @classmethod
@@ -130,6 +134,7 @@ class CaptionRule:
         additions = (self.default, self.before, self.after, self.raw)
         # Left out at their defaults, so that rules of earlier versions keep their identity.
         changed = [str(additions)] if additions != (None, "", "", False) else []
+        changed += [f"tags {self.tags}"] if self.tags else []
         return canonical([[*map(str, values), *changed]]).decode()
 
     def check_seen(self) -> None:
@@ -247,8 +252,19 @@ class CaptionRule:
         for candidate, weight in zip(candidates, self._scored_weights(candidates), strict=True):
             if weight > 0:
                 weights[candidate.text] = max(weight, weights.get(candidate.text, 0.0))
-        captions = tuple((f"{self.before}{text}{self.after}", weight) for text, weight in weights.items())
+        drawn = self._with_variants(weights, key, source) if self.tags else weights
+        captions = tuple((f"{self.before}{text}{self.after}", weight) for text, weight in drawn.items())
         return captions, len({candidate.text for candidate in candidates} - set(weights))
+
+    def _with_variants(self, weights: dict[str, float], key: str, source: str) -> dict[str, float]:
+        """Texts and the variants of tag lists among them, which share a list's weight evenly with it."""
+        assert self.tags is not None
+        drawn: dict[str, float] = {}
+        for caption, weight in weights.items():
+            texts = [caption, *variants(caption, source, key, self.tags)]
+            for text in texts:
+                drawn[text] = drawn.get(text, 0.0) + weight / len(texts)
+        return drawn
 
     def _scored_weights(self, candidates: list[CaptionCandidate]) -> list[float]:
         """The weight of each candidate by the rules in the module."""
