@@ -70,7 +70,7 @@ class _Command(click.Command):
         codes = [
             (str(code), meaning)
             for code, (meaning, commands) in EXIT_CODES.items()
-            if not commands or self.name in commands or self.name == "demo"
+            if not commands or self.name in commands or self.name in ("demo", "run")
         ]
         with formatter.section("Exit codes"):
             formatter.write_dl(codes)
@@ -103,6 +103,8 @@ def cli() -> None:
     """Precompute latents and text embeddings once, then train Sana without the encoders.
 
     \b
+    sana-pipe init --data DIR       look at pictures and card, write sana-pipe.yaml
+    sana-pipe run DIR               all of these as one chain: encode, bucket, train, sample, export
     sana-pipe check                 are the models available, and do they fit together
     sana-pipe encode --data DIR     pictures and captions -> cache
     sana-pipe bucket                cache -> a snapshot of resolution buckets
@@ -207,6 +209,39 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
     ]
     if odd:
         raise click.UsageError(f"{option} does not go with {', '.join(odd)}")
+
+
+@cli.command(
+    examples=[
+        "sana-pipe init --data /data/dog --trigger 'sks dog'",
+        "sana-pipe init --data /data/pictures --for full --gpu a100-80 --gpus 8 --out full.yaml",
+        "sana-pipe init --data /data/table.parquet --set data.caption_field=long_caption",
+    ]
+)
+@click.option(
+    "--data", multiple=True, required=True, metavar="PATH|URL", help="The pictures, as for encode; may be repeated."
+)
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(["lora", "full", "scratch"]),
+    help="A LoRA, full fine-tuning, or a new model. Default: by the number of pictures and the memory.",
+)
+@click.option("--trigger", metavar="WORD", help="A word for what all pictures show; it goes into every caption.")
+@click.option("--out", default="./sana-pipe.yaml", show_default=True, metavar="FILE", help="The configuration.")
+@click.option("--force", is_flag=True, help="Replace the file, and prompts.txt beside it.")
+@click.option("--gpu", metavar="NAME", help="Choose for this card (a name as in `plan`). Default: the one here.")
+@click.option("--gpu-memory", metavar="24GiB", help="Memory of each card.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Number of cards. Default: those here.")
+@click.option("--set", "overrides", metavar="A.B=C", multiple=True, help="An option of the file; may be repeated.")
+def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
+    """Look at the pictures, the card and the disk, and write a commented configuration for them.
+
+    Prints each value with its reason. Encodes nothing, and needs no model.
+    """
+    from stages import init as stage
+
+    return stage.run(data, stage.Options(out=local_path(out), **options))
 
 
 @cli.command(
@@ -819,6 +854,31 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
     if name or as_json or given != _NOTHING:
         raise click.UsageError("--markdown is alone: it describes the options, not a configuration")
     return click.echo(stage.markdown())
+
+
+@cli.command(
+    examples=[
+        "sana-pipe run /data/dog",
+        "sana-pipe run /data/photos /data/drawings --config sana_1600m_1024 --set train.steps=4000",
+    ]
+)
+@_configured
+@click.argument("data", nargs=-1, required=True, metavar="PATH|URL...")
+@click.option(
+    "--prompts",
+    metavar="FILE|default",
+    help="As for encode. Default, with train.pictures: prompts.txt beside the configuration, else `default`.",
+)
+def run(given: _Given, data: tuple[str, ...], prompts: str | None) -> Any:
+    """Encode, bucket, train, sample and export: the single commands one after the other, each printed as it starts.
+
+    The same command continues after any end. With several GPUs, encode and train run under torchrun. --set goes to the
+    commands that read the option. The exit code is that of the first command that fails.
+    """
+    from pipeline.config import load_given
+    from stages import run as stage
+
+    return stage.run(*load_given(given.path, given.overrides), given.path, given.overrides, data, prompts)
 
 
 @cli.command(examples=["sana-pipe demo", "sana-pipe demo --data /data/pictures --out demo2"])

@@ -392,5 +392,5 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     75: ("storage did not answer within patience_s (train saved); the same command may succeed later", _CACHE),
     130: ("interrupted by Ctrl-C", ()),
 }
-"""Meaning of each exit code, and the commands that can end with it (none named: all). `demo` ends with the code of the
-command that failed."""
+"""Meaning of each exit code, and the commands that can end with it (none named: all). `demo` and `run` end with the
+code of the command that failed."""

@@ -10,6 +10,7 @@ threads, runs exit functions and flushes, as Python does, and does not tear the 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import resource
 import shlex
@@ -27,6 +28,8 @@ from pipeline.errors import escaped
 _ROOT = Path(__file__).resolve().parent.parent
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from pipeline.cli import console; console()"
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 OUTPUT_LOST = 74
 """Exit code (EX_IOERR) if the work is done but lines could not be written to stdout."""
 
@@ -39,6 +42,12 @@ def command(*arguments: str) -> list[str]:
 def shown(*arguments: str) -> str:
     """The same command as a user types it."""
     return shlex.join(["sana-pipe", *arguments])
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent is killed. For `preexec_fn` of a child; on Linux only."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def allow_many_files() -> None:

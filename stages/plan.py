@@ -30,8 +30,6 @@ from pipeline.training.build import architecture_of_weights
 from pipeline.training.remedies import changed
 
 GIB = 2**30
-PER_NODE = 8
-"""GPUs of a node, unless `--nodes` says."""
 LOW_MFU, SHARE = 0.1, 8
 """Below this MFU a larger batch is proposed: of so many samples a GPU."""
 
@@ -42,7 +40,7 @@ class Options:
 
     Attributes:
         gpus: of all nodes together; `gpu`, `gpu_memory`: the card, and memory that is not the card's.
-        nodes: None: as few as have at most `PER_NODE` GPUs each; of CPUs one.
+        nodes: None: as `predict.least_nodes`; of CPUs one.
         price: of a GPU hour.
         phase: of the configuration; its options and, unless `snapshot` is given, its snapshot count.
         write: file for the configuration that was searched for.
@@ -243,7 +241,7 @@ def machine_of(options: Options) -> Machine:
     """
     gpus, gpu, nodes = options.gpus, options.gpu, options.nodes
     if nodes is None:
-        nodes = 1 if gpu == CPU else next(n for n in range(-(-gpus // PER_NODE), gpus + 1) if gpus % n == 0)
+        nodes = 1 if gpu == CPU else predicting.least_nodes(gpus)
     if gpu is None and options.gpu_memory is None:
         raise UserError("which GPU?", expected="--gpu NAME, or --gpu-memory 24GiB; NAME is one of " + ", ".join(CARDS))
     if gpus % nodes:

@@ -94,9 +94,11 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
         "export",
         "forget",
         "gc",
+        "init",
         "inspect",
         "plan",
         "report",
+        "run",
         "sample",
         "snapshots",
         "status",
@@ -712,10 +714,11 @@ def test_no_path_of_the_command_line_has_a_variable_that_is_not_set(
         if other.required and other is not parameter
         for text in ([] if isinstance(other, click.Argument) else [other.opts[0]]) + ["x"]
     ]
+    option = "" if isinstance(parameter, click.Argument) else f"{parameter.opts[0]}="
     prefix = "photos=" if parameter.metavar == "NAME=DIR" else ""
 
     def value(text: str) -> Any:
-        context = command.make_context(words[-1], [f"{parameter.opts[0]}={prefix}{text}", *needed])
+        context = command.make_context(words[-1], [f"{option}{prefix}{text}", *needed])
         return context.params[str(parameter.name)]
 
     with pytest.raises(UserError, match=naming("SCRATCH")):

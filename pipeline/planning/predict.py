@@ -109,6 +109,15 @@ class Machine:
         return self.gpus // self.nodes
 
 
+PER_NODE = 8
+"""GPUs of a node, where nothing says otherwise."""
+
+
+def least_nodes(gpus: int) -> int:
+    """The fewest equal nodes with at most `PER_NODE` GPUs each."""
+    return next(nodes for nodes in range(-(-gpus // PER_NODE), gpus + 1) if gpus % nodes == 0)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Memory of the fullest GPU.

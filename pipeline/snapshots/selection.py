@@ -180,13 +180,18 @@ def repeated(joined: Joined, frame: Frame, latents: RecordIndex) -> int:
 
 
 def heldout(frame: Frame, share: float, scratch: Scratch | None = None) -> np.ndarray:
-    """(n,) bool: which samples are held out. It depends on the picture's digest alone: equal pictures are on one side,
-    more data move nothing, and a larger share contains a smaller share. scratch: temporary storage."""
-    limit = np.uint64(min(int(share * 2**64), 2**64 - 1))
+    """(n,) bool: which samples are held out, see `is_held_out`. scratch: temporary storage."""
     held_out = (scratch or Scratch()).array(len(frame.digest), bool)
     for piece in pieces(len(frame.digest)):
-        held_out[piece] = np.ascontiguousarray(frame.digest[piece]).view("<u8")[::2] < limit
+        held_out[piece] = is_held_out(frame.digest[piece], share)
     return held_out
+
+
+def is_held_out(digests: np.ndarray, share: float) -> np.ndarray:
+    """(n,) bool: which pictures are held out. It depends on the digest alone: equal pictures are on one side, more data
+    move nothing, and a larger share contains a smaller share. digests: (n,) S16, of the pictures' files."""
+    limit = np.uint64(min(int(share * 2**64), 2**64 - 1))
+    return np.ascontiguousarray(digests).view("<u8")[::2] < limit
 
 
 def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[Frame, int]:

@@ -13,7 +13,7 @@ import pytest
 from pipeline.cli import main
 
 STAGES = ("bucket", "check", "demo", "encode", "export", "forget", "gc", "pack", "sample", "snapshots", "status")
-STAGES = (*STAGES, "inspect", "plan", "report", "train", "verify", "view")
+STAGES = (*STAGES, "init", "inspect", "plan", "report", "run", "train", "verify", "view")
 
 
 def words_of(line: str) -> list[str]:

@@ -1,0 +1,458 @@
+"""What `sana-pipe init` writes: values by purpose, number of pictures and memory, each with its source.
+
+The tables here are the only place of these values. `markdown` prints them for docs/recipes.md, and tests hold the
+shipped configurations against them. `recommend` looks up the values for some pictures and a machine.
+Models (hub ids, revisions, precision) are those of a shipped configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import as_yaml, load_given
+from pipeline.errors import UserError
+from pipeline.images import buckets
+
+LORA, FULL, SCRATCH = "lora", "full", "scratch"
+PURPOSES = (LORA, FULL, SCRATCH)
+BASES = {1024: "sana_1600m_1024", 512: "sana_600m_512"}
+"""The shipped configuration whose models are used, by resolution."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Of an option, for a purpose. resolution, below: only at this one, or of fewer pictures."""
+
+    purpose: str
+    option: str
+    value: Any
+    source: str
+    resolution: int | None = None
+    below: int | None = None
+
+    def holds(self, purpose: str, resolution: int, pictures: int) -> bool:
+        return (
+            purpose == self.purpose
+            and self.resolution in (None, resolution)
+            and (self.below is None or pictures < self.below)
+        )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """visits: of each picture, in `least` to `most` steps, and at least one epoch."""
+
+    visits: int
+    least: int
+    most: int
+    source: str
+
+    def of(self, pictures: int, batch: int) -> int:
+        wanted = math.ceil(self.visits * pictures / batch)
+        return max(min(max(wanted, self.least), self.most), math.ceil(pictures / batch))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The first row whose `gib`, of all cards together, are there."""
+
+    purpose: str
+    resolution: int
+    gib: float
+    settings: dict[str, Any]
+    source: str
+
+
+_NVLABS = "NVlabs' `Sana_1600M_img1024_AdamW`"
+_DIFFUSERS = "diffusers' `train_dreambooth_lora_sana`"
+_SCRATCH_ARCH = {
+    "num_layers": 28,
+    "num_attention_heads": 36,
+    "num_cross_attention_heads": 16,
+    "cross_attention_head_dim": 72,
+}
+SMALL_SET = 1000
+VALUES = (
+    Value(LORA, "bucket.batch", 4, f"{_DIFFUSERS}: 1, accumulated 4 times"),
+    Value(
+        LORA,
+        "train.adapter",
+        {"kind": "lora", "rank": 16, "alpha": 16.0, "targets": "attention"},
+        f"rank 4 in {_DIFFUSERS}, 16 in reports of users of Z-Image (2B); cosmos-rl trains all eight projections",
+    ),
+    Value(LORA, "train.optim.lr", 1e-4, f"{_DIFFUSERS}, cosmos-rl; 1e-6 does not learn (NVlabs/Sana #250)"),
+    Value(LORA, "train.optim.clip", 1.0, _DIFFUSERS),
+    Value(LORA, "train.optim.warmup_steps", 100, "our choice, at most a fifth of the steps"),
+    Value(LORA, "train.caption_drop", 0.1, "NVlabs' `class_dropout_prob`"),
+    Value(LORA, "train.flow.shift", 3.0, "NVlabs' `flow_shift`"),
+    Value(LORA, "train.save_every", 250, "our choice: some eight checkpoints to choose from"),
+    Value(LORA, "train.keep_checkpoints", 8, "our choice: one is chosen by its pictures"),
+    Value(FULL, "bucket.batch", 64, f"`train_batch_size` of {_NVLABS}; there of each GPU"),
+    Value(FULL, "bucket.batch", 128, "`train_batch_size` of NVlabs' `Sana_600M_img512`", resolution=512),
+    Value(FULL, "bucket.batch", 16, "our choice: enough steps in 100 epochs of few pictures", below=SMALL_SET),
+    Value(FULL, "train.optim.lr", 1e-4, f"{_NVLABS}; new concepts come slowly below 5e-5 (reported by users)"),
+    Value(FULL, "train.optim.lr", 5e-5, "1e-4 by NVlabs' square root rule (`auto_lr`) for 16 of 64", below=SMALL_SET),
+    Value(FULL, "train.optim.clip", 0.1, f"`gradient_clip` of {_NVLABS}"),
+    Value(FULL, "train.optim.weight_decay", 0.01, _NVLABS),
+    Value(FULL, "train.optim.warmup_steps", 2000, f"{_NVLABS}; at most a fifth of the steps, as 2,000 of 10,000"),
+    Value(FULL, "train.caption_drop", 0.1, "NVlabs' `class_dropout_prob`"),
+    Value(FULL, "train.flow.shift", 3.0, "NVlabs' `flow_shift`"),
+    Value(FULL, "train.save_every", 500, "NVlabs' `save_model_steps`"),
+    Value(SCRATCH, "model.arch", _SCRATCH_ARCH, "the smallest released Sana, 0.6B; `{}` is the 1.6B"),
+    Value(SCRATCH, "bucket.batch", 256, "NVlabs' square root rule (`auto_lr`) leaves 1e-4 as it is at 256"),
+    Value(SCRATCH, "train.precision", "bf16", "NVlabs' SANA-1.5; their 0.6B was trained in fp16"),
+    Value(SCRATCH, "train.optim.lr", 1e-4, "NVlabs' `Sana_600M_img512`"),
+    Value(SCRATCH, "train.optim.clip", 0.1, "NVlabs' `gradient_clip`"),
+    Value(SCRATCH, "train.optim.weight_decay", 0.01, _NVLABS),
+    Value(SCRATCH, "train.optim.warmup_steps", 2000, "NVlabs' `num_warmup_steps`"),
+    Value(SCRATCH, "train.ema", {"decay": 0.9999}, "NVlabs' `ema_rate`"),
+    Value(SCRATCH, "train.caption_drop", 0.1, "NVlabs' `class_dropout_prob`"),
+    Value(SCRATCH, "train.flow.shift", 3.0, "NVlabs' `flow_shift`"),
+    Value(SCRATCH, "train.save_every", 1000, "our choice"),
+)
+"""Of several rows with one option the last that holds counts."""
+
+STEPS = {
+    LORA: Steps(
+        200, 500, 3100, f"50 steps a picture; {_DIFFUSERS}: 500; users of Z-Image (2B, rank 16): 2,000 to 3,100"
+    ),
+    FULL: Steps(
+        100,
+        500,
+        10_000,
+        "NVlabs' `num_epochs` = 100, from which on `train` warns; about 10,000 before a first concept shows "
+        "(reported by people who fine-tune Sana)",
+    ),
+    SCRATCH: Steps(100, 10_000, 100_000, "NVlabs' `num_epochs` = 100; the bounds are our choice"),
+}
+
+MEMORY = (
+    Memory(LORA, 1024, 6, {}, "4.3 GiB (`sana-pipe plan`); the text encoder takes 5.2 GB while encoding"),
+    Memory(LORA, 512, 6, {}, "as above"),
+    Memory(FULL, 1024, 36, {}, "28.6 GiB and a tenth free (`sana-pipe plan`)"),
+    Memory(
+        FULL,
+        1024,
+        21.5,
+        {"train.precision": "bf16_pure"},
+        "19.6 GiB (`sana-pipe plan`): parameters and moments in bf16, with stochastic rounding",
+    ),
+    Memory(FULL, 512, 11, {}, "10.1 GiB (`sana-pipe plan`), the 0.6B in fp32"),
+    Memory(SCRATCH, 512, 15, {}, "14.3 GiB at 16 GiB (`sana-pipe plan`)"),
+)
+
+HELDOUT = ((1000, 0.02), (40, 0.1))
+"""(from so many pictures, share that is held out): `validation.samples` are 512, and fewer than four say little."""
+HELDOUT_SOURCE = "our choice, as `sana_1600m_1024_lora`"
+FULL_FROM = 2000
+"""So many pictures with captions are fully fine-tuned where the memory suffices; our choice, not a measurement."""
+SHARP, LARGEST = 1.5, 2.0
+"""1024 px if at least half of the pictures are enlarged by at most `SHARP`; what is enlarged by more than `LARGEST` is
+left out. Our choices: `encode` counts what is above 2."""
+TRIGGER = "sks"
+"""The trigger word where no picture has a caption and none is given, as in the DreamBooth paper."""
+CONTEXTS = ("{}", "{} on a beach at sunset", "{} in the snow", "a pencil drawing of {}")
+CONTROL = "a street market at night"
+"""A prompt without the trigger word: shows what else changes."""
+DRAWN = 8
+"""Limit on prompts that are drawn while it trains."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is there.
+
+    Attributes:
+        heights, widths: (n,) int64, pixels of the usable pictures whose size is known.
+        pictures: usable ones. captioned: those with a caption.
+        captions: some of their captions.
+        held_out: how many pictures a share of `HELDOUT` holds out, by their digests; None: not counted.
+        memory_gib: of one card; None: there is none. gpus: cards.
+    """
+
+    heights: np.ndarray
+    widths: np.ndarray
+    pictures: int
+    captioned: int
+    captions: tuple[str, ...] = ()
+    held_out: int | None = None
+    memory_gib: float | None = None
+    gpus: int = 1
+
+    @property
+    def all_gib(self) -> float:
+        """Memory of all cards; of none: without a limit, since the training will be elsewhere."""
+        return math.inf if self.memory_gib is None else self.memory_gib * self.gpus
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value and why."""
+
+    option: str
+    value: Any
+    why: str
+
+
+@dataclass
+class Recommendation:
+    """What to write. trained: pictures that are trained on. prompts: lines to draw while it trains."""
+
+    purpose: str
+    resolution: int
+    trained: int = 0
+    choices: list[Choice] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+
+    def add(self, option: str, value: Any, why: str) -> None:
+        self.choices.append(Choice(option, value, why))
+
+
+def recommend(facts: Facts, purpose: str | None = None, trigger: str | None = None) -> Recommendation:
+    """Choose everything.
+
+    Args:
+        purpose: of `PURPOSES`; None: LoRA, or full fine-tuning of `FULL_FROM` pictures and more.
+        trigger: the word for what all pictures show.
+
+    Raises:
+        UserError: no pictures, too small ones, no captions where they are needed, or too little memory.
+    """
+    if not facts.pictures:
+        raise UserError("there is no usable picture", fix="sana-pipe encode --data DIR --dry-run names the reasons")
+    resolution, left_out = _resolution(facts)
+    why_small = "" if resolution == max(BASES) else ": more than half of the pictures are small"
+    chosen, why = _purpose(facts, purpose, resolution)
+    if chosen == FULL and resolution == 1024 and _memory(FULL, 1024, facts) is None and _memory(FULL, 512, facts):
+        resolution, left_out, why_small = 512, _enlarged(facts, 512, LARGEST), ": the 1.6B needs more memory"
+    resolution = 512 if chosen == SCRATCH else resolution
+    memory = _memory(chosen, resolution, facts)
+    if memory is None:
+        raise _too_little(chosen, facts)
+    made = Recommendation(chosen, resolution, notes=[f"{chosen}: {why}"])
+    _models(made, why_small)
+    used = _data(made, facts, trigger, left_out)
+    _training(made, facts, used, memory)
+    _watching(made, facts, used)
+    return made
+
+
+def _resolution(facts: Facts) -> tuple[int, int]:
+    """The resolution, and how many pictures are too small for it.
+
+    Raises:
+        UserError: all are.
+    """
+    for resolution in BASES:
+        sharp = len(facts.heights) - _enlarged(facts, resolution, SHARP)
+        if 2 * sharp >= len(facts.heights) or resolution == min(BASES):
+            break
+    left_out = _enlarged(facts, resolution, LARGEST)
+    if left_out == facts.pictures:
+        largest = int(np.argmax(facts.heights * facts.widths))
+        raise UserError(
+            f"all {facts.pictures} pictures are too small: Sana draws {resolution} x {resolution} pixels or more",
+            expected=f"at least {resolution / LARGEST:.0f} x {resolution / LARGEST:.0f} pixels",
+            found=f"the largest has {facts.widths[largest]} x {facts.heights[largest]}",
+            fix="take the originals, or enlarge them with a tool that is made for it",
+        )
+    return resolution, left_out
+
+
+def _enlarged(facts: Facts, resolution: int, limit: float) -> int:
+    """How many pictures must be enlarged by more than `limit` to cover their bucket of Sana's table."""
+    if not len(facts.heights):
+        return 0
+    shapes = np.array(buckets.SANA_UNITS, np.int64) * resolution // buckets.UNITS_PER_SIDE
+    nearest = buckets.nearest_all([(int(h), int(w)) for h, w in shapes], facts.heights, facts.widths)
+    return int((buckets.fits(facts.heights, facts.widths, shapes[nearest])[0] > limit).sum())
+
+
+def _purpose(facts: Facts, purpose: str | None, resolution: int) -> tuple[str, str]:
+    if purpose is not None:
+        return purpose, "as asked by --for"
+    if facts.captioned < FULL_FROM:
+        return LORA, (
+            f"{facts.captioned:,} pictures have captions; full fine-tuning of fewer than {FULL_FROM:,} learns them by "
+            "heart (--for full)"
+        )
+    if facts.memory_gib is None or _memory(FULL, resolution, facts) is None:
+        return LORA, "full fine-tuning needs more memory than there is (--for full names how much)"
+    return FULL, f"{facts.captioned:,} pictures with captions, and {facts.all_gib:.1f} GiB of GPU memory (--for lora)"
+
+
+def _memory(purpose: str, resolution: int, facts: Facts) -> Memory | None:
+    rows = (row for row in MEMORY if (row.purpose, row.resolution) == (purpose, resolution))
+    return next((row for row in rows if facts.all_gib >= row.gib), None)
+
+
+def _too_little(purpose: str, facts: Facts) -> UserError:
+    least = min((row for row in MEMORY if row.purpose == purpose), key=lambda row: row.gib)
+    names = {LORA: "a LoRA", FULL: "full fine-tuning", SCRATCH: "training from scratch"}
+    return UserError(
+        f"{names[purpose]} does not fit into {facts.gpus} x {facts.memory_gib:.1f} GiB",
+        expected=f"{least.gib:g} GiB, of all cards together, for {BASES[least.resolution]}",
+        fix="a card with more memory" if purpose == LORA else "--for lora, or more cards",
+    )
+
+
+def _models(made: Recommendation, why_small: str) -> None:
+    name = BASES[made.resolution]
+    tree = load_given(name)[1].tree
+    made.add("cache", "./cache", "encoded pictures and captions")
+    for section in ("vae", "text"):
+        made.add(section, tree[section], f"the encoders of configs/{name}.yaml")
+    if made.purpose == SCRATCH:
+        made.add("data.resolution", made.resolution, "to begin with; docs/training.md has phases")
+        return
+    made.add("model", tree["model"], f"the weights of configs/{name}.yaml{why_small}")
+    made.add("data.resolution", made.resolution, "what these weights draw")
+    made.add("train.precision", tree["train"]["precision"], f"as in configs/{name}.yaml, for these weights")
+
+
+def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int) -> int:
+    """Captions, and what is left out; returns how many pictures stay.
+
+    Raises:
+        UserError: pictures without captions, from which only a LoRA of one word can learn.
+    """
+    if left_out:
+        reason = f"{left_out} of {facts.pictures} pictures would be enlarged by more than {LARGEST:g} times: left out"
+        made.add("data.max_upscale", LARGEST, reason)
+    lacking = facts.pictures - facts.captioned
+    if trigger is None and 2 * facts.captioned < facts.pictures:
+        if made.purpose != LORA:
+            raise UserError(
+                f"{lacking} of {facts.pictures} pictures have no caption: {made.purpose} training needs captions",
+                fix="write them (docs/encoding.md), or --trigger WORD gives all pictures this one, or --for lora",
+            )
+        trigger = TRIGGER
+        made.notes.append(
+            f"most pictures have no caption: the trigger word is {TRIGGER!r} (--trigger WORD for another)"
+        )
+    used = facts.pictures - left_out
+    if trigger is None:
+        if lacking:
+            used = max(1, used - lacking)
+            made.notes.append(f"{lacking} pictures without a caption are left out (--trigger WORD gives them this one)")
+    elif not facts.captioned:
+        made.add("data.caption", trigger, "no picture has a caption: all get the trigger word")
+    else:
+        if not _contain(facts, trigger):
+            made.add("data.caption_prefix", f"{trigger}, ", "the trigger word before every caption")
+        if lacking:
+            made.add("data.caption", "a picture", f"for the {lacking} pictures without a caption")
+    if facts.captions and 2 * sum(map(is_tags, facts.captions)) > len(facts.captions):
+        made.notes.append(
+            "the captions are lists of tags; Sana was trained on sentences, so sentences are learned faster"
+        )
+    made.prompts = _prompts(facts, trigger)
+    return used
+
+
+def _contain(facts: Facts, trigger: str) -> bool:
+    """Whether most captions have the word already."""
+    return 2 * sum(trigger.lower() in text.lower() for text in facts.captions) > len(facts.captions)
+
+
+def is_tags(caption: str) -> bool:
+    """Whether a caption is a list of tags: four or more parts between commas, of two words or fewer on average."""
+    parts = [part.split() for part in caption.split(",") if part.strip()]
+    return len(parts) >= 4 and sum(map(len, parts)) <= 2 * len(parts)
+
+
+def _prompts(facts: Facts, trigger: str | None) -> list[str]:
+    """Up to `DRAWN` prompts: the trigger word in contexts, captions as they are trained on, one without either."""
+    word = [] if trigger is None else [*(context.format(trigger) for context in CONTEXTS), CONTROL]
+    lines = [" ".join(text.split()) for text in facts.captions]
+    prefix = "" if trigger is None or _contain(facts, trigger) else f"{trigger}, "
+    captions = [f"{prefix}{line}" for line in lines if line and not line.startswith("#")]
+    return list(dict.fromkeys([*word, *captions]))[:DRAWN]
+
+
+def _training(made: Recommendation, facts: Facts, pictures: int, memory: Memory) -> None:
+    """Values of the table."""
+    values = {v.option: v for v in VALUES if v.holds(made.purpose, made.resolution, pictures)}
+    share = _share(pictures, facts)
+    trained = made.trained = max(1, round(pictures * (1 - share)))
+    batch = values["bucket.batch"].value
+    rounded = math.ceil(batch / facts.gpus) * facts.gpus
+    steps = STEPS[made.purpose].of(trained, rounded)
+    for option, value in values.items():
+        number, why = value.value, value.source
+        if option == "bucket.batch" and rounded != batch:
+            number, why = rounded, f"{why}; a multiple of {facts.gpus} cards"
+        elif option == "train.optim.warmup_steps":
+            number = min(number, steps // 5)
+        made.add(option, number, why)
+    source = STEPS[made.purpose].source
+    made.add("train.steps", steps, f"{steps * rounded / trained:,.0f} visits of each of {trained:,} pictures. {source}")
+    made.choices = [choice for choice in made.choices if choice.option not in memory.settings]
+    for option, setting in memory.settings.items():
+        made.add(option, setting, f"{facts.all_gib:.1f} GiB of GPU memory: {memory.source}")
+    if (visits := steps * rounded / trained) > 100 and made.purpose != LORA:
+        made.notes.append(
+            f"each picture is seen {visits:,.0f} times: the model learns them by heart; more pictures help"
+        )
+    made.add("train.output", f"./runs/{made.purpose}", "checkpoints and metrics")
+
+
+def _share(pictures: int, facts: Facts) -> float:
+    share = next((share for least, share in HELDOUT if pictures >= least), 0.0)
+    return 0.0 if facts.held_out == 0 else share
+
+
+def _watching(made: Recommendation, facts: Facts, pictures: int) -> None:
+    """Validation and pictures while it trains."""
+    every = next(choice.value for choice in made.choices if choice.option == "train.save_every")
+    if share := _share(pictures, facts):
+        made.add(
+            "bucket.heldout", share, f"about {pictures - made.trained} pictures for the validation: {HELDOUT_SOURCE}"
+        )
+        made.add("train.validation", {"every": every}, "the loss on the held-out pictures, at each checkpoint")
+    else:
+        few = f"fewer than {HELDOUT[-1][0]} pictures"
+        made.notes.append(f"no validation: {few if pictures < HELDOUT[-1][0] else 'no digest is among those held out'}")
+    if made.prompts:
+        made.add("train.pictures", {"every": every}, "draws the prompts of prompts.txt, at each checkpoint")
+
+
+def markdown() -> str:
+    """The tables, for docs/recipes.md."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    for purpose in PURPOSES:
+        yield from (f"### {purpose}", "", "| option | value | where | source |", "|---|---|---|---|")
+        for value in (value for value in VALUES if value.purpose == purpose):
+            where = f"below {value.below:,} pictures" if value.below else f"at {value.resolution} px"
+            where = where if value.below or value.resolution else ""
+            text = (
+                as_yaml(value.value, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n").strip()
+            )
+            yield f"| `{value.option}` | `{text}` | {where} | {value.source} |"
+        steps = STEPS[purpose]
+        bounds = (
+            f"{steps.visits} visits of each picture, in {steps.least:,} to {steps.most:,} steps; at least one epoch"
+        )
+        yield from (f"| `train.steps` | {bounds} | | {steps.source} |", "")
+    yield from (
+        "### Memory",
+        "",
+        "| purpose | px | from, GiB of all cards | settings | source |",
+        "|---|---|---|---|---|",
+    )
+    for row in MEMORY:
+        settings = ", ".join(f"`{option}: {value}`" for option, value in row.settings.items())
+        yield f"| {row.purpose} | {row.resolution} | {row.gib:g} | {settings} | {row.source} |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

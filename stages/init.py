@@ -1,0 +1,301 @@
+"""`sana-pipe init`: look at the pictures, the card and the disk, and write a commented configuration.
+
+What: scans the sources by their headers, as `encode --dry-run` does, asks `pipeline.planning.recommend` for values, and
+writes `sana-pipe.yaml` and `prompts.txt`. Prints each value with its reason, and what `plan` predicts for them.
+Nothing is encoded, and no model is read.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from pipeline.amounts import amount
+from pipeline.cache import layout
+from pipeline.cache.key_columns import fixed
+from pipeline.cache.local_files import replacing
+from pipeline.cache.objects import files_at
+from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given
+from pipeline.encoding import estimate, scan, survey
+from pipeline.errors import UserError, escaped, writing
+from pipeline.gpus import CPU, GIB, UNNAMED, Card, card, memory_of, of_device
+from pipeline.images import buckets
+from pipeline.options import put, value_at, within
+from pipeline.planning import auto, extent, predict, recommend
+from pipeline.planning.cost import Time
+from pipeline.planning.predict import Data, Machine
+from pipeline.planning.recommend import Choice, Facts, Recommendation
+from pipeline.planning.search import Search
+from pipeline.snapshots.selection import is_held_out
+from pipeline.sources.detect import open_source
+from pipeline.sources.source import Source
+
+PROMPTS = "prompts.txt"
+COUNTED = 200
+"""Up to so many pictures are read as a whole, to count those that a held-out part would have."""
+SHOWN = 256
+"""Captions of a source that are looked at."""
+WIDTH = 118
+"""Columns of a comment."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for. purpose, trigger: see `recommend`. gpu, gpu_memory, gpus: of another machine;
+    None: this one. force: replace the files. overrides: `a.b=c`, written into the file."""
+
+    purpose: str | None = None
+    trigger: str | None = None
+    out: Path = Path(LOCAL_NAME)
+    force: bool = False
+    gpu: str | None = None
+    gpu_memory: str | None = None
+    gpus: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+def run(data: Sequence[str], options: Options) -> int:
+    """Write the configuration for one source or several.
+
+    Raises:
+        UserError: the file exists, a source cannot be read, nothing suits the pictures or the card (see `recommend`).
+    """
+    if options.out.exists() and not options.force:
+        raise UserError(f"{options.out} exists already", fix="--force replaces it, --out FILE writes another file")
+    machine = _machine(options)
+    config = load(recommend.BASES[1024], ["data.caption=none", *options.overrides])
+    looked = [_Looked.of(config, each) for each in data]
+    if len({each.source.name for each in looked}) < len(looked):
+        raise UserError(
+            "two sources have the same name",
+            found=looked[0].source.name,
+            fix="rename a folder; its name is the source's",
+        )
+    for line in [*_sources(looked), *_card(machine)]:
+        click.echo(line)
+    trigger = None if options.trigger is None else " ".join(options.trigger.split())
+    made = recommend.recommend(_facts(config, looked, machine, options.gpus or 1), options.purpose, trigger or None)
+    _override(made, options.overrides)
+    text = _text(made, data, options)
+    written = Config.model_validate(from_yaml(text))
+    lines = list(made.notes)
+    lines += [_line(choice) for choice in made.choices if choice.option != "text"]  # its models are the VAE's
+    lines += expected(written, made, looked, machine)
+    _write(options, text, made)
+    for line in [*lines, *_next(options, data, machine)]:
+        click.echo(line)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A source and its scan by headers. The caption of a picture without one is empty."""
+
+    source: Source
+    table: pa.Table
+
+    @classmethod
+    def of(cls, config: Config, data: str) -> _Looked:
+        source = open_source(data, config.data, patience_s=config.patience_s)
+        shapes = buckets.table(config.data, predict.COMPRESSION)
+        with survey.scanning_of(config, source, None, shapes, False, scan.from_header) as (scanned, _):
+            table = scanned.table()
+        return cls(source, table)
+
+    @property
+    def usable(self) -> pa.Table:
+        return self.table.filter(pc.is_null(self.table.column("reject")))
+
+    def captions(self) -> pa.Array:
+        """The first caption of each usable picture."""
+        return pc.struct_field(pc.list_element(self.usable.column("captions").combine_chunks(), 0), "text")
+
+
+def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, gpus: int) -> Facts:
+    usable = pa.concat_tables([each.usable for each in looked])
+    sized = usable.filter(pc.is_valid(usable.column("width")))
+    heights, widths = (sized.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
+    captioned, shown = 0, list[str]()
+    for each in looked:
+        texts = each.captions() if each.usable.num_rows else pa.array([], pa.string())
+        texts = texts.filter(pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0))
+        captioned += len(texts)
+        rows = np.unique(np.linspace(0, max(0, len(texts) - 1), SHOWN).astype(np.int64))
+        shown += texts.take(pa.array(rows)).to_pylist() if len(texts) else []
+    return Facts(
+        heights,
+        widths,
+        usable.num_rows,
+        captioned,
+        tuple(shown),
+        _held_out(config, looked) if usable.num_rows <= COUNTED else None,
+        None if machine is None else machine.memory / GIB,
+        gpus if machine is None else machine.gpus,
+    )
+
+
+def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
+    """How many of a few pictures the share of `recommend.HELDOUT` holds out: their digests decide."""
+    limits = config.data.max_pixels, config.data.max_bytes
+    digests = [
+        digest
+        for each in looked
+        for item in each.usable.column("item").to_pylist()
+        if (digest := scan.from_bytes(each.source, item, *limits).get("digest")) is not None
+    ]
+    column = fixed(pa.array(digests, pa.binary(16)))
+    return int(is_held_out(column, recommend.HELDOUT[-1][1]).sum()) if digests else 0
+
+
+def _machine(options: Options) -> Machine | None:
+    """The cards that were asked for, else those that are here; None: no GPU."""
+    gpus = options.gpus or 1
+    nodes = predict.least_nodes(gpus)
+    if options.gpu is not None or options.gpu_memory is not None:
+        chosen = card(options.gpu or UNNAMED)
+        memory = chosen.memory if options.gpu_memory is None else memory_of(options.gpu_memory)
+        return Machine(chosen, memory, gpus, nodes, assumed=options.gpu is None) if options.gpu != CPU else None
+    if not torch.cuda.is_available():
+        return None
+    here: Card | None = of_device(torch.device("cuda", 0))
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return Machine(here or card(UNNAMED), memory, options.gpus or torch.cuda.device_count(), assumed=here is None)
+
+
+def _override(made: Recommendation, overrides: tuple[str, ...]) -> None:
+    """Put the options of `--set` among the choices."""
+    given = load_given(recommend.BASES[made.resolution], overrides)[1]
+    for option in given.overridden:
+        value = value_at(given.tree, option)
+        for place, choice in enumerate(made.choices):
+            if option != choice.option and within(option, choice.option) and isinstance(choice.value, dict):
+                section = deepcopy(choice.value)
+                put(section, option.removeprefix(f"{choice.option}."), value)
+                made.choices[place] = Choice(choice.option, section, f"{choice.why}; and --set {option}")
+                break
+        else:
+            made.choices = [choice for choice in made.choices if not within(choice.option, option)]
+            made.add(option, value, "as asked by --set")
+
+
+def _text(made: Recommendation, data: Sequence[str], options: Options) -> str:
+    """The file: the choices as YAML, each below its reason."""
+    tree: dict[str, Any] = {}
+    for choice in made.choices:
+        put(tree, choice.option, choice)
+    words = [word for each in data for word in ("--data", each)]
+    words += [] if options.purpose is None else ["--for", options.purpose]
+    words += [] if options.trigger is None else ["--trigger", options.trigger]
+    head = [
+        f"# {made.purpose} at {made.resolution} px, written by: {escaped(shlex.join(['sana-pipe', 'init', *words]))}",
+        "# A start, not an optimum: docs/recipes.md has the source of each value, sana-pipe config every option.",
+    ]
+    order = [name for name in Config.model_fields if name in tree]
+    return "\n".join([*head, *(line for name in order for line in ["", *_yaml({name: tree[name]}, "")])]) + "\n"
+
+
+def _yaml(tree: dict[str, Any], indent: str) -> list[str]:
+    lines: list[str] = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{key}:", *_yaml(value, indent + "  ")]
+            continue
+        why = textwrap.wrap(value.why.replace("`", ""), WIDTH - len(indent), break_long_words=False)
+        text = as_yaml({key: value.value}, sort_keys=False, default_flow_style=False, allow_unicode=True, width=WIDTH)
+        lines += [f"{indent}# {line}" for line in why] + [f"{indent}{line}" for line in text.splitlines()]
+    return lines
+
+
+def _write(options: Options, text: str, made: Recommendation) -> None:
+    with writing(options.out, "--out FILE in a folder that you may write to"):
+        with replacing(options.out) as work:
+            work.write_text(text, encoding="utf-8")
+        prompts = options.out.with_name(PROMPTS)
+        if made.prompts and (options.force or not prompts.exists()):
+            with replacing(prompts) as work:
+                work.write_text("".join(f"{line}\n" for line in made.prompts), encoding="utf-8")
+
+
+def _line(choice: Choice) -> str:
+    """A choice and its reason."""
+    value = value_at(choice.value, "weights.id") or value_at(choice.value, "id") or choice.value
+    text = as_yaml(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
+    return f"  {choice.option}: {text.removesuffix('...' + chr(10)).strip()}   ({choice.why.replace('`', '')})"
+
+
+def _sources(looked: Sequence[_Looked]) -> list[str]:
+    """What each source holds, and why items of it cannot be used."""
+    lines = []
+    for each in looked:
+        rejected = estimate.Kinds()
+        refused = each.table.filter(pc.is_valid(each.table.column("reject")))
+        rejected.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
+        lines.append(f"source {each.source.name!r}: {each.usable.num_rows} usable pictures, {rejected.total} rejects")
+        lines += [*rejected.ranked().lines(), *estimate.ignored_lines(each.source.ignored)]
+    return lines
+
+
+def _card(machine: Machine | None) -> list[str]:
+    if machine is None:
+        return ["card: no GPU here; the values are for any card with enough memory (--gpu NAME chooses for one)"]
+    name = f"{machine.card.name}'s speed" if machine.assumed else machine.card.name
+    return [f"card: {machine.gpus} x {amount(machine.memory)} ({name})"]
+
+
+def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], machine: Machine | None) -> list[str]:
+    """Memory, time and disk space, by what `plan` and `encode --dry-run` compute.
+
+    Raises:
+        NothingFitsError: nothing fits into the card, as predicted.
+    """
+    data = replace(Data.of(config), samples=made.trained)
+    shape = predict.architecture(config, data)
+    lines, step = list[str](), None
+    if machine is not None:
+        search = Search(shape, data, machine, config.bears)
+        decided, lines = auto.decide(config, lambda: shape, data, machine, search=search)
+        layout_of_run = predict.check(decided.train, shape, data, machine.gpus)
+        step = Time.of(search.candidate(decided.train, layout_of_run).prediction, data).step
+    lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
+    cache = sum(_cache_bytes(config, each) for each in looked)
+    kept = extent.kept_checkpoints(config.train, config.train.steps) * predict.checkpoint_bytes(shape, config.train)
+    free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
+    lines.append(f"the cache: about {amount(cache)}, without a tokenizer (sana-pipe encode --dry-run counts)")
+    if free is not None and free < cache + kept:
+        lines.append(
+            f"warning: {amount(free)} are free here, {amount(cache + kept)} are needed: another disk for cache and "
+            "train.output, or a lower train.keep_checkpoints"
+        )
+    return lines
+
+
+def _cache_bytes(config: Config, looked: _Looked) -> int:
+    """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
+    latent, text = layout.LatentRecipe(), layout.TextRecipe(max_length=config.text.max_length)
+    shapes = buckets.table(config.data, latent.compression)
+    work = estimate.wanted(looked.table, None, latent, text, shapes)
+    size = estimate.sizes(
+        work, config, latent, text, lambda texts: [estimate.likely_rows(text, len(each.encode())) for each in texts]
+    )
+    return size.total
+
+
+def _next(options: Options, data: Sequence[str], machine: Machine | None) -> list[str]:
+    """Where the file is, and the command that uses it."""
+    config = [] if options.out == Path(LOCAL_NAME) else ["--config", str(options.out)]
+    lines = [f"written: {options.out}"]
+    if machine is not None and machine.nodes > 1:
+        lines.append(f"for {machine.nodes} nodes: sana-pipe encode, bucket and train, as in configs/launch")
+    where = "" if machine is not None else "   # on a machine with a GPU"
+    return [*lines, f"next: {shlex.join(['sana-pipe', 'run', *data, *config])}{where}"]

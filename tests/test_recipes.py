@@ -1,0 +1,345 @@
+"""What `init` recommends: a table of folders and cards, the page of the tables, and the shipped configurations."""
+
+from __future__ import annotations
+
+import shutil
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from pipeline.config import load, load_given
+from pipeline.errors import UserError
+from pipeline.options import value_at
+from pipeline.planning import recommend
+from pipeline.planning.recommend import FULL, LORA, SCRATCH, Facts
+from stages import init
+from stages.init import Options
+from tests.support.command_lines import dry_run
+from tests.support.messages import naming
+
+PAGE = Path(__file__).parent.parent / "docs/recipes.md"
+SENTENCE = "a brown dog sits on the grass in front of a red house"
+TAGS = "1girl, solo, long hair, blue eyes, smile"
+
+
+def folder(place: Path, count: int, caption: str | None = SENTENCE, size: tuple[int, int] = (1024, 1024)) -> Path:
+    """Pictures whose bytes differ behind the end of the image."""
+    place.mkdir()
+    buffer = BytesIO()
+    Image.new("RGB", size, (9, 99, 199)).save(buffer, "PNG")
+    for number in range(count):
+        (place / f"{number:04d}.png").write_bytes(buffer.getvalue() + str(number).encode())
+        if caption is not None:
+            (place / f"{number:04d}.txt").write_text(f"{caption} {number}" if "," not in caption else caption)
+    return place
+
+
+LORA_STEPS = {"train.adapter.rank": 16, "bucket.batch": 4, "train.optim.lr": 1e-4}
+BIG, SMALL = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "Efficient-Large-Model/Sana_600M_512px_diffusers"
+CASES: dict[str, tuple[list[dict[str, Any]], Options, dict[str, Any]]] = {
+    "one picture without a caption": (
+        [{"count": 1, "caption": None}],
+        Options(gpu_memory="24GiB"),
+        {**LORA_STEPS, "train.steps": 500, "data.caption": "sks", "train.validation": None, "model.weights.id": BIG},
+    ),
+    "three pictures with captions and a trigger": (
+        [{"count": 3}],
+        Options(gpu_memory="8GiB", trigger="sks  dog"),
+        {**LORA_STEPS, "train.steps": 500, "data.caption_prefix": "sks dog, ", "data.caption": None},
+    ),
+    "twelve pictures on 12 GB": (
+        [{"count": 12}],
+        Options(gpu_memory="12GiB"),
+        {**LORA_STEPS, "train.steps": 600, "train.validation": None, "data.resolution": 1024, "bucket.heldout": 0.0},
+    ),
+    "forty pictures on a 4090": (
+        [{"count": 40}],
+        Options(gpu="4090"),
+        {**LORA_STEPS, "bucket.heldout": 0.1, "train.validation.every": 250, "train.steps": 1800, "data.caption": None},
+    ),
+    "forty with tags and a trigger": (
+        [{"count": 40, "caption": TAGS}],
+        Options(gpu="3090", trigger="sks"),
+        {**LORA_STEPS, "data.caption_prefix": "sks, ", "train.pictures.every": 250},
+    ),
+    "forty fully": (
+        [{"count": 40}],
+        Options(gpu="4090", purpose=FULL),
+        {"train.adapter": None, "bucket.batch": 16, "train.optim.lr": 5e-5, "train.precision": "bf16_pure"},
+    ),
+    "400 pictures": (
+        [{"count": 400}],
+        Options(gpu="a100-80"),
+        {**LORA_STEPS, "train.steps": 3100, "bucket.heldout": 0.1, "train.optim.warmup_steps": 100},
+    ),
+    "400 pictures fully on 8 GB": (
+        [{"count": 400}],
+        Options(gpu_memory="12GiB", purpose=FULL),
+        {"model.weights.id": SMALL, "data.resolution": 512, "train.precision": "fp32", "bucket.batch": 16},
+    ),
+    "2,100 pictures on 80 GB": (
+        [{"count": 2100}],
+        Options(gpu="h100"),
+        {
+            "train.adapter": None,
+            "bucket.batch": 64,
+            "train.optim.lr": 1e-4,
+            "train.precision": "bf16",
+            "train.steps": 3216,
+            "train.optim.warmup_steps": 643,
+            "bucket.heldout": 0.02,
+        },
+    ),
+    "two sources, one without captions, eight cards": (
+        [{"count": 20}, {"count": 5, "caption": None}],
+        Options(gpu="h100", gpus=8, trigger="sks"),
+        {"bucket.batch": 8, "data.caption_prefix": "sks, ", "data.caption": "a picture", "train.steps": 625},
+    ),
+    "small pictures, some too small": (
+        [{"count": 9, "size": (500, 600)}, {"count": 2, "size": (200, 200)}],
+        Options(gpu="4080"),
+        {**LORA_STEPS, "model.weights.id": SMALL, "data.resolution": 512, "data.max_upscale": 2.0},
+    ),
+    "from scratch": (
+        [{"count": 400, "size": (512, 512)}],
+        Options(gpu="h100", purpose=SCRATCH),
+        {"model.weights": None, "model.arch.num_layers": 28, "train.steps": 10_000, "train.ema.decay": 0.9999},
+    ),
+    "no card": (
+        [{"count": 12, "caption": None}],
+        Options(gpu="cpu", trigger="ohwx"),
+        {**LORA_STEPS, "data.caption": "ohwx", "data.caption_prefix": "", "train.precision": "bf16"},
+    ),
+}
+"""Folders, options, and what the written file says."""
+
+
+def written(name: str, place: Path) -> tuple[Path, Path]:
+    """(the file, the prompts) that a case writes."""
+    folders, options, _ = CASES[name]
+    sources = [str(folder(place / f"source{number}", **each)) for number, each in enumerate(folders)]
+    out = place / "sana-pipe.yaml"
+    assert init.run(sources, Options(**{**vars(options), "out": out})) == 0
+    return out, place / "prompts.txt"
+
+
+@pytest.fixture
+def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the prediction, which takes seconds; `test_what_is_written_fits_and_trains` makes it."""
+    monkeypatch.setattr(init, "expected", lambda *arguments: [])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_choices_suit_pictures_and_card(
+    name: str, tmp_path: Path, unplanned: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, prompts = written(name, tmp_path)
+    config, tree = load(path), load(path).model_dump()
+    expected = CASES[name][2]
+    assert {option: value_at(tree, option) for option in expected} == expected
+    lines = prompts.read_text().splitlines()
+    assert 0 < len(lines) <= 8 and all(lines)
+    said, text = capsys.readouterr().out, path.read_text()
+    for option in expected:
+        leaf = option.rpartition(".")[2]
+        assert leaf not in yaml.safe_load(text) or leaf in said
+    comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
+    assert len(comments) > 15 and max(map(len, comments[1:])) <= 120
+    assert config.train.pictures is not None and said.rstrip().splitlines()[-1].startswith("next: sana-pipe run ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_fits_and_trains(
+    name: str, small_cache_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The card is predicted to suffice, and a small model trains a step with everything that the file says."""
+    import stages.train
+
+    path, _ = written(name, tmp_path)
+    said = capsys.readouterr().out
+    assert "the run: " in said and ("are predicted" in said) == (CASES[name][1].gpu != "cpu")
+    small = load("tiny").model.arch
+    assert small is not None
+    arch = f"model.arch={ {**small.model_dump(), 'num_layers': 2} }".replace("None", "null")
+    run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
+    run += ["train.validation=null", "train.pictures=null"]
+    config = load(path, ["model.weights=null", arch, *run])
+    assert stages.train.run(config, log=lambda line: None).step == 1
+
+
+def test_the_file_answers_the_commands(tmp_path: Path, unplanned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of the chain reads it, and so does `plan`."""
+    path, _ = written("forty pictures on a 4090", tmp_path)
+    for words in (["encode", "--data", "x"], ["bucket"], ["train"], ["sample"], ["export"], ["check"], ["plan"]):
+        assert dry_run(monkeypatch, [*words, "--config", str(path)])[0] == 0
+
+
+def test_the_prompts_show_the_trigger_and_what_else_changes(tmp_path: Path, unplanned: None) -> None:
+    _, prompts = written("three pictures with captions and a trigger", tmp_path)
+    lines = prompts.read_text().splitlines()
+    assert lines[0] == "sks dog" and sum("sks dog" in line for line in lines) == len(lines) - 1
+    assert recommend.CONTROL in lines and f"sks dog, {SENTENCE} 0" in lines
+
+
+def test_a_caption_that_has_the_word_needs_no_prefix(tmp_path: Path, unplanned: None) -> None:
+    source = folder(tmp_path / "dogs", 3, "a photo of a SKS dog on the grass")
+    assert init.run([str(source)], Options(gpu="4090", trigger="sks dog", out=tmp_path / "a.yaml")) == 0
+    assert load(tmp_path / "a.yaml").data.caption_prefix == ""
+    assert f"sks dog, {SENTENCE}" not in (tmp_path / "prompts.txt").read_text()
+
+
+def test_a_file_is_replaced_only_by_force(tmp_path: Path, unplanned: None) -> None:
+    source, out = folder(tmp_path / "dogs", 2), tmp_path / "a.yaml"
+    out.write_text("mine")
+    (tmp_path / "prompts.txt").write_text("my prompt\n")
+    with pytest.raises(UserError, match=naming("a.yaml", "--force")):
+        init.run([str(source)], Options(gpu="4090", out=out))
+    assert out.read_text() == "mine"
+    assert init.run([str(source)], Options(gpu="4090", out=tmp_path / "b.yaml")) == 0
+    assert (tmp_path / "prompts.txt").read_text() == "my prompt\n"
+    assert init.run([str(source)], Options(gpu="4090", out=out, force=True)) == 0
+    assert load(out).bucket.batch == 4 and "my prompt" not in (tmp_path / "prompts.txt").read_text()
+
+
+def test_set_is_written_into_the_file(tmp_path: Path, unplanned: None) -> None:
+    source, out = folder(tmp_path / "dogs", 2), tmp_path / "a.yaml"
+    overrides = ("train.adapter.rank=32", "train.optim={lr: 2e-5}", "model.weights.id=./mine", "cache=/big/cache")
+    assert init.run([str(source)], Options(gpu="4090", out=out, overrides=overrides)) == 0
+    config = load(out)
+    assert config.train.adapter is not None and (config.train.adapter.rank, config.train.adapter.alpha) == (32, 16.0)
+    assert (config.train.optim.lr, config.cache) == (2e-5, "/big/cache")
+    assert config.model.weights is not None and config.model.weights.id == "./mine"
+    assert config.model.weights.runs_in == ["bf16", "fp32"]
+
+
+def test_a_name_cannot_write_options(tmp_path: Path, unplanned: None) -> None:
+    source = folder(tmp_path / "a\ncache: stolen\nb", 2)
+    assert init.run([str(source)], Options(gpu="4090", out=tmp_path / "a.yaml", trigger="x\ncache: stolen")) == 0
+    config = load(tmp_path / "a.yaml")
+    assert (config.cache, config.data.caption_prefix) == ("./cache", "x cache: stolen, ")
+
+
+def test_what_cannot_be_trained_on_is_refused(
+    tmp_path: Path, unplanned: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(source: Path, *words: str, **options: Any) -> None:
+        with pytest.raises(UserError, match=naming(*words)):
+            init.run([str(source)], Options(**{"gpu": "4090", "out": tmp_path / "a.yaml", **options}))
+        assert not (tmp_path / "a.yaml").exists()
+
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no picture")
+    refused(folder(tmp_path / "tiny", 5, size=(64, 100)), "5 pictures are too small", "64 x 100", "256 x 256")
+    broken = folder(tmp_path / "broken", 1)
+    (broken / "0000.png").write_bytes(b"<html>no picture</html>")
+    capsys.readouterr()
+    refused(broken, "no usable picture")
+    assert "0 usable pictures, 1 rejects" in capsys.readouterr().out
+    bare = folder(tmp_path / "bare", 3, None)
+    refused(bare, "3 of 3 pictures have no caption", "--trigger", purpose=FULL)
+    refused(bare, "a LoRA", "6 GiB", gpu_memory="4GiB")
+    refused(bare, "8 x 1.0 GiB", "11 GiB", purpose=FULL, gpu_memory="1GiB", gpus=8, trigger="sks")
+    with pytest.raises(UserError, match=naming("same name")):
+        shutil.copytree(bare, tmp_path / "other" / "bare")
+        init.run([str(bare), str(tmp_path / "other/bare")], Options(gpu="4090", out=tmp_path / "a.yaml"))
+
+
+def test_validation_needs_a_digest_that_is_held_out(tmp_path: Path) -> None:
+    sizes = np.full(40, 1024)
+    facts = {"heights": sizes, "widths": sizes, "pictures": 40, "captioned": 40, "captions": (SENTENCE,)}
+    for held_out, share in ((0, None), (3, 0.1), (None, 0.1)):
+        made = recommend.recommend(Facts(**facts, held_out=held_out))
+        assert next((c.value for c in made.choices if c.option == "bucket.heldout"), None) == share
+
+
+@pytest.mark.parametrize(
+    ("caption", "answer"),
+    [
+        (TAGS, True),
+        (SENTENCE, False),
+        ("A red house, with a tall tree, near the lake, at dawn", False),
+        ("a, b", False),
+    ],
+)
+def test_tags_are_told_from_sentences(caption: str, answer: bool) -> None:
+    assert recommend.is_tags(caption) == answer
+
+
+def test_the_page_has_the_tables() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.endswith(recommend.markdown()), "python -m pipeline.planning.recommend"
+    assert f"fewer than {recommend.FULL_FROM:,} pictures" in text
+    assert f"enlarged by at most {recommend.SHARP:g} at 1024 px" in text
+    assert f"enlarged by more than {recommend.LARGEST:g} " in text
+    assert f"| {recommend.HELDOUT[-1][0]} pictures and more |" in text
+
+
+SHIPPED = {  # configuration: purpose, pictures of which the table gives the same values
+    "sana_1600m_1024_lora": (LORA, 40),
+    "sana_1600m_1024": (FULL, 10_000),
+    "sana_600m_512": (FULL, 20_000),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_shipped_configurations_are_rows_of_the_table(name: str) -> None:
+    """Every value that the table gives is theirs, and their models are the table's."""
+    purpose, pictures = SHIPPED[name]
+    side = np.full(pictures, load(name).data.resolution)
+    facts = Facts(side, side, pictures, pictures, (SENTENCE,), memory_gib=80.0)
+    made = recommend.recommend(facts, purpose)
+    tree, given = load(name).model_dump(mode="json"), load_given(name)[1].tree
+    texts = {"cache", "train.output"}
+    ours = {choice.option: choice.value for choice in made.choices if choice.option not in texts}
+    assert {option: ours.pop(option) for option in ("vae", "text", "model")} == {
+        option: given[option] for option in ("vae", "text", "model")
+    }
+    steps = ours.pop("train.steps")
+    if purpose == LORA:
+        assert (tree["train"]["epochs"], steps) == (recommend.STEPS[LORA].visits, 1800)
+    else:
+        assert tree["train"]["steps"] == steps == recommend.STEPS[FULL].most
+        for option in ("bucket.heldout", "train.validation", "train.pictures"):
+            ours.pop(option)  # these two hold nothing out, because they know no number of pictures
+    for option, value in ours.items():
+        theirs = value_at(tree, option)
+        assert (theirs if not isinstance(value, dict) else {key: theirs[key] for key in value}) == value, option
+
+
+def test_of_rows_with_one_option_the_last_that_holds_counts() -> None:
+    rows = {(v.purpose, v.option): v for v in recommend.VALUES}
+    assert len(rows) < len(recommend.VALUES)
+    options = {name for name, _ in recommend_options()}
+    assert {v.option for v in recommend.VALUES} <= options
+    assert all(v.source for v in recommend.VALUES) and all(row.source for row in recommend.MEMORY)
+
+
+def recommend_options() -> list[tuple[str, Any]]:
+    from pipeline.config import option_fields
+
+    return list(option_fields())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", recommend.MEMORY, ids=lambda row: f"{row.purpose}-{row.resolution}-{row.gib:g}")
+def test_each_row_of_the_memory_table_fits(row: recommend.Memory, tmp_path: Path) -> None:
+    """By the prediction, on a card with just so much memory, and on four with as much together where that is more."""
+    from click.testing import CliRunner
+
+    from pipeline.cli import cli
+
+    size = (1024, 1024) if row.resolution == 1024 else (512, 512)
+    source = folder(tmp_path / "pictures", 40, size=size)
+    for gpus in (1, 4) if row.gib > 20 else (1,):
+        options = Options(row.purpose, None, tmp_path / f"{gpus}.yaml", gpu_memory=f"{row.gib / gpus}GiB", gpus=gpus)
+        assert init.run([str(source)], options) == 0
+        words = ["plan", "--config", str(options.out), "--gpus", str(gpus), "--gpu-memory", f"{row.gib / gpus}GiB"]
+        result = CliRunner().invoke(cli, words)
+        assert result.exit_code == 0, result.output
+        assert {option: value_at(load(options.out).model_dump(), option) for option in row.settings} == row.settings

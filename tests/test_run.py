@@ -1,0 +1,203 @@
+"""`sana-pipe run`: the single commands as one chain; what it prints and passes on, how it ends, what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import Config, dump, load_given
+from pipeline.errors import ConfigError
+from pipeline.processes import command
+from stages import run as stage
+from stages.run import STAGES
+from tests.support.launched import children
+from tests.support.messages import naming
+from tests.support.runs import same_checkpoints
+from tests.support.waiting import until
+from tests.support.workers import tiny_run
+
+
+def lines(
+    *overrides: str, path: str | None = "tiny", data: tuple[str, ...] = ("a b",), prompts: Any = None
+) -> list[str]:
+    config, given = load_given(path, overrides)
+    return [str(step) for step in stage.chain(config, given, path, overrides, data, prompts)]
+
+
+def test_the_chain_is_the_single_commands_ready_to_paste() -> None:
+    assert lines() == [
+        "sana-pipe encode --data 'a b' --config tiny",
+        "sana-pipe bucket --config tiny",
+        "sana-pipe train --resume auto --config tiny",
+        "sana-pipe sample --config tiny",
+        "sana-pipe export --overwrite --config tiny",
+    ]
+
+
+def test_a_setting_goes_to_the_commands_that_read_it() -> None:
+    made = lines("train.steps=7", "cache=/c", "train.output=/r", "sample={count: 2}", data=("a", "b"))
+    assert [("train.steps=7" in line, "/c" in line, "/r" in line, "count" in line) for line in made] == [
+        *[(False, True, False, False)] * 3,  # encode, encode, bucket
+        *((True, True, True, False), (False, True, True, True), (False, False, True, False)),
+    ]
+    with pytest.raises(ConfigError, match=naming("pack_mib", "no command")):
+        config, given = load_given("tiny", ["bucket.pack_mib=3"])
+        list(stage.chain(config, given, None, ["bucket.pack_mib=3"], ["a"], None))
+
+
+def test_prompts_are_encoded_where_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    drawn = "train.pictures={every: 5}"
+    assert not any("--prompts" in line for line in lines(data=("a", "b")))
+    first, last, *_ = lines(drawn, data=("a", "b"))
+    assert "--prompts" not in first and " --data b --prompts default " in last
+    (tmp_path / "prompts.txt").write_text("a dog\n")
+    assert " --prompts prompts.txt " in lines(drawn)[0]
+    assert " --prompts mine.txt " in lines(drawn, prompts="mine.txt")[0]
+    assert "--prompts" not in lines("train.pictures={every: 5, prompts: mine}")[0]
+
+
+def test_several_gpus_are_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    torchrun = "torchrun --standalone --nproc-per-node 4 --no-python "
+    made = lines("train.device=auto", "encode.device=cuda", path="sana_600m_512")
+    assert [line.startswith(torchrun) for line in made] == [True, False, True, False, False]
+    assert made[2] == f"{torchrun}sana-pipe train --resume auto --config sana_600m_512 --set train.device=auto"
+    assert not any("torchrun" in line for line in lines()), "the tiny configuration asks for the CPU"
+    arguments = stage.Step(("train",), 4).arguments
+    assert arguments[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert arguments[-5:] == ["--no-python", *command("train")][-5:] and "--no-python" in arguments
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the chain with Python programs in place of the commands, by name; others end with 0."""
+
+    def run(**programs: str) -> int:
+        monkeypatch.setattr(stage, "command", lambda *words: [sys.executable, "-c", programs.get(words[0], "")])
+        config, given = load_given("tiny")
+        return stage.run(config, given, None, (), ["photos"], None)
+
+    return run
+
+
+def started(said: str) -> list[str]:
+    return [line.split()[3] for line in said.splitlines() if line.startswith("[")]
+
+
+def test_it_ends_with_the_code_of_the_first_command_that_fails(
+    scripted: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scripted(bucket="raise SystemExit(5)", train="raise SystemExit(7)") == 5
+    said = capsys.readouterr()
+    assert started(said.out) == ["encode", "bucket"]
+    assert "sana-pipe bucket ended with 5" in said.err
+    assert scripted(encode="import os; os.kill(os.getpid(), 9)") == 128 + 9
+    assert scripted() == 0
+    assert started(capsys.readouterr().out)[-5:] == list(STAGES)
+
+
+WAITING = "import pathlib, signal, time; {handler}; pathlib.Path({file!r}).touch(); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "code"),
+    [
+        (signal.SIGINT, "pass", 130),
+        (signal.SIGTERM, "pass", 128 + signal.SIGTERM),
+        (signal.SIGUSR1, "signal.signal(signal.SIGUSR1, lambda *_: exit(0))", 0),
+    ],
+)
+def test_signals_reach_the_command_and_end_the_chain(
+    number: int,
+    handler: str,
+    code: int,
+    scripted: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where the command ends with 0, as `encode` does after a signal: the next one would work on half of it."""
+    file = tmp_path / "ready"
+
+    def send() -> None:
+        until(file.exists)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert scripted(encode=WAITING.format(handler=handler, file=str(file))) == code
+    thread.join()
+    said = capsys.readouterr()
+    assert started(said.out) == ["encode"] and signal.Signals(number).name in said.err
+
+
+def begun(folder: Path, photos: Path, log: str) -> subprocess.Popen[bytes]:
+    with (folder / log).open("w") as out:
+        return subprocess.Popen(
+            command("run", str(photos)), env=tiny_run.environ(), cwd=folder, stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def prepared(folder: Path, make_config: Callable[..., Config]) -> Path:
+    folder.mkdir()
+    quick = ["train.steps=30", "train.save_every=2", "train.log_every=1", "sample.count=2", "train.microbatch=4"]
+    config = make_config(folder, *quick, "bucket.batch=4", "train.optim.warmup_steps=2", "train.pictures={every: 30}")
+    (folder / "sana-pipe.yaml").write_text(dump(config))
+    return folder
+
+
+def ended(process: subprocess.Popen[bytes], log: Path) -> str:
+    assert process.wait(250) == 0, log.read_text()
+    return log.read_text()
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(900)
+def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
+    tmp_path: Path, photos: Path, make_config: Callable[..., Config]
+) -> None:
+    """Killed with SIGKILL while it encodes and while it trains; each time started again at once."""
+    calm, killed = (prepared(tmp_path / name, make_config) for name in ("calm", "killed"))
+    last = Path("run/checkpoints/step-00000030")
+    for number, sign in enumerate(("captions: ", "saved "), 1):
+        process, log = begun(killed, photos, f"log{number}"), killed / f"log{number}"
+        until(lambda log=log, sign=sign: sign in log.read_text(), 120)  # type: ignore[misc]
+        (child,) = children(process.pid)
+        process.kill()
+        process.wait()
+        until(lambda child=child: not Path(f"/proc/{child}/exe").exists(), 10)  # type: ignore[misc]
+    assert not (killed / last).exists()
+    said = ended(begun(killed, photos, "log3"), killed / "log3")
+    assert "continuing" in said or "resum" in said, said
+    assert started(said) == list(STAGES)
+    ended(begun(calm, photos, "log"), calm / "log")
+    assert same_checkpoints(calm / last, killed / last)
+    assert (killed / "samples/contact_sheet.png").is_file() and (killed / "export/model_index.json").is_file()
+
+    before = (killed / last).stat().st_mtime_ns
+    again = ended(begun(killed, photos, "log4"), killed / "log4")
+    assert "nothing to do" in again and (killed / last).stat().st_mtime_ns == before
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+def test_ctrl_c_saves_and_the_same_command_goes_on(
+    tmp_path: Path, photos: Path, make_config: Callable[..., Config]
+) -> None:
+    folder = prepared(tmp_path / "run", make_config)
+    process = begun(folder, photos, "log")
+    until(lambda: "saved " in (folder / "log").read_text(), 120)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    said = (folder / "log").read_text()
+    assert "SIGINT: a checkpoint will be written" in said and "was ended by SIGINT" in said and "Traceback" not in said
+    assert started(ended(begun(folder, photos, "log2"), folder / "log2")) == list(STAGES)
