@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,10 +17,11 @@ from pipeline.config import SHIPPED
 from pipeline.demo import photographs
 
 ROOT = Path(__file__).parent.parent
-LORA, FULL = "sana_1600m_1024_lora", "sana_1600m_1024"
-SHORT: dict[str, Any] = {"microbatch": 4, "precision": "fp32", "activation_checkpointing": "none", "log_every": 1}
+FULL = SHIPPED / "sana_1600m_1024.yaml"
 STAND_INS = {
-    "sana-pipe": f"""exec "{sys.executable}" -m pipeline.cli "$@" """,
+    "sana-pipe": f"""
+"{sys.executable}" -m pipeline.cli "$@" || exit
+[ "$1" != init ] || PYTHONPATH="{ROOT}" "{sys.executable}" -m tests.test_readme_blocks "$@" """,
     "sbatch": """
 if grep -q "^#SBATCH --array" "$1"; then
     export SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_MIN=0 SLURM_ARRAY_TASK_MAX=1 SLURM_ARRAY_TASK_COUNT=2 TASKS=1
@@ -43,39 +43,41 @@ def blocks(heading: str) -> list[str]:
     return re.findall(r"```bash\n(.*?)```", section.partition("\n## ")[0], flags=re.DOTALL)
 
 
+def make_small(path: Path, base: Path, models: Path) -> None:
+    """Put the demonstration's models, sizes and two steps into a configuration."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tiny = yaml.safe_load((SHIPPED / "tiny.yaml").read_text(encoding="utf-8"))
+    tree["model"] = {"weights": {"id": str(base), "subfolder": "transformer"}}
+    for section in ("vae", "text"):
+        tree[section] = {**tiny[section], "id": str(models)}
+    short = {"steps": 2, "microbatch": 4, "precision": "fp32", "activation_checkpointing": "none", "save_every": 1}
+    drawn = {"pictures": {"every": 1}} if "pictures" in tree["train"] else {}
+    for section, values in {**tiny, "train": {**short, **drawn, "trackers": []}, "sample": {"steps": 2}}.items():
+        if section in ("data", "encode", "train", "sample"):
+            tree[section] = {**tree.get(section, {}), **values}
+    path.write_text(yaml.safe_dump(tree))
+
+
 @pytest.fixture
 def place(tmp_path: Path, tiny_repo: Path) -> Path:
-    """A checkout with pictures in it, whose configurations name the demonstration's models and train two steps."""
+    """A checkout with pictures in it, in which the file that `init` writes and the shipped one name small models."""
     from diffusers import SanaTransformer2DModel
 
     for name in ("pipeline", "stages", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    tiny = yaml.safe_load((SHIPPED / "tiny.yaml").read_text(encoding="utf-8"))
-    arch = tiny["model"]["arch"]
+    arch = yaml.safe_load((SHIPPED / "tiny.yaml").read_text(encoding="utf-8"))["model"]["arch"]
     width = arch["num_attention_heads"] * arch["attention_head_dim"]
     base = SanaTransformer2DModel(
         **arch, out_channels=arch["in_channels"], cross_attention_dim=width, sample_size=8, patch_size=1
     )
     base.save_pretrained(tmp_path / "base" / "transformer")
-    for name in (LORA, FULL):
-        shipped = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
-        train = {key: shipped["train"][key] for key in ("output", "adapter") if key in shipped["train"]}
-        drawn = {"validation": {"every": 1}, "pictures": {"every": 1}} if name == LORA else {}
-        both = {
-            "vae": {**tiny["vae"], "id": str(tiny_repo)},
-            "text": {**tiny["text"], "id": str(tiny_repo)},
-            "model": {"weights": {"id": str(tmp_path / "base"), "subfolder": "transformer"}},
-            "bucket": {"batch": 64 if name == FULL else 4, "heldout": 0.3 if name == LORA else 0.0},
-            "train": {**tiny["train"], **SHORT, **train, **drawn, "steps": 2},
-        }
-        (tmp_path / "configs" / f"{name}.yaml").write_text(yaml.safe_dump({**tiny, **both}))
+    (tmp_path / "models").symlink_to(tiny_repo)
     for name, text in STAND_INS.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
     photographs.demo_photos(tmp_path / "pictures")
-    (tmp_path / "prompts.txt").write_text("a sks dog on a beach\na dog\n")
     return tmp_path
 
 
@@ -98,15 +100,23 @@ def test_a_block_has_at_most_eight_commands() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_card_as_written(place: Path) -> None:
-    for block in blocks("One card, your pictures"):
-        walk(place, block)
-    assert (place / "lora" / "pytorch_lora_weights.safetensors").exists() and (place / "full/model_index.json").exists()
-    assert (place / "report.html").exists()
+    lora, full = blocks("One card, your pictures")
+    walk(place, lora)
+    assert (place / "export" / "pytorch_lora_weights.safetensors").exists() and (place / "report.html").exists()
+    walk(place, full)
+    assert (place / "export" / "model_index.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_cluster_as_written(place: Path) -> None:
+    make_small(place / "configs" / FULL.name, place / "base", place / "models")
     [block] = blocks("A cluster")
     walk(place, block)
     assert (place / "export" / "model_index.json").exists()
+
+
+if __name__ == "__main__":  # the words of an `init` that has just run here
+    words = sys.argv[1:]
+    file = words[words.index("--out") + 1] if "--out" in words else "sana-pipe.yaml"
+    make_small(Path(file), Path("base").resolve(), Path("models").resolve())
