@@ -257,13 +257,10 @@ def _following(context: click.Context, given: _Given, result: Any) -> str | None
         words = list(_RESUME)
     elif name == "bucket" and options["pack"] and options["name"] and not options["latest"]:
         words += ["--snapshot", options["name"]]
-    elif name == "plan" and options["data"]:
-        words = ["encode", "--data", options["data"]]
     elif name == "sample":
         words += ["--checkpoint", options["checkpoint"]] if options["checkpoint"] != "auto" else []
         words += ["--ema"] * options["ema"]
-    path = options.get("write") or given.path
-    words += [] if path is None else ["--config", str(path)]
+    words += [] if given.path is None else ["--config", str(given.path)]
     for setting in given.overrides:
         if reads(words[0], setting.partition("=")[0].strip()):
             words += ["--set", setting]
@@ -949,7 +946,7 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
 @click.option(
     "--prompts",
     metavar="FILE|default",
-    help="As for encode. Default, with train.pictures: prompts.txt beside the configuration, else `default`.",
+    help="As for encode. Default, with train.pictures: prompts.txt beside the configuration.",
 )
 def run(given: _Given, data: tuple[str, ...], prompts: str | None) -> Any:
     """Encode, bucket, train, sample and export: the single commands one after the other, each printed as it starts.

@@ -18,7 +18,6 @@ import click
 import torch
 
 from pipeline.config import Config, Given, reads
-from pipeline.errors import ConfigError
 from pipeline.options import flat, value_at
 from pipeline.processes import catching, command, end_with_parent, shown
 
@@ -73,7 +72,7 @@ def run(
         code, stopped_by = _call(step)
         if code or stopped_by is not None:
             what = f"ended with {code}" if stopped_by is None else f"was ended by {signal.Signals(stopped_by).name}"
-            click.echo(f"\nstopped: {step} {what}; the same `sana-pipe run` goes on from here", err=True)
+            click.echo(f"\nstopped: {step} {what}; the same command goes on from here", err=True)
             return INTERRUPTED if stopped_by == signal.SIGINT else code
     return 0
 
@@ -95,27 +94,22 @@ def chain(
 
 
 def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str]) -> list[str]:
-    """`--config`, and each `--set` that the stage reads.
-
-    Raises:
-        ConfigError: none reads it.
-    """
+    """`--config`, and each `--set` that the stage reads."""
     words = [] if path is None else ["--config", path]
     for option, text in zip(given.overridden, overrides, strict=True):
         names = [name for name, _ in flat({option: value_at(given.tree, option)})]
-        if not any(all(reads(each, name) for name in names) for each in STAGES):
-            raise ConfigError(f"--set {option}: no command of sana-pipe run reads all of it", fix="leave it out")
         if all(reads(stage, name) for name in names):
             words += ["--set", text]
     return words
 
 
 def _prompts(config: Config, file: Path) -> str | None:
-    """The prompts to encode: none where no pictures are drawn, or another set is named."""
+    """The file of prompts beside the configuration, if there is one; none where no pictures are drawn, or another set
+    is named."""
     if config.train.pictures is None or config.train.pictures.prompts is not None:
         return None
     places = (file.with_name(PROMPTS), Path(PROMPTS))
-    return next((str(place) for place in places if place.is_file()), "default")
+    return next((str(place) for place in places if place.is_file()), None)
 
 
 def _processes(device: str) -> int:

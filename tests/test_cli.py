@@ -99,7 +99,7 @@ STOPPED = types.SimpleNamespace(stopped_by="SIGTERM")
     [
         ("encode --data a --set 'cache=my cache' --set train.steps=3", {"left": 0}, None),
         ("encode --data a --set 'cache=my cache'", {"left": 0}, "bucket --set 'cache=my cache'"),
-        ("encode --data a --set encode.image_batch=4", {"left": 0}, "bucket"),
+        ("encode --data a --set metrics.textfile=/d", {"left": 0}, "bucket"),
         ("encode --data a", {"left": 3}, None),
         ("encode --data a", {"stopped": "SIGTERM"}, None),
         ("encode --data a --json", {"left": 0}, None),
@@ -112,7 +112,11 @@ STOPPED = types.SimpleNamespace(stopped_by="SIGTERM")
         ("check", 0, "encode --data DIR"),
         ("check", 2, None),
         ("plan --set train.steps=3", 0, "train --resume auto --set train.steps=3"),
-        ("train --set train.output=o --set train.steps=3", None, "sample --set train.output=o"),
+        (
+            "train --set train.output=o --set data.resolution=512",
+            None,
+            "sample --set train.output=o --set data.resolution=512",
+        ),
         ("train --resume c --snapshot s", STOPPED, "train --snapshot s --resume auto"),
         ("sample --ema --checkpoint c", None, "export --checkpoint c --ema"),
         ("sample --watch r --once", 0, "report --run r"),

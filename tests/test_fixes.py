@@ -121,7 +121,7 @@ def check_setting(command: str, option: str, value: str) -> None:
     name = value.partition("=")[0]
     if option != "--set" or PLACE in name or name.isupper():
         return
-    if name not in SETTINGS or not reads(command, name):
+    if name not in SETTINGS or not (reads(command, name) or command == "init"):  # which writes it into the file
         raise click.UsageError(f"sana-pipe {command} reads no {name}")
 
 

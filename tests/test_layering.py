@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.encoding": "config errors amounts launch cache sources images models work",
         "pipeline.training": "config errors gpus amounts terminal counters processes retrying launch cache metrics"
         " models loader parallel",
-        "pipeline.planning": "config errors gpus amounts launch cache images models loader parallel training",
+        "pipeline.planning": "config errors gpus amounts processes launch cache images models loader parallel training",
         "pipeline.reporting": "config errors options amounts processes cache sources images models snapshots"
         " loader encoding training",
         "pipeline.cli": "config errors options launch processes stages",

@@ -111,7 +111,21 @@ def command_lines() -> list[tuple[str, str]]:
 
 def test_the_commands_of_the_documentation_are_read() -> None:
     assert {words_of(line)[0] for page, line in command_lines() if page == "README.md"} == {
-        *("check", "encode", "bucket", "train", "report", "sample", "export", "config", "status", "plan", "help")
+        *(
+            "check",
+            "encode",
+            "bucket",
+            "train",
+            "report",
+            "sample",
+            "export",
+            "config",
+            "status",
+            "plan",
+            "help",
+            "init",
+            "run",
+        )
     }
     assert {words_of(line)[0] for _, line in command_lines()} >= {"snapshots", "status", "verify", "gc", "forget"}
 

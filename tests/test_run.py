@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config import Config, dump, load_given
-from pipeline.errors import ConfigError
+from pipeline.config import Config, dump, load_given, option_fields, reads
 from pipeline.processes import command
 from stages import run as stage
 from stages.run import STAGES
 from tests.support.launched import children
-from tests.support.messages import naming
 from tests.support.runs import same_checkpoints
 from tests.support.waiting import until
 from tests.support.workers import tiny_run
@@ -44,23 +42,24 @@ def test_the_chain_is_the_single_commands_ready_to_paste() -> None:
 
 
 def test_a_setting_goes_to_the_commands_that_read_it() -> None:
-    made = lines("train.steps=7", "cache=/c", "train.output=/r", "sample={count: 2}", data=("a", "b"))
-    assert [("train.steps=7" in line, "/c" in line, "/r" in line, "count" in line) for line in made] == [
-        *[(False, True, False, False)] * 3,  # encode, encode, bucket
-        *((True, True, True, False), (False, True, True, True), (False, False, True, False)),
+    made = lines("train.steps=7", "cache=/c", "bucket.batch=3", "metrics.textfile=/t", data=("a", "b"))
+    assert [("steps=7" in line, "/c" in line, "batch=3" in line, "/t" in line) for line in made] == [
+        *[(False, True, False, True)] * 2,  # encode
+        (False, True, True, False),
+        *((True, True, False, True), (True, True, False, False), (True, False, False, False)),
     ]
-    with pytest.raises(ConfigError, match=naming("pack_mib", "no command")):
-        config, given = load_given("tiny", ["bucket.pack_mib=3"])
-        list(stage.chain(config, given, None, ["bucket.pack_mib=3"], ["a"], None))
+    unread = [name for name, _ in option_fields() if not any(reads(each, name) for each in stage.STAGES)]
+    assert unread == [], "a --set that no command of the chain reads would be lost"
 
 
 def test_prompts_are_encoded_where_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     drawn = "train.pictures={every: 5}"
     assert not any("--prompts" in line for line in lines(data=("a", "b")))
-    first, last, *_ = lines(drawn, data=("a", "b"))
-    assert "--prompts" not in first and " --data b --prompts default " in last
+    assert not any("--prompts" in line for line in lines(drawn)), "captions of the snapshot are drawn"
     (tmp_path / "prompts.txt").write_text("a dog\n")
+    first, last, *_ = lines(drawn, data=("a", "b"))
+    assert "--prompts" not in first and " --data b --prompts prompts.txt " in last
     assert " --prompts prompts.txt " in lines(drawn)[0]
     assert " --prompts mine.txt " in lines(drawn, prompts="mine.txt")[0]
     assert "--prompts" not in lines("train.pictures={every: 5, prompts: mine}")[0]

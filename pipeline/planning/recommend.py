@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.config import as_yaml, load_given
 from pipeline.errors import UserError
 from pipeline.images import buckets
+from pipeline.processes import run_and_exit
 
 LORA, FULL, SCRATCH = "lora", "full", "scratch"
 PURPOSES = (LORA, FULL, SCRATCH)
@@ -455,4 +456,4 @@ def _lines() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    run_and_exit(lambda: print(markdown(), end=""))
