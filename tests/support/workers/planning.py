@@ -140,7 +140,7 @@ def main(
     note(f"began {resident('RssAnon')}")
     began = time.process_time()
     try:
-        done = stages.encode.encode_source(run, False, {})
+        done = stages.encode.encode_source(run, False)
     except UserError as error:
         done = {"error": type(error).__name__, "text": str(error)}
     note(f"cpu {time.process_time() - began:.2f}")
