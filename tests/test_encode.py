@@ -102,7 +102,7 @@ def test_a_later_run_reads_a_source_as_it_was_read(
     start: Config, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stages.encode.run(make_config(tmp_path, "data.caption_prefix='sks, '"), data=str(source))
-    assert done["new"] == {"images": 0, "captions": done["captions"]} and done["captions"] >= 12
+    assert done["new"] == {"images": 0, "captions": 12} and done["captions"] == 12 + 4, "the trigger word in contexts"
     no_models(monkeypatch)
     again = stages.encode.run(start, data=str(source))
     assert again["new"] == {"images": 0, "captions": 0}

@@ -96,7 +96,6 @@ def test_a_misspelt_option_is_still_named_as_such() -> None:
 @pytest.mark.parametrize(
     ("command", "given", "near"),
     [
-        ("sample", "train.steps=3", "sample.steps"),
         ("encode", "train.device=cpu", "encode.device"),
         ("train", "bucket.batch=24", None),
     ],

@@ -228,7 +228,7 @@ def _explanation(error: Exception, weights: Weights) -> UserError | None:
     from huggingface_hub import errors
 
     place = weights.id + (f" at revision {weights.revision}" if weights.revision else "")
-    copy = f"or copy the model here and set `id` to its folder; looked for {weights.id}/{_inside(weights, '')}"
+    copy = "or copy the model here and set `id` to its folder"
     gated = f"accept it on https://huggingface.co/{weights.id}, then `hf auth login` (or set HF_TOKEN)"
     private = "correct `id`, or `hf auth login` if the repository is private"
     unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError
