@@ -58,13 +58,10 @@ def run(
             read it.
         data: sources, as for `encode --data`.
         prompts: as for `encode --prompts`; None: with `train.pictures` those of `prompts.txt` beside the
-            configuration or here, else the default ones.
+            configuration or here.
 
     Returns:
         0, or the exit code of the command that failed.
-
-    Raises:
-        ConfigError: no command of the chain reads an option of `--set`.
     """
     steps = list(chain(config, given, path, overrides, data, prompts))
     for number, step in enumerate(steps, 1):

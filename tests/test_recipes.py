@@ -65,7 +65,13 @@ CASES: dict[str, tuple[list[dict[str, Any]], Options, dict[str, Any]]] = {
     "forty with tags and a trigger": (
         [{"count": 40, "caption": TAGS}],
         Options(gpu="3090", trigger="sks"),
-        {**LORA_STEPS, "data.caption_prefix": "sks, ", "train.pictures.every": 250},
+        {
+            **LORA_STEPS,
+            "data.caption_prefix": "sks, ",
+            "data.tags.shuffle": 4,
+            "data.tags.keep": 0,
+            "train.pictures.every": 250,
+        },
     ),
     "forty fully": (
         [{"count": 40}],

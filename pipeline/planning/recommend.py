@@ -326,7 +326,7 @@ def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int
     if left_out:
         reason = f"{left_out} of {facts.pictures} pictures would be enlarged by more than {LARGEST:g} times: left out"
         made.add("data.max_upscale", LARGEST, reason)
-    lacking = facts.pictures - facts.captioned
+    lacking, first = facts.pictures - facts.captioned, False
     if trigger is None and 2 * facts.captioned < facts.pictures:
         if made.purpose != LORA:
             raise UserError(
@@ -345,11 +345,17 @@ def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int
     elif not facts.captioned:
         made.add("data.caption", trigger, "no picture has a caption: all get the trigger word")
     else:
-        if not _contain(facts, trigger):
+        first = _contain(facts, trigger)
+        if not first:
             made.add("data.caption_prefix", f"{trigger}, ", "the trigger word before every caption")
         if lacking:
             made.add("data.caption", "a picture", f"for the {lacking} pictures without a caption")
     if facts.captions and 2 * sum(map(is_tags, facts.captions)) > len(facts.captions):
+        made.add(
+            "data.tags",
+            {"shuffle": 4, "drop": 0.1, "keep": int(first)},
+            "the captions are lists of tags: other orders and missing tags are learned, too",
+        )
         made.notes.append(
             "the captions are lists of tags; Sana was trained on sentences, so sentences are learned faster"
         )
