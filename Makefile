@@ -2,7 +2,7 @@
 #   make demo            photographs -> encode -> bucket -> train -> export -> sample -> report, in ./demo
 #   make test            the default tests
 #   make test-durations  the default tests, then the slowest twenty (DURATIONS=N)
-# Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--data DIR --quick"
+# Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--quick"
 #   JOBS=8   processes that share the tests (about 1.5 GB each; 4 for 2 cores, since some tests wait)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   the index for torch only (default: pip's index)
 SHELL       := /bin/bash
