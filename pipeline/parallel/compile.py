@@ -30,6 +30,9 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> No
     limit.accumulated_recompile_limit = max(limit.accumulated_recompile_limit, limit.recompile_limit)
     limit.specialize_float = True
     shapes.use_duck_shape = False
+    # Compiled code is cached on disk by the graph, which names our operations without their arguments.
+    schemas = (str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("sana_pipe::"))
+    torch.compiler.config.cache_key_tag = " ".join(sorted(schemas))
     for block in blocks:
         compiled = torch.compile(block.forward, backend=backend, dynamic=True, fullgraph=True)
         block.forward = compiled
