@@ -73,8 +73,7 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
 def test_compiled_code_of_other_operations_is_not_taken_from_the_disk() -> None:
     """Code that was compiled for an operation with other arguments fails: the disk's cache has to tell them apart."""
     compile_blocks([torch.nn.Linear(2, 2)], "eager", 2)
-    schema = str(torch.ops.sana_pipe.gated_convolution_backward.default._schema)
-    assert schema in torch.compiler.config.cache_key_tag
+    assert "gated_convolution_backward(Tensor gradient, Tensor u, Tensor weight" in torch.compiler.config.cache_key_tag
 
 
 @pytest.mark.slow
