@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,10 +71,25 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
         assert tiny_run.distance(ours, plain) <= 1e-6
 
 
-def test_compiled_code_of_other_operations_is_not_taken_from_the_disk() -> None:
-    """Code that was compiled for an operation with other arguments fails: the disk's cache has to tell them apart."""
-    compile_blocks([torch.nn.Linear(2, 2)], "eager", 2)
-    assert "gated_convolution_backward(Tensor gradient, Tensor u, Tensor weight" in torch.compiler.config.cache_key_tag
+def test_compiled_code_of_other_operations_is_not_taken_from_the_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Code that was compiled for an operation with other arguments fails: the disk's cache has to tell them apart.
+    The tag of a user stays, and torch makes a file name of it for a job that has an id."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.compiler.config, "job_id", "job")
+    tags = []
+    for arguments in ("Tensor x", "Tensor x, bool of_weights=True"):
+        monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+        with torch.library._scoped_library("sana_pipe", "FRAGMENT") as library:
+            library.define(f"probe({arguments}) -> Tensor")
+            layer = torch.nn.Linear(2, 2)
+            compile_blocks([layer], "eager", 2)
+            compile_blocks([torch.nn.Linear(2, 2)], "eager", 2)
+        layer(torch.zeros(3, 2))
+        tags.append(torch.compiler.config.cache_key_tag)
+    assert tags[0] != tags[1] and all(tag.startswith("mine") for tag in tags)
+    assert list((tmp_path / "dynamo").glob("*mine-*.pkl"))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from torch.fx.experimental import _config as shapes
 
@@ -30,12 +31,19 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> No
     limit.accumulated_recompile_limit = max(limit.accumulated_recompile_limit, limit.recompile_limit)
     limit.specialize_float = True
     shapes.use_duck_shape = False
-    # Compiled code is cached on disk by the graph, which names our operations without their arguments.
-    schemas = (str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("sana_pipe::"))
-    torch.compiler.config.cache_key_tag = " ".join(sorted(schemas))
+    _tag_caches()
     for block in blocks:
         compiled = torch.compile(block.forward, backend=backend, dynamic=True, fullgraph=True)
         block.forward = compiled
+
+
+def _tag_caches() -> None:
+    """Compiled code is cached on disk by the graph, which names our operations without their arguments. So a digest of
+    these is added to the tag of the user (`TORCH_COMPILE_CACHE_KEY_TAG`). It is short: torch puts it into file names."""
+    schemas = (str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("sana_pipe::"))
+    digest = xxhash.xxh3_64_hexdigest(" ".join(sorted(schemas)).encode())
+    if digest not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += f"-{digest}"
 
 
 def compile_conditions(model: nn.Module, backend: str) -> None:
