@@ -461,6 +461,14 @@ def test_start_weights_that_are_not_finite_are_named(value: float, tmp_path: Pat
     assert "a.pth" in str(caught.value)
 
 
+def test_a_scalar_in_place_of_a_matrix_is_refused(tmp_path: Path) -> None:
+    state = of_small(tmp_path)
+    for name in ("blocks.0.attn.qkv.weight", "blocks.0.mlp.inverted_conv.conv.weight"):
+        torch.save(state | {name: torch.tensor(1.0)}, tmp_path / "a.pth")
+        with pytest.raises(UserError, match="another shape"):
+            WeightFiles(tmp_path / "a.pth")
+
+
 @pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
 def test_a_pth_of_their_trainer_holds_the_state_of_every_generator(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
@@ -815,7 +823,9 @@ def test_sampling_runs_in_what_the_model_bears(run: SimpleNamespace, monkeypatch
     assert done.sheet.is_file() and used == [torch.float32, torch.float32], "the base, and what was trained"
 
 
-def test_the_base_of_a_run_is_what_model_weights_name(run: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_of_a_run_is_what_model_weights_name(
+    run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = checkpoint.ModelTensors(run.root / "run/checkpoints/step-00000001")
     first = first_weights(stored)
     assert first is not None
@@ -824,6 +834,13 @@ def test_the_base_of_a_run_is_what_model_weights_name(run: SimpleNamespace, monk
     for name, shape in started.shapes.items():
         assert torch.equal(first[name], started.read(name, [0] * len(shape), shape).float()), name
     assert any(not torch.equal(first[name], value) for name, value in stored.items())
+    save_weights(stored, hub_layouts.SMALL, tmp_path, torch.float32)
+    monkeypatch.setitem(stored.document.config["model"], "weights", {"id": str(tmp_path)})
+    copies = first_weights(stored)
+    assert copies is not None
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert all(torch.equal(copies[name], value) for name, value in stored.items()), "the file may change"
     monkeypatch.setitem(stored.document.config["model"], "weights", None)
     assert first_weights(stored) is None, "drawn at random"
 

@@ -128,7 +128,7 @@ def renamed(stored: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Ten
     for theirs, ours in parts(names).items():
         if (whole := tensors.pop(theirs, None)) is None:
             continue
-        rows = len(whole)
+        rows = len(whole := torch.atleast_1d(whole))  # a scalar is of another shape, which the caller refuses
         for i, name in enumerate(ours):
             tensors[name] = whole[i * rows // len(ours) : (i + 1) * rows // len(ours)]
     return tensors

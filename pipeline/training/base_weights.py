@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pipeline.config import Config, StartWeights
@@ -54,7 +55,8 @@ def first_weights(stored: ModelTensors) -> Mapping[str, Tensor] | None:
         return None
     given = StartWeights.model_validate(weights)
     base = stored.architecture.stored(hub.resolve(given, widest=True), given.variant)
-    return {name: base.read(name, [0] * len(shape), shape).float() for name, shape in base.shapes.items()}
+    read = ((name, base.read(name, [0] * len(shape), shape)) for name, shape in base.shapes.items())
+    return {name: value.to(torch.float32, copy=True) for name, value in read}
 
 
 def whole_weights(config: Config, stored: ModelTensors, strength: float = 1.0) -> Mapping[str, Tensor]:
