@@ -739,7 +739,7 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
         ({"seed": 1}, "5eed", "train.seed: the checkpoint has 0, this run 1"),
         ({"phase": 2}, "5eed", "train.phase: the checkpoint has 0, this run 2"),
         ({"length_window": 4}, "5eed", "train.length_window: the checkpoint has 0, this run 4"),
-        ({}, "0ther", "snapshot: the checkpoint has 5eed, this run 0ther"),
+        ({}, "0ther", "\n  snapshot: the checkpoint has 5eed, this run 0ther"),
         ({"layers": 4}, "5eed", "model.num_layers: the checkpoint has 3, this run 4"),
     ],
 )

@@ -36,7 +36,6 @@ class SanaStage(SanaEnds):
     def __init__(self, model: SanaEnds, start: int, stop: int):
         super().__init__()
         blocks = model.blocks
-
         self.config, self.numerics = model.config, model.numerics
         self.is_first, self.is_last = start == 0, stop == len(blocks)
         if self.is_first:

@@ -438,8 +438,13 @@ def check_belongs(
     folder: Path, document: Document, first_state: LoaderState, architecture: ModelSpec, adapter: Adapter | None = None
 ) -> None:
     """Refuse to continue a run with another order of the data or another model."""
-    differences = _differing("train", asdict(document.state), asdict(first_state), ["step"])
-    if differences := differences + _of_another_model(document, architecture, adapter):
+    stored, here = asdict(document.state), asdict(first_state)
+    differences = [
+        *_differing("", {"snapshot": stored.pop("snapshot")}, {"snapshot": here.pop("snapshot")}),
+        *_differing("train.", stored, here, ["step"]),
+        *_of_another_model(document, architecture, adapter),
+    ]
+    if differences:
         raise CheckpointError(
             f"{folder}: belongs to another run\n  " + "\n  ".join(differences),
             fix="restore those settings (--snapshot takes the id), or begin a new run with the weights, moments and "
@@ -457,14 +462,14 @@ def _of_another_model(
 ) -> list[str]:
     part = None if adapter is None else adapter.to_dict()
     return [
-        *_differing("model", document.architecture.to_dict(), architecture.to_dict(), free),
-        *_differing("train", {"adapter": document.adapter}, {"adapter": part}),
+        *_differing("model.", document.architecture.to_dict(), architecture.to_dict(), free),
+        *_differing("train.", {"adapter": document.adapter}, {"adapter": part}),
     ]
 
 
-def _differing(what: str, stored: dict[str, Any], here: dict[str, Any], free: Collection[str] = ()) -> list[str]:
+def _differing(section: str, stored: dict[str, Any], here: dict[str, Any], free: Collection[str] = ()) -> list[str]:
     return [
-        f"{what}.{name}: the checkpoint has {stored.get(name)}, this run {here.get(name)}"
+        f"{section}{name}: the checkpoint has {stored.get(name)}, this run {here.get(name)}"
         for name in sorted({*stored, *here} - {*free})
         if stored.get(name) != here.get(name)
     ]
