@@ -39,7 +39,7 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> No
 
 def _tag_caches() -> None:
     """Compiled code is cached on disk by the graph, which names our operations without their arguments. So a digest of
-    these is added to the tag of the user (`TORCH_COMPILE_CACHE_KEY_TAG`). It is short: torch puts it into file names."""
+    these is added to the user's tag (`TORCH_COMPILE_CACHE_KEY_TAG`). It is short: torch makes file names of the tag."""
     schemas = (str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("sana_pipe::"))
     digest = xxhash.xxh3_64_hexdigest(" ".join(sorted(schemas)).encode())
     if digest not in torch.compiler.config.cache_key_tag:

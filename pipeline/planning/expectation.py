@@ -1,6 +1,6 @@
 """What a run is expected to need, predicted when it starts and set beside what it measures.
 
-When: on a GPU always. On a CPU memory only, from 2 GiB of parameters and states on, so small runs on a CPU pay nothing.
+When: on a GPU always. On a CPU memory only, from 2 GiB of trained parameters and states on: small runs pay nothing.
 The journal compares once, after the second row (the first contains the start), or at the end of a shorter run.
 Price: two to four seconds for Sana 1.6B, on the first process; the others wait for it where they meet. Whatever fails
 is a note: a prediction never ends a training.
