@@ -318,6 +318,14 @@ def test_the_shipped_configurations_are_rows_of_the_table(name: str) -> None:
         assert (theirs if not isinstance(value, dict) else {key: theirs[key] for key in value}) == value, option
 
 
+def test_without_a_card_memory_is_not_the_reason() -> None:
+    side = np.full(recommend.FULL_FROM, 1024)
+    facts = Facts(side, side, len(side), len(side), (SENTENCE,))
+    made = recommend.recommend(facts)
+    assert made.purpose == LORA and "no GPU here" in made.notes[0] and "memory" not in made.notes[0]
+    assert recommend.recommend(facts, FULL).purpose == FULL
+
+
 def test_of_rows_with_one_option_the_last_that_holds_counts() -> None:
     rows = {(v.purpose, v.option): v for v in recommend.VALUES}
     assert len(rows) < len(recommend.VALUES)

@@ -283,7 +283,9 @@ def _purpose(facts: Facts, purpose: str | None, resolution: int) -> tuple[str, s
             f"{facts.captioned:,} pictures have captions; full fine-tuning of fewer than {FULL_FROM:,} learns them by "
             "heart (--for full)"
         )
-    if facts.memory_gib is None or _memory(FULL, resolution, facts) is None:
+    if facts.memory_gib is None:
+        return LORA, "there is no GPU here (--gpu NAME chooses for another machine, --for full for any card that is large enough)"
+    if _memory(FULL, resolution, facts) is None:
         return LORA, "full fine-tuning needs more memory than there is (--for full names how much)"
     return FULL, f"{facts.captioned:,} pictures with captions, and {facts.all_gib:.1f} GiB of GPU memory (--for lora)"
 
