@@ -284,7 +284,7 @@ def _purpose(facts: Facts, purpose: str | None, resolution: int) -> tuple[str, s
             "heart (--for full)"
         )
     if facts.memory_gib is None:
-        return LORA, "there is no GPU here (--gpu NAME chooses for another machine, --for full for any card that is large enough)"
+        return LORA, "there is no GPU here (--gpu NAME chooses for another machine, --for full trains the whole model)"
     if _memory(FULL, resolution, facts) is None:
         return LORA, "full fine-tuning needs more memory than there is (--for full names how much)"
     return FULL, f"{facts.captioned:,} pictures with captions, and {facts.all_gib:.1f} GiB of GPU memory (--for lora)"
