@@ -243,8 +243,8 @@ def _described(rule: Filter, types: dict[Path, str]) -> list[str]:
 def engine() -> duckdb.DuckDBPyConnection:
     """DuckDB in memory, closed against files, the network and extensions; the machine's time zone does not matter. A
     division by zero is NULL: infinity and NaN would be larger than every number."""
-    off = ("enable_external_access", "autoload_known_extensions", "autoinstall_known_extensions")
-    off += ("ieee_floating_point_ops", "error_on_division_by_zero")
+    off = ["enable_external_access", "autoload_known_extensions", "autoinstall_known_extensions"]
+    off += ["ieee_floating_point_ops", "error_on_division_by_zero"]
     settings: dict[str, Any] = {**dict.fromkeys(off, "false"), "threads": 1, "max_expression_depth": _MAX_DEPTH}
     connection = duckdb.connect(config=settings)
     connection.execute("SET TimeZone = 'UTC'; SET lock_configuration = true")
