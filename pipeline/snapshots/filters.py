@@ -211,7 +211,10 @@ def select(
     spelled: dict[str, str] = {}
     for name in columns:
         if (other := spelled.setdefault(name.lower(), name)) != name:  # for SQL they are one
-            raise UserError(f"filters use the columns {other!r} and {name!r}, which differ in case only")
+            raise UserError(
+                f"filters use the columns {other!r} and {name!r}, which differ in case only",
+                fix=f"write {HIDDEN}.{_column(name if name not in BUILTIN else other)} for the field of the metadata",
+            )
     listed = ", ".join(f"{_struct(value)} AS {_name(name)}" for name, value in columns.items()) or "item"
     table = f"(SELECT {listed} FROM (SELECT *, {_META} AS m FROM batch))"
     results = []
