@@ -13,10 +13,11 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -1292,20 +1293,46 @@ NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
 
 
+MAX_VALUES = 100_000
+"""Limit on the values of a file, aliases and merge keys written out: a few lines can mean billions."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice. Scalars are those of YAML 1.2: 0100 is a hundred, 1e-4 a number; 1:30,
-    2026-01-01 and `no` are text."""
+    """Safe YAML that refuses a key given twice, and aliases that stand for too much. Scalars are those of YAML 1.2:
+    0100 is a hundred, 1e-4 a number; 1:30, 2026-01-01 and `no` are text."""
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self._sizes: dict[yaml.Node, int] = {}  # of the mappings and lists that are complete
+
+    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
+        node = super().compose_sequence_node(anchor)
+        self._measure(node, node.value)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
+        self._measure(node, chain.from_iterable(node.value))
         words = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         keys: set[str] = set()
         for word in words:
             if word.value in keys:
-                what, fix = f"key {word.value!r} is given twice", "keep one of the two lines"
-                raise yaml.MarkedYAMLError(problem=what, problem_mark=word.start_mark, note=fix)
+                raise _wrong(word, f"key {word.value!r} is given twice", "keep one of the two lines")
             keys.add(word.value)
         return node
+
+    def _measure(self, node: yaml.Node, inside: Iterable[yaml.Node]) -> None:
+        sizes = [1 if isinstance(child, yaml.ScalarNode) else self._sizes.get(child) for child in inside]
+        if None in sizes:
+            raise _wrong(node, "an alias stands inside of what it names", "write out its values in place of the alias")
+        self._sizes[node] = 1 + sum(filter(None, sizes))
+        if self._sizes[node] > MAX_VALUES:
+            what = f"its aliases and merge keys stand for more than {MAX_VALUES:,} values"
+            raise _wrong(node, what, "write out the values that are needed")
+
+
+def _wrong(node: yaml.Node, what: str, fix: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark, note=fix)
 
 
 def _no_yaml(source: Path | str, error: Exception) -> ConfigError:

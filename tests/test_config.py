@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -331,6 +333,20 @@ def test_an_unset_variable_in_a_secret_is_not_printed() -> None:
     for place in ("s3://key:pa$word@bucket/x", "https://host/x?signature=a$word"):
         with suppress(UserError):
             assert load("tiny", [f"cache={place}"]).cache == place
+
+
+MERGES = "a: &a {x: 1, y: 2}\n" + "".join(
+    f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 9)}]}}\n" for a, b in pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize("text", [MERGES, MERGES.replace("{<<: ", "").replace("]}", "]"), "a: &a [1, *a]\n"])
+def test_a_file_that_stands_for_billions_of_values_is_refused_at_once(tmp_path: Path, text: str) -> None:
+    begun = time.monotonic()
+    assert "mine.yaml" in refusal(tmp_path, MINIMAL + text)
+    assert time.monotonic() - begun < 5
+    with pytest.raises(ConfigError):
+        load("tiny", ["train={" + ", ".join(text.replace("\n", ", ").split(", ")) + "}"])
 
 
 def test_set_overrides(tmp_path: Path) -> None:
