@@ -452,6 +452,8 @@ def bucket(
         raise click.UsageError("--move is for --name")
     if again is not None and (name or condition or dry_run or pack or as_json):
         raise click.UsageError("--again goes with --move alone: the snapshot says how it was made")
+    if snapshot is not None and condition is not None:
+        raise click.UsageError("--filter is for a new snapshot, and --snapshot names one that is there")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
     config = given.load()

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -260,11 +262,37 @@ def test_numbers_beyond_all_bounds_are_infinite_and_nan_is_missing(root: Path) -
     assert items(made(config(root, "bucket.filter='clip IS NULL'"))) == {"one/00002.png"}
 
 
+def test_a_division_by_zero_is_a_missing_value(root: Path) -> None:
+    values = [(0, 0), (1, 0), (12, 2)]
+    one = [dataclasses.replace(p, meta={"a": a, "b": b}) for p, (a, b) in zip(pictures(3), values, strict=True)]
+    add(config(root), "one", one)
+    for expression in ("a / b > 5", "a // b > 5"):
+        snapshot = made(config(root, f"bucket.filter='{expression}'"))
+        assert items(snapshot) == {"one/00002.png"}
+        assert snapshot.head.left_out == {f"bucket.filter cannot be decided, a value is missing: {expression}": 2}
+
+
+def test_the_time_zone_of_the_machine_does_not_matter() -> None:
+    code = (
+        "from pipeline.snapshots.filters import engine; "
+        "print(engine().execute(\"SELECT hour('2024-01-01 00:30:00+00'::TIMESTAMPTZ)\").fetchone()[0])"
+    )
+    for zone in ("UTC", "America/New_York"):
+        assert subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "TZ": zone}).strip() == b"0"
+
+
+def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
+    rule = filters.Filter("clip_score > 1", "bucket.filter")
+    with pytest.raises(UserError, match=naming("did you mean '\"clip-score\"'")):
+        rule.check_columns(set(), ["clip-score"])
+
+
 @pytest.mark.parametrize(
     ("expression", "named"),
     [
         ("scroe > 3", "did you mean 'score'"),
         ("Width > 3", "did you mean 'width'"),
+        ("WIDTH > 3", "did you mean 'width'"),
         ("nothing > 3", "expected: aspect, bytes, captions, height, item, pixels, score, source, tag, width"),
         ('tag = "even"', "text stands in single quotes: 'even'"),
         ("score.x = 1", "names the column 'score.x'"),
@@ -283,7 +311,11 @@ def test_numbers_beyond_all_bounds_are_infinite_and_nan_is_missing(root: Path) -
         ("random() < 0.5", "calls 'random', which is no function of a row's values alone"),
         ("now() > '2020-01-01'::TIMESTAMP", "calls 'now'"),
         ("current_date > '2020-01-01'::DATE", "current_date"),
+        ("ago(INTERVAL 1 DAY) > '2020-01-01'::TIMESTAMP", "calls 'ago'"),
+        ("age('2020-01-01'::TIMESTAMP) > INTERVAL 1 DAY", "calls 'age'"),
         ("count(*) > 1", "calls 'count_star'"),
+        ("geomean(score) > 1", "calls 'geomean', which is no function of a row's values alone"),
+        ("generate_subscripts([1, 2], 1) = 1", "calls 'generate_subscripts'"),
         ("score > (SELECT 1)", "has a subquery"),
         ("sum(score) OVER () > 1", "has a window"),
         ("score IN (SELECT 1)", "has a subquery"),
@@ -292,11 +324,14 @@ def test_numbers_beyond_all_bounds_are_infinite_and_nan_is_missing(root: Path) -
         ("score > $limit", "is more than one condition"),
         ("*", "has a star"),
         ("true), (true", "is more than one condition"),
+        ("true) UNION SELECT (true", "is more than one condition"),
         ("true) FROM read_text('/etc/passwd') WHERE (true", "is more than one condition"),
         ("true); COPY (SELECT 1) TO '/tmp/x'; SELECT (1", "is no condition of SQL"),
         ("true) ORDER BY (1", "is more than one condition"),
         ("(" * 5000, "is no condition of SQL"),
         ("NOT " * 4000 + "true", "is no condition of SQL"),
+        ("NOT " * 900 + "true", "is no condition of SQL"),
+        ("score > \udcff", "is no condition of SQL"),
         ("-" * 100_000 + "1", "has 100,001 characters"),
     ],
 )
@@ -327,6 +362,8 @@ def test_no_filter_reads_a_file() -> None:
         ([1, -(2**63), 2**64 - 1], "HUGEINT"),
         ([2**62, 0.5], "DOUBLE"),
         ([2**53, None], "DOUBLE"),
+        ([2**53 + 1], "HUGEINT"),
+        ([-(2**53) - 1, 1], "HUGEINT"),
         ([2**63, 2**64, 10**400], "DOUBLE"),
         (["123456789012345"], "DOUBLE"),
         (["1234567890123456"], "VARCHAR"),

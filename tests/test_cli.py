@@ -403,7 +403,8 @@ def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls])
         "move": True,
         "latest": True,
     }
-    for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"]):
+    filtered = ["--pack", "--snapshot", "s", "--filter", "width > 1"]  # of a snapshot that is there
+    for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"], filtered):
         assert end("bucket", *wrong) == 2
     assert len(bucket) == 1 and len(pack) == 2 and checked == ["n", None]
 

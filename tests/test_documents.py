@@ -777,3 +777,15 @@ def test_an_intact_document_of_another_kind_is_none_of_a_folder(tmp_path: Path, 
         path.write_bytes(data)
     with pytest.raises(IntegrityError, match=naming(f"{folder}/a/00000000.json")):
         Files(tmp_path).document(f"{folder}/a/00000000.json")
+
+
+def test_a_document_that_does_not_say_whose_it_is_is_another(config: Config) -> None:
+    keys = {"sources": "source", "plans": "recipe", "segments": "plan", "names": "name", "prompts": "name"}
+    cache, seen = Cache.of(config), set[str]()
+    for name, _ in copies.documents(cache.files):
+        folder, body = name.partition("/")[0], cache.files.document(name)
+        if folder in keys:
+            seen.add(folder)
+            del body[keys[folder]]
+            assert layout.contradicts_name(name, body), name
+    assert seen == set(keys)

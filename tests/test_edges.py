@@ -477,7 +477,7 @@ def test_a_field_that_differs_from_a_column_in_case_is_that_field() -> None:
     scan = with_meta({"Source": "x"}, {"Source": "y"})
     selected = selection.filtered(Joined(), {"one": scan}, Filter("Source = 'y'", "f"), {})
     assert selected["one"].column("item").to_pylist() == ["1"]
-    with pytest.raises(UserError, match="differ in case only"):
+    with pytest.raises(UserError, match=naming("differ in case only", "write meta.Source")):
         selection.filtered(Joined(), {"one": scan}, Filter("Source = 'y' AND item = '1' AND source = 'one'", "f"), {})
 
 

@@ -669,6 +669,27 @@ def test_the_store_compares_what_it_gets_with_a_checksum(objects: ObjectFiles, m
     assert len(sent) == 3 and all(sent)
 
 
+def test_without_checksums_what_is_stored_is_looked_at(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS_REQUEST_CHECKSUM_CALCULATION=when_required ends them; drivers of other stores send none."""
+    real = objects.fs.pipe_file
+
+    def cut(path: str, data: bytes, **options: Any) -> None:
+        real(path, data[:-1], **options)
+
+    assert objects.connection.sends_checksums
+    monkeypatch.setattr(objects.fs.s3.meta.config, "request_checksum_calculation", "when_required")
+    assert not objects.connection.sends_checksums and objects.put("a/whole", b"bytes")
+    monkeypatch.setattr(objects.fs, "pipe_file", cut)
+    with pytest.raises(IntegrityError, match=naming("a/cut", "reads back other bytes")):
+        objects.put("a/cut", b"bytes")
+    monkeypatch.setattr(
+        objects.fs, "put_file", lambda local, path, mode: cut(path, Path(local).read_bytes(), mode=mode)
+    )
+    with objects.temporary() as path, pytest.raises(IntegrityError, match=naming("a/file", "5 bytes")):
+        path.write_bytes(b"bytes")
+        objects.publish(path, "a/file")
+
+
 def test_requests_of_a_unit(s3_bucket: str) -> None:
     """A listing tells which units are committed; claim and removal; shard, table, document and its copy."""
     each = s3_listing.unit_requests(engine.FEW_UNITS + 1, engine.FEW_UNITS + 5)

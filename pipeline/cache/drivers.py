@@ -140,6 +140,12 @@ class Connection:
         """Whether `find` reads page by page, so that its beginning is cheap."""
         return hasattr(self.fs, "call_s3")
 
+    @property
+    def sends_checksums(self) -> bool:
+        """Whether the driver sends a checksum with each put, which the store compares (AWS_REQUEST_CHECKSUM_CALCULATION
+        can end it)."""
+        return self.is_paged and self.fs.s3.meta.config.request_checksum_calculation == "when_supported"
+
     def info(self, path: str) -> dict[str, Any]:
         """The driver's description of a file, by one request: `info` of s3fs would look for a folder of a missing file.
 

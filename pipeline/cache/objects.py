@@ -2,8 +2,8 @@
 
 `ObjectFiles` publishes with the store's conditional put (If-None-Match) where `Files` uses a hard link, and reads
 shards and tables through a mirror on the local disk. A store shows an object whole or not at all, and S3 compares each
-put and part with a checksum that the driver sends, so nothing is read back. Some stores ignore the condition: `probe`
-tests it. Credentials and addresses are those of the driver (s3fs: AWS_*, or fsspec's configuration).
+put and part with a checksum that the driver sends. Where none is sent, documents are read back and sizes compared. Some
+stores ignore the condition: `probe` tests it. Credentials and addresses are the driver's (s3fs: AWS_*, or fsspec's).
 
 A cache behind a web server (http, https) can be read if the server lists folders as `python -m http.server` does.
 """
@@ -288,6 +288,9 @@ class ObjectFiles(Files):
             self._write(name, lambda path: self.fs.put_file(str(temporary), path, mode="create"))
         except FileExistsError:
             return False
+        size = temporary.stat().st_size
+        if not self.connection.sends_checksums and self._size(name) != size:
+            raise IntegrityError(f"{self.where(name)}: was not stored whole", expected=f"{size} bytes")
         return True
 
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
@@ -404,6 +407,10 @@ class ObjectFiles(Files):
         except FileExistsError:
             # An earlier attempt of ours may have succeeded although its answer was lost.
             return attempts > 1 and self.read(name) == data
+        if not self.connection.sends_checksums:
+            with suppress(FileNotFoundError):  # a claim that was removed meanwhile
+                if self._read(name, self.connection.read) != data:
+                    raise IntegrityError(f"{self.where(name)}: reads back other bytes than were written")
         return True
 
     def _read(self, name: str, ask: Callable[[str], T]) -> T:

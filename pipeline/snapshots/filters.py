@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -48,6 +49,9 @@ _META = "nullif(meta, '')"
 _NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 """Text that is a number; one of more digits may be an identifier, which fp64 would round."""
 _MAX_LENGTH = 20_000
+_MAX_DEPTH = 250  # of nested expressions; far below Python's limit on recursion
+_MACROS = "if|nullif|split_part|date_add|days_in_month|(array|list)_.+"
+"""Functions that DuckDB defines by others. Those left out aggregate, multiply rows, read the clock or are of no use."""
 
 
 class Filter:
@@ -69,10 +73,13 @@ class Filter:
         self.paths: set[Path] = set()
         if len(text) > _MAX_LENGTH:
             raise self.wrong(f"has {len(text):,} characters", expected=f"at most {_MAX_LENGTH:,}")
-        statement, plain = (_parsed(f"SELECT ({expression}\n)") for expression in (text, "1"))
+        try:
+            statement, plain = (_parsed(f"SELECT ({expression}\n)") for expression in (text, "1"))
+        except duckdb.Error as error:  # bytes that are not UTF-8
+            raise self.wrong("is no condition of SQL", found=escaped(str(error))) from None
         if statement["error"]:
             raise self.wrong("is no condition of SQL", found=escaped(statement["error_message"]))
-        conditions, _ = (tree["statements"][0]["node"].pop("select_list") for tree in (statement, plain))
+        conditions, _ = (tree["statements"][0]["node"].pop("select_list", ()) for tree in (statement, plain))
         if statement != plain or len(conditions) != 1:
             raise self.wrong("is more than one condition")
         for node in _nodes(conditions[0]):
@@ -97,12 +104,12 @@ class Filter:
             UserError: a column is unknown.
         """
         for path in sorted(self.paths - known):
-            name = ".".join(path)
-            near = difflib.get_close_matches(name, valid)
+            name, spelled = ".".join(path), {other.lower(): _column(other) for other in valid}
+            near = difflib.get_close_matches(name.lower(), spelled)
             raise self.wrong(
                 f"names the column {name!r}, which no item has",
                 expected=", ".join(valid),
-                fix=f"did you mean {near[0]!r}?" if near else f"text stands in single quotes: {_text(name)}",
+                fix=f"did you mean {spelled[near[0]]!r}?" if near else f"text stands in single quotes: {_text(name)}",
             )
 
     def wrong(self, what: str, **more: Any) -> UserError:
@@ -140,7 +147,7 @@ class Metadata:
         value = f"json_extract_string(m, {field})"
         for kind, example, is_number, largest in _rows(
             f"SELECT json_type(m, {field}), first(json_extract(m, {field})::VARCHAR), "
-            f"bool_and(regexp_full_match({value}, {_text(_NUMBER)})), max(abs(TRY_CAST({value} AS DOUBLE))) "
+            f"bool_and(regexp_full_match({value}, {_text(_NUMBER)})), max(abs(TRY_CAST({value} AS HUGEINT))) "
             f"FROM (SELECT {_META} AS m FROM batch) WHERE json_exists(m, {field}) GROUP BY ALL"
         ):
             self.known.add(path)
@@ -204,7 +211,10 @@ def select(
     spelled: dict[str, str] = {}
     for name in columns:
         if (other := spelled.setdefault(name.lower(), name)) != name:  # for SQL they are one
-            raise UserError(f"filters use the columns {other!r} and {name!r}, which differ in case only")
+            raise UserError(
+                f"filters use the columns {other!r} and {name!r}, which differ in case only",
+                fix=f"write {HIDDEN}.{_column(name if name not in BUILTIN else other)} for the field of the metadata",
+            )
     listed = ", ".join(f"{_struct(value)} AS {_name(name)}" for name, value in columns.items()) or "item"
     table = f"(SELECT {listed} FROM (SELECT *, {_META} AS m FROM batch))"
     results = []
@@ -234,10 +244,14 @@ def _described(rule: Filter, types: dict[Path, str]) -> list[str]:
 
 @functools.cache
 def engine() -> duckdb.DuckDBPyConnection:
-    """DuckDB in memory, closed against files, the network and extensions."""
-    closed = ("enable_external_access", "autoload_known_extensions", "autoinstall_known_extensions")
-    settings: dict[str, Any] = dict.fromkeys(closed, "false")
-    return duckdb.connect(config={**settings, "lock_configuration": "true", "threads": 1})
+    """DuckDB in memory, closed against files, the network and extensions; the machine's time zone does not matter. A
+    division by zero is NULL: infinity and NaN would be larger than every number."""
+    off = ["enable_external_access", "autoload_known_extensions", "autoinstall_known_extensions"]
+    off += ["ieee_floating_point_ops", "error_on_division_by_zero"]
+    settings: dict[str, Any] = {**dict.fromkeys(off, "false"), "threads": 1, "max_expression_depth": _MAX_DEPTH}
+    connection = duckdb.connect(config=settings)
+    connection.execute("SET TimeZone = 'UTC'; SET lock_configuration = true")
+    return connection
 
 
 def _rows(query: str) -> list[tuple[Any, ...]]:
@@ -252,11 +266,13 @@ def _parsed(query: str) -> dict[str, Any]:
 
 @functools.cache
 def _functions() -> frozenset[str]:
-    """Functions of one row whose result depends on their arguments alone."""
+    """Functions of one row whose result depends on their arguments alone; `age` may count from today."""
     return frozenset(
         name
         for [name] in _rows(
-            "SELECT lower(function_name) FROM duckdb_functions() WHERE function_type IN ('scalar', 'macro') "
+            "SELECT lower(function_name) FROM duckdb_functions() "
+            "WHERE function_type = 'scalar' AND function_name <> 'age' "
+            f"OR function_type = 'macro' AND regexp_full_match(function_name, {_text(_MACROS)}) "
             "GROUP BY ALL HAVING bool_or(stability IS NULL OR stability = 'CONSISTENT') "
             "AND NOT bool_or(coalesce(stability, '') = 'VOLATILE')"
         )
@@ -313,6 +329,11 @@ def _struct(value: Any) -> str:
 
 def _text(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
+
+
+def _column(name: str) -> str:
+    """A column as it stands in a condition."""
+    return name if re.fullmatch(r"[A-Za-z_]\w*", name) else _name(name)
 
 
 def _name(value: str) -> str:

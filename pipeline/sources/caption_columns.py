@@ -22,7 +22,7 @@ import difflib
 import math
 import posixpath
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
@@ -130,12 +130,7 @@ class CaptionRule:
 
     def identity(self) -> str:
         """Equal for rules that read the same candidates from the same row."""
-        values = (self.fields, self.listed, self.scores, self.threshold, self.power, self.fallback)
-        additions = (self.default, self.before, self.after, self.raw)
-        # Left out at their defaults, so that rules of earlier versions keep their identity.
-        changed = [str(additions)] if additions != (None, "", "", False) else []
-        changed += [f"tags {self.tags}"] if self.tags else []
-        return canonical([[*map(str, values), *changed]]).decode()
+        return canonical([str(getattr(self, each.name)) for each in fields(self) if each.compare]).decode()
 
     def check_seen(self) -> None:
         """Check the columns that the user named after the whole source has been listed.
