@@ -5,7 +5,6 @@ new one from other files:
 - commits and segments from shards,
 - plans from commits,
 - recipes from snapshots,
-- channel scales from records,
 - a scan, a name or a prompt set that is no longer the last, from its successor.
 Why: the head of a shard names its unit, and its record table lists its records. So no lost document costs an encoding.
 Price: what only the document stated is lost: the reasons of rejects (these records are tried again), the batches of
