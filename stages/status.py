@@ -43,13 +43,14 @@ def run(config: Config, as_json: bool = False) -> int:
 
 
 def watch(config: Config, every_s: float, as_json: bool = False) -> int:
-    """Print the counts every `every_s` seconds until Ctrl-C: over the last ones on a terminal, else below them.
+    """Print the counts every `every_s` seconds until Ctrl-C: over the last ones on a terminal, else below them. A pipe
+    that nobody reads any more ends it, too.
 
     An error (a store that does not answer, a cache that does not exist yet) is printed in their place.
     """
     redraws = sys.stdout.isatty() and not as_json
     with suppress(KeyboardInterrupt):
-        while True:
+        while not getattr(sys.stdout, "lost", False):
             try:
                 report = _report(config)
                 text = json.dumps(report) if as_json else "\n".join(_lines(report))
@@ -111,7 +112,7 @@ def _task_line(task: dict[str, Any]) -> str:
         f"{task['per_s']:.1f}/s, {task['left']} left"
     )
     line += f" ({duration(task['left_s'])})" if task["left_s"] is not None else ""
-    line += f", {task['rejected']} rejected" if task["rejected"] else ""
+    line += _troubles(task, "rejected")
     return line + (f", silent for {duration(task['silent_s'])}" if task["silent_s"] > SILENT_S else "")
 
 
@@ -121,4 +122,10 @@ def _training_line(row: dict[str, Any]) -> str:
     line = f"training {row['run']}: step {row['step']}, {row['left']} left"
     line += f" ({duration(row['left_s'])})" if row["left_s"] is not None else ""
     line += f", {row['images_per_s']:.1f} images/s, loss {row['loss']:.4f}, data {100 * row['data_wait']:.0f}%"
-    return line + "".join(f", {row[name]:.0f} {name}" for name in ("retries", "evictions", "quarantined") if row[name])
+    return line + _troubles(row, "quarantined")
+
+
+def _troubles(counts: dict[str, Any], lost: str) -> str:
+    """What is not 0 of the counts of stores and of the records that are `lost`."""
+    line = "".join(f", {counts[name]:.0f} {name}" for name in (lost, "retries", "evictions") if counts[name])
+    return line + (f", {duration(counts['store_wait_s'])} of waiting for stores" if counts["store_wait_s"] else "")

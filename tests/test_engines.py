@@ -483,7 +483,7 @@ def encode(config: Config, photos: Path, *options: str, **variables: str) -> For
 
 
 def ended(process: Forked) -> str:
-    output = process.output(timeout=300)
+    output = process.output()
     assert process.wait() == 0, output
     return output
 
@@ -923,10 +923,8 @@ def test_a_ray_cluster_makes_the_same_cache_while_nodes_join_and_die(
     config = make_config(tmp_path, *UNITS)
     driver = encode(config, photos, "--engine", "ray", RAY_ADDRESS=cluster.address, **RAY)
     doomed = cluster.add_node(num_cpus=1)  # joins while the driver waits or scans
-    end = time.monotonic() + 200
     while not units_done(tmp_path / "cache"):
         assert driver.poll() is None, driver.output()
-        assert time.monotonic() < end
         time.sleep(0.005)
     cluster.remove_node(doomed, allow_graceful=False)
     before = units_done(tmp_path / "cache")
@@ -945,10 +943,8 @@ def test_a_signal_to_the_driver_cancels_the_tasks_and_it_continues(
 ) -> None:
     config = make_config(tmp_path, *UNITS)
     driver = encode(config, photos, "--engine", "ray", **RAY)  # without RAY_ADDRESS: a local cluster
-    end = time.monotonic() + 200
     while not units_done(tmp_path / "cache"):
         assert driver.poll() is None, driver.output()
-        assert time.monotonic() < end
         time.sleep(0.005)
     driver.send_signal(signal.SIGTERM)
     assert "stopped by SIGTERM" in ended(driver)
@@ -964,7 +960,7 @@ def test_an_address_without_a_cluster_is_an_error_for_people(
     photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     process = encode(make_config(tmp_path), photos, "--engine", "ray", RAY_ADDRESS="127.0.0.1:1", **RAY)
-    output = process.output(timeout=200)
+    output = process.output()
     assert process.wait() == 2, output
     assert "the Ray cluster cannot be reached" in output
     assert "Traceback" not in output

@@ -6,9 +6,13 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +23,7 @@ import stages.bucket
 import stages.encode
 import stages.status
 import stages.train
-from pipeline import counters, retrying
+from pipeline import counters, processes, retrying
 from pipeline.cache.mirror import Mirror
 from pipeline.cache.root import Cache
 from pipeline.config import Config
@@ -38,6 +42,7 @@ from tests.support.prometheus import total
 from tests.support.waiting import until
 
 MakeConfig = Callable[..., Config]
+ROOT = Path(__file__).parent.parent
 UNITS = ("encode.unit_images=2", "encode.unit_captions=2", "encode.device=cpu")
 
 
@@ -156,16 +161,16 @@ def test_rejects_are_counted_by_reason(
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
-def often() -> None:
-    """In the child: rows in quick succession, slow units."""
+def often(go: Path) -> None:
+    """In the child: rows in quick succession, no unit before `go` exists."""
     progress_rows.ROW_S = textfile.RENEW_S = 0.01
     real = UnitEncoder.make
 
-    def slow(self: UnitEncoder, *given: Any) -> Any:
-        time.sleep(0.3)
+    def held(self: UnitEncoder, *given: Any) -> Any:
+        until(go.exists, 120)
         return real(self, *given)
 
-    UnitEncoder.make = slow  # type: ignore[method-assign]
+    UnitEncoder.make = held  # type: ignore[method-assign]
 
 
 @pytest.mark.dist
@@ -177,18 +182,20 @@ def test_two_tasks_write_two_files_and_a_killed_one_leaves_its_file_whole(
     sets = [f"--set={text}" for text in (*UNITS, f"cache={config.cache}", f"metrics.textfile={prom}")]
     command = ["encode", "--config", "tiny", "--data", str(photos), "--task-count", "2", *models, *sets]
     command.append("--set=encode.claim_timeout_s=2")
-    tasks = [Forked(*command, "--task-index", str(task), before=often) for task in (0, 1)]
+    held = partial(often, tmp_path / "go")
+    tasks = [Forked(*command, "--task-index", str(task), before=held) for task in (0, 1)]
     names = [f"sana_pipe_encode_photos_{task}.prom" for task in (0, 1)]
     until(lambda: all((prom / name).exists() for name in names), 120)
-    seen = 0.0
-    for _ in range(20):  # a reader never sees a part, and counts never fall
-        values = prometheus.read(prom / names[0])
-        assert total(values, "sana_pipe_running") == 1
-        assert seen <= (seen := total(values, "sana_pipe_samples_total", task="0"))
-        time.sleep(0.01)
+    assert total(prometheus.read(prom / names[0]), "sana_pipe_running") == 1
     tasks[1].kill()
     tasks[1].wait(30)
-    assert tasks[0].wait(120) == 0, tasks[0].output()
+    (tmp_path / "go").touch()
+    seen = 0.0
+    while tasks[0].poll() is None:  # a reader never sees a part, and counts never fall
+        values = prometheus.read(prom / names[0])
+        assert seen <= (seen := total(values, "sana_pipe_samples_total", task="0"))
+        time.sleep(0.005)
+    assert tasks[0].wait() == 0, tasks[0].output()
     killed = prometheus.read(prom / names[1])
     assert total(killed, "sana_pipe_running", task="1") == 1, "it could not say that it ended"
     assert total(prometheus.read(prom / names[0]), "sana_pipe_running") == 0
@@ -248,6 +255,12 @@ def test_a_textfile_that_cannot_be_written_is_named_once_and_tried_again(tmp_pat
     assert len(said) == 1
 
 
+def test_a_run_whose_folder_is_no_utf8_has_a_textfile(tmp_path: Path) -> None:
+    Textfile(str(tmp_path), {"stage": "train", "run": "a/\udcff", "task": 0}, print).update(images={"samples": 1})
+    [values] = textfiles(tmp_path).values()
+    assert total(values, "sana_pipe_samples_total", run="a/?") == 1
+
+
 def test_a_file_that_is_written_in_part_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, real = Textfile(str(tmp_path), {"stage": "encode", "run": "a", "task": 0}, print), Path.write_text
     file.update(images={"samples": 1})
@@ -276,7 +289,7 @@ def test_it_is_renewed_while_no_row_comes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_page_names_every_metric() -> None:
-    page = (Path(__file__).parent.parent / "docs/metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     table = page.partition("## Names")[2].partition("## Prometheus")[0]
     cells = ["".join(line.split("|")[1:3]) for line in table.splitlines() if "|" in line]
     names = set(re.findall(r"`([a-z_]+)`", "".join(cells)))
@@ -314,6 +327,12 @@ def encoder_rows(config: Config, folder: Path, said: list[str]) -> ProgressRows:
     return ProgressRows(config, folder, "photos", 2, 8, said.append)
 
 
+def after_a_row(folder: Path) -> None:
+    """Wait until two rows were begun: the second with what is counted now."""
+    lines = sum(map(len, written(folder).values()))
+    until(lambda: sum(map(len, written(folder).values())) >= lines + 2)
+
+
 def test_counts_only_grow_when_a_unit_is_made_again(
     make_config: MakeConfig, tmp_path: Path, bar: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,13 +341,25 @@ def test_counts_only_grow_when_a_unit_is_made_again(
         for made in (30, 5):
             with metrics_of.of(bar):
                 bar.add(made)
-                time.sleep(0.05)
+                after_a_row(tmp_path)
                 bar.forget(10, 0)
-                time.sleep(0.05)
+                after_a_row(tmp_path)
     [found] = written(tmp_path).values()
     samples = [row["samples"] for row in found]
     assert samples == sorted(samples) and 30 in samples
     assert {row["task"] for row in found} == {2} and {row["tasks"] for row in found} == {8}
+
+
+def test_rejects_of_a_new_kind_may_come_while_a_row_is_made(bar: Progress) -> None:
+    class Growing(Counter[str]):
+        def items(self) -> Any:
+            for item in super().items():
+                self[f"reason {len(self)}"] += 1
+                yield item
+
+    assert bar.meter is not None
+    bar.meter.rejects = Growing({"not a picture": 2})
+    assert bar.made.rejects == {"not a picture": 2}
 
 
 def test_pictures_that_are_planned_later_are_added(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -450,7 +481,7 @@ def working(done: Config, tmp_path: Path) -> tuple[Config, Any]:
     config = done.model_copy(update={"cache": str(tmp_path / "cache")})
     cache = Cache.of(config)
     worker = claims.Claims(cache.files, 60)
-    worker.progress = lambda: {"node": "gpu03", "task": 1, "tasks": 8, **bar.brief()}
+    worker.progress = lambda: {"node": "gpu03", "task": 1, "tasks": 8, **bar.brief(), **textfile.store_counts()}
     bar = Progress("images", 200, Meter())
     bar.done, bar.rejected = 50, 3
     name = next(iter(Cache.of(config).recipes("latent"))).name
@@ -469,6 +500,26 @@ def test_status_shows_processes_that_encode(working: tuple[Config, Any], capsys:
     held.worker.release(*held.work)
     stages.status.run(config, as_json=True)
     assert json.loads(capsys.readouterr().out)["tasks"] == []
+
+
+def test_status_shows_what_stores_cost_a_process_that_encodes(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    config, real, retries = make_config(tmp_path, *UNITS), UnitEncoder.make, list[float]()
+
+    def make(self: UnitEncoder, *given: Any) -> Any:
+        if retries:
+            stages.status.run(config)
+            lines = capsys.readouterr().out.splitlines()
+            [line] = [line for line in lines if line.startswith(f"{os.uname().nodename}, task 1 of 1: ")]
+            assert f", {retries[-1]:.0f} retries" in line and " of waiting for stores" in line
+        counters.add(retries=7, store_wait_s=90)
+        retries.append(counters.totals()["retries"])
+        return real(self, *given)
+
+    monkeypatch.setattr(UnitEncoder, "make", make)
+    stages.encode.run(config, data=str(photos))
+    assert len(retries) > 6
 
 
 def test_status_shows_a_training_that_holds_its_run(done: Config, capsys: Any) -> None:
@@ -514,6 +565,12 @@ def test_status_is_watched_until_ctrl_c(
     pauses.clear()
     stages.status.watch(config, 7)
     assert capfd.readouterr().out.count("\x1b[2J") == 3
+
+
+def test_watching_ends_with_the_pipe_that_is_read(done: Config, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m pipeline.cli status --watch --every 0.1 --set cache={done.cache} | head -1"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == processes.OUTPUT_LOST and "Traceback" not in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize(

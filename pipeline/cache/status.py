@@ -35,7 +35,8 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     from this machine's (0 if the newest commit is the only one or older than an hour). `eta_s` is the time that the
     missing units take at that rate (null if unknown). `damaged` gives the `problem` and the `fix` of each document or
     snapshot that is unreadable or incomplete; the counts leave it out. `tasks` says how far each process is that makes
-    records now, as in its claim (`Progress.brief`), with `silent_s`, the seconds since its last beat.
+    records now, as in its claim (`Progress.brief` and the counts of stores), with `silent_s`, the seconds since its
+    last beat.
     """
     counts = _Counts(cache, time.time() if now is None else now)
     stores = counts.stores()

@@ -99,7 +99,7 @@ class Textfile:
         with self._lock:
             if self._path is not None:
                 with self._naming_failure(self._path), replacing(self._path) as work:
-                    work.write_text(self._text(running), encoding="utf-8")
+                    work.write_text(self._text(running), encoding="utf-8", errors="replace")
                     self._failed = False
 
     @contextmanager

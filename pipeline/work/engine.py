@@ -22,6 +22,7 @@ from pipeline.cache import index, layout
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import NoSpaceError
+from pipeline.metrics.textfile import store_counts
 from pipeline.work.claims import BEATS, Claims
 from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Progress
@@ -192,7 +193,7 @@ def make_units(
     """
     job = _Units(maker, worker, bar, space)
     share = {"node": platform.node(), "task": worker.task, "tasks": worker.tasks}
-    worker.claims.progress = lambda: {**share, **bar.brief()}
+    worker.claims.progress = lambda: {**share, **bar.brief(), **store_counts()}
     bar.expect(sum(unit.count for _, unit in todo if worker.in_my_share(unit.unit)))
     with worker.stop.polite():
         worker.run(job, todo, lambda item: item[1].unit)

@@ -47,7 +47,7 @@ class Meter:
     stores: Counter[str] = field(default_factory=Counter)
 
     def since(self, earlier: Meter) -> Meter:
-        """What was counted after `earlier`, a copy of this meter."""
+        """What was counted after `earlier`, a copy of this meter. Another thread may count meanwhile."""
         return Meter(
             self.tokens - earlier.tokens,
             self.truncated - earlier.truncated,
@@ -55,8 +55,8 @@ class Meter:
             self.busy_s - earlier.busy_s,
             None if self.wall_s is None else self.wall_s - (earlier.wall_s or 0.0),
             self.bytes - earlier.bytes,
-            self.rejects - earlier.rejects,
-            self.stores - earlier.stores,
+            Counter(self.rejects) - earlier.rejects,
+            Counter(self.stores) - earlier.stores,
         )
 
     def add(self, other: Meter) -> None:

@@ -45,7 +45,7 @@ def needs(kernel: Any, capability: int, dtype: str, num_warps: int, **constants:
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [_TOOLS / "cuobjdump", "-res-usage", file.name]
+        command: list[str | Path] = [_TOOLS / "cuobjdump", "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     registers, stack, local = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups())  # type: ignore[union-attr]
     return Needs(registers, stack + local, compiled.metadata.shared)

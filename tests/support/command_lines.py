@@ -12,8 +12,10 @@ import pytest
 
 from pipeline.cli import main
 
-STAGES = ("bucket", "check", "demo", "encode", "export", "forget", "gc", "pack", "sample", "snapshots", "status")
-STAGES = (*STAGES, "init", "inspect", "plan", "report", "run", "train", "verify", "view")
+STAGES = (
+    *("bucket", "check", "demo", "encode", "export", "forget", "gc", "pack", "sample", "snapshots", "status"),
+    *("init", "inspect", "plan", "report", "run", "train", "verify", "view"),
+)
 
 
 def words_of(line: str) -> list[str]:

@@ -37,7 +37,7 @@ def seen(batches: list[Batch]) -> list[str]:
         for i, identity in enumerate(batch.sample_ids):
             state = xxhash.xxh3_128()
             for tensor in (batch.latents, captions, batch.mask, batch.noise, batch.logit):
-                state.update(tensor[i].contiguous().flatten().view(torch.uint8).numpy())
+                state.update(tensor[i].contiguous().flatten().view(torch.uint8).numpy().data)
             out.append(f"{identity:016x} {batch.bucket} {batch.mask.shape[1]} {state.hexdigest()}")
     return out
 

@@ -29,7 +29,7 @@ def fail_reads(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: i
             left[0] -= 1
             if -times <= left[0] < 0:
                 raise OSError(number, os.strerror(number))
-            return super().readinto(buffer)  # type: ignore[arg-type, return-value]
+            return super().readinto(buffer)  # type: ignore[arg-type]
 
     def opened(self: LocalFilesystem, file: str, spool: bool = False) -> object:
         stream = real(self, file, spool)

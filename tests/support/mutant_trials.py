@@ -92,7 +92,8 @@ class Trials:
         return result
 
     def _tried(self, mutant: str, names: set[str], own_fixtures: bool) -> list[object]:
-        chosen, seconds = [], 0.0
+        chosen: list[Any] = []
+        seconds = 0.0
         for name in sorted(names, key=lambda name: self.tests[name].seconds):
             seconds += self.tests[name].seconds
             if chosen and seconds > self.order["seconds"]:

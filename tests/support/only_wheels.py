@@ -62,6 +62,6 @@ if __name__ == "__main__":
     modules = importlib.metadata.packages_distributions()
     Only.hidden = frozenset(top for top, names in modules.items() if not allowed & {normal(name) for name in names})
     place = sys.meta_path.index(importlib.machinery.PathFinder)
-    sys.meta_path[place] = Only  # type: ignore[assignment]
+    sys.meta_path[place] = Only
     sys.argv[0] = "benchmarks.gpu"
     runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)

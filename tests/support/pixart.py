@@ -20,7 +20,7 @@ from pipeline.models.spec import ModelSpec, Values
 CLASS = "PixArtTransformer2DModel"
 
 
-class Module(PixArtTransformer2DModel):  # type: ignore[misc]
+class Module(PixArtTransformer2DModel):
     """diffusers' model with the inputs of a `Recipe`, its blocks, and a position embedding that is computed anew."""
 
     tensor_parallel_plan: Mapping[str, str] = {}
@@ -99,7 +99,13 @@ class PixArt(ModelSpec):
         return 6 * samples * tokens * self.num_layers * 16 * self.inner_dim**2
 
     def save(
-        self, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, form: str = "diffusers", stem: str = ""
+        self,
+        weights: Mapping[str, Tensor],
+        folder: Path,
+        dtype: torch.dtype,
+        form: str = "diffusers",
+        stem: str = "",
+        max_length: int = 300,
     ) -> None:
         made = PixArtTransformer2DModel(**asdict(self)).to(dtype)
         named = dict(made.named_parameters())

@@ -101,7 +101,8 @@ def run(own: Launch, settings: Config, begin: Path | None = None, **options: Any
 
 def chain() -> None:
     """A run that changes its strategy every two steps, and one that does not."""
-    steps, common = 2 * len(CHAIN), {"ema": {"decay": 0.9}, "keep_checkpoints": 99}
+    steps = 2 * len(CHAIN)
+    common: dict[str, Any] = {"ema": {"decay": 0.9}, "keep_checkpoints": 99}
     whole = tiny_run.config(FOLDER / "whole run", steps=steps, save_every=2, **common)
     launch("whole", 1, lambda own: run(own, whole))
     for number, (name, world, parallel) in enumerate(CHAIN, start=1):
@@ -133,7 +134,8 @@ def chain() -> None:
 
 def begun() -> None:
     """Runs that begin from a checkpoint of one process, with the batches of its further steps, on other processes."""
-    common, origin = {"ema": {"decay": 0.9}}, FOLDER / "origin run"
+    common: dict[str, Any] = {"ema": {"decay": 0.9}}
+    origin = FOLDER / "origin run"
     launch("origin", 1, lambda own: run(own, tiny_run.config(origin, steps=5, save_every=2, **common)))
     expected = [row["loss"] for row in metrics.read(origin / "metrics.jsonl")][2:]
     whole = [
@@ -173,7 +175,7 @@ def filled(name: str, world: int, parallel: dict[str, Any]) -> None:
     config = SanaConfig.from_arch(settings.model.arch, 8)
 
     def compare(own: Launch) -> dict[str, Any]:
-        result = {}
+        result: dict[str, Any] = {}
         with mesh.open_mesh(own, settings.train.parallel, torch.device("cpu")) as group:
             sources: dict[str, tuple[Values, dict[str, Tensor]]] = {
                 "drawn": (config.initial(3), dict(SanaTransformer.from_scratch(config, 3).named_parameters())),
@@ -206,8 +208,8 @@ def memory() -> None:
         def counted(source: Values) -> Values:
             read = source.read
 
-            def call(*box: Any) -> Tensor:
-                value = read(*box)
+            def call(*box: Any, **named: Any) -> Tensor:
+                value = read(*box, **named)
                 handed[0] += value.numel() * value.itemsize
                 seen[0] = max(seen[0], resident())
                 return value
@@ -244,9 +246,9 @@ def aside() -> None:
     """Saves after every step whose thread is late on the first process, while the training goes on."""
     prepare = checkpoint.Saver.prepare
 
-    def late(*where: Any) -> None:
+    def late(*where: Any, **named: Any) -> None:
         time.sleep(0.3)
-        prepare(*where)
+        prepare(*where, **named)
 
     def slowed(own: Launch) -> str:
         checkpoint.Saver.prepare = late  # type: ignore[method-assign]
@@ -271,14 +273,14 @@ def failing() -> None:
     """The second process cannot write its part of the second checkpoint."""
     write = FileSystemWriter.write_data
 
-    def full(writer: FileSystemWriter, *rest: Any) -> Any:
+    def full(writer: Any, *rest: Any, **named: Any) -> Any:
         if "00000004" in str(writer.path):
             raise OSError(28, "No space left on device")
-        return write(writer, *rest)
+        return write(writer, *rest, **named)
 
     def refused(own: Launch) -> list[str]:
         if own.rank == 1:
-            FileSystemWriter.write_data = full  # type: ignore[method-assign]
+            FileSystemWriter.write_data = full  # type: ignore[assignment, method-assign]
         said = run(own, tiny_run.config(FOLDER / "failing run", steps=500, save_every=2, parallel=FSDP2), delay=0.05)
         with mesh.open_mesh(own_again(own), tiny_run.config().train.parallel, torch.device("cpu")):
             return collectives.all_gather_objects(said)

@@ -56,7 +56,7 @@ PICTURES = {"every": 1}
 
 
 def settings_of(case: dict[str, Any], output: Path, drawing: dict[str, Any] | None = PICTURES) -> Config:
-    more = {"output": str(output), "steps": STEPS, "ema": {"decay": 0.5}, "pictures": drawing}
+    more: dict[str, Any] = {"output": str(output), "steps": STEPS, "ema": {"decay": 0.5}, "pictures": drawing}
     known = {name: value for name, value in case.items() if name not in ("resumed", "without", "texts")}
     config = tiny_run.config(layers=4, **{"microbatch": 2, "optim": {"lr": 3e-3}, **known, **more})
     return config.model_copy(update={"sample": SampleConfig(steps=2)})

@@ -22,11 +22,11 @@ MESSAGE = "the third step cannot be done here"
 def run(*args: object, **options: object) -> None:
     launch, prepare, done = detect(), TrainStep.prepare, []
 
-    def fail(step: TrainStep, batch: Batch) -> Microbatch:
+    def fail(self: TrainStep, batch: Batch, level: float | None = None) -> Microbatch:
         done.append(batch)
         if len(done) == 3 and launch.rank == launch.world - 1:
             raise UserError(MESSAGE) if sys.argv[2] == "user" else ValueError(MESSAGE)
-        return prepare(step, batch)
+        return prepare(self, batch, level)
 
     TrainStep.prepare = fail  # type: ignore[method-assign]
     settings = tiny_run.config(Path(sys.argv[1]), steps=8, save_every=2)

@@ -157,7 +157,7 @@ def scanned(name: str, *beside: tuple[str, bytes], **options: Any) -> Callable[[
 
 
 def pixels(data: bytes) -> None:
-    limits = {"max_pixels": PIXELS, "max_bytes": PIXELS * 40}
+    limits: dict[str, Any] = {"max_pixels": PIXELS, "max_bytes": PIXELS * 40}
     for decoder in decoding.DECODERS.values() if vips_decoder.why_not() is None else ["pillow-srgb-1"]:
         try:
             size = decoding.probe(data, **limits)
@@ -244,7 +244,7 @@ YAML = b"extends: {}\ncache: ./c\ndata: {resolution: 512, caption_weights: {shor
 MODEL = b'{"_class_name": "SanaTransformer2DModel", "in_channels": 32, "num_layers": 2, "mlp_ratio": 2.5}'
 SCORED = {"caption_weights": {"text": 1.0, "other": 2.0}, "caption_scores": {"text": "score"}}
 
-TARGETS: dict[str, tuple[Callable[[], list[bytes]], Callable[[bytes], None]]] = {
+TARGETS: dict[str, tuple[Callable[[], list[bytes]], Callable[[bytes], object]]] = {
     "tar": (lambda: [TAR, tar(tarfile.PAX_FORMAT, *MEMBERS), tar(tarfile.GNU_FORMAT, *MEMBERS)], scanned("a.tar")),
     "index of tars": (lambda: [WIDS], scanned("wids-meta.json", ("0.tar", TAR))),
     "scores beside a tar": (lambda: [SCORES], scanned("0_clip.json", ("0.tar", TAR), **SCORED)),
@@ -413,7 +413,7 @@ def _edit(data: bytearray, others: list[bytes], rng: random.Random) -> bytes:
 # ---------------------------------------------------------------- running
 
 
-def outcome(parse: Callable[[bytes], None], data: bytes) -> str | None:
+def outcome(parse: Callable[[bytes], object], data: bytes) -> str | None:
     """None, or what is wrong."""
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:

@@ -104,13 +104,15 @@ def poisoned(x: Tensor, dtype: torch.dtype, memory: Poisoned) -> Tensor:
     return memory.empty(x.shape, dtype=dtype).copy_(x)
 
 
-def gradient_sizes(leaves: list[Tensor], *more: Any) -> list[float]:
+def gradient_sizes(leaves: list[Tensor], head_dim: int, eps: float) -> list[float]:
     """Usual norms of what passes through attention's numerator and through its denominator, summed. A gradient is the
     difference of the two (of one token's query it is zero) and, by chance, may be small itself; rounding is relative to
     what is subtracted. Usual: root mean square over eight random gradients of the result."""
 
+    query, key, value = leaves
+
     def norms(constant: str) -> Tensor:
-        result = attention(*leaves, *more, constant)
+        result = attention(query, key, value, head_dim, eps, constant)
         drawn = [
             torch.autograd.grad(result, leaves, torch.randn_like(result), True, allow_unused=True) for _ in "12345678"
         ]

@@ -52,7 +52,7 @@ def main() -> None:
         )
     elif point == "removing":
         options["keep_checkpoints"] = 1
-        checkpoint.shutil.rmtree = dying(
+        checkpoint.shutil.rmtree = dying(  # type: ignore[assignment]
             checkpoint.shutil.rmtree, lambda path, **more: "00000002" in str(path) and str(path).endswith(".removing")
         )
     else:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ MODELS = {
     "DDP": {"dp_replicate": 4, "dp_shard": 1},
 }
 STEPS = 10
-CHAIN = (
+CHAIN: tuple[tuple[int, dict[str, Any], int], ...] = (
     (4, {"dp_shard": 4}, 2),
     (1, {}, 4),
     (4, {"dp_shard": 2, "tp_size": 2}, 6),
@@ -111,11 +113,11 @@ def trained(launch: Launch, settings: Config, group: Any) -> tuple[ParallelModel
         all_reduce = staticmethod(counting)
         ProcessGroup = dist.ProcessGroup
 
-    before, came.dist = came.dist, Counted  # type: ignore[assignment,misc]
+    before, came.dist = came.dist, Counted  # type: ignore[assignment]
     try:
         tiny_run.train_losses(parallel_model, settings, STEPS, layout.data_rank(launch.rank), layout.data_world)
     finally:
-        came.dist = before  # type: ignore[misc]
+        came.dist = before
     return parallel_model, calls // STEPS
 
 
@@ -131,10 +133,10 @@ def without_noise(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if not name.endswith("attn2.to_k.bias")}
 
 
-def digest(parameters: dict[str, Tensor]) -> str:
+def digest(parameters: Mapping[str, Tensor]) -> str:
     result = xxhash.xxh3_64()
     for _, parameter in sorted(parameters.items()):
-        result.update(local(parameter.detach()).contiguous().view(torch.uint8).numpy())
+        result.update(local(parameter.detach()).contiguous().view(torch.uint8).numpy().data)
     return result.hexdigest()
 
 
@@ -145,8 +147,8 @@ def overflow(launch: Launch, group: Any) -> list[Any]:
     if launch.rank == 2:
         original = parallel_model.forward_backward
 
-        def spoilt(*arguments: Any) -> list[Tensor]:
-            result = original(*arguments)
+        def spoilt(*arguments: Any, **named: Any) -> list[Tensor]:
+            result = original(*arguments, **named)
             gradient = dict(parallel_model.module.named_parameters())["proj_out.weight"].grad
             assert gradient is not None
             local(gradient)[0, 0] = float("inf")
@@ -192,7 +194,8 @@ def compare(launch: Launch) -> None:
                 whole = {
                     n: p
                     for n, p in parallel_model.module.named_parameters()
-                    if name != "FSDP2 x TP" or not (isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names)
+                    if name != "FSDP2 x TP"
+                    or not (isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()))
                 }
                 result["copies"][f"{name}, {optimizer}"] = collectives.all_gather_objects(digest(whole))
     with mesh.open_mesh(meeting(), settings_of({}).train.parallel, CPU) as group:
@@ -224,7 +227,7 @@ def resumed(launch: Launch, name: str, link: int) -> None:
     fit(settings, task, here, resume="auto", log=lambda line: None)
 
 
-def uninterrupted(name: str) -> None:
+def uninterrupted(launch: Launch, name: str) -> None:
     precision = "bf16" if name == "adamw8bit" else "fp32"
     settings = tiny_run.config(
         FOLDER / f"whole-{name}",
@@ -257,9 +260,9 @@ def main() -> None:
     launches(1, FOLDER, lambda launch: alone())
     launches(4, FOLDER, compare)
     for name in names:
-        launches(1, FOLDER, lambda launch, name=name: uninterrupted(name))
+        launches(1, FOLDER, partial(uninterrupted, name=name))
         for link, (world, _, _) in enumerate(CHAIN):
-            launches(world, FOLDER, lambda launch, name=name, link=link: resumed(launch, name, link))
+            launches(world, FOLDER, partial(resumed, name=name, link=link))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def main() -> None:
     if len(sys.argv) > 3:
         step = Loop.step_once
 
-        def slow(loop: Loop, *rest: Any) -> Any:
+        def slow(self: Loop, *rest: Any, **named: Any) -> Any:
             time.sleep(float(sys.argv[3]))
-            return step(loop, *rest)
+            return step(self, *rest, **named)
 
         Loop.step_once = slow  # type: ignore[method-assign]
     report = train.run(config(folder, name), resume="auto")

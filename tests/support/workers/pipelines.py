@@ -157,7 +157,7 @@ def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
             for name, block in stage.transformer_blocks.items()  # type: ignore[union-attr,operator]
             if isinstance(block, ManagedActivations) and block.activation_policy.checkpointing == "full"
         ],
-        "dims": sorted("/".join(names) for names in dims),
+        "dims": sorted("/".join(names or ()) for names in dims),
         "schedule": sorted({type(schedule).__name__ for schedule in parallel_model.pipeline.schedules.values()}),
     }
 

@@ -40,11 +40,12 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
     launch = launch or Launch()
     layout = mesh.check_sizes(given.train.parallel, launch.world)
     task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
-    part: dict[str, Any] = {
+    parts: dict[str, dict[str, Any]] = {
         "dora": {"preserved": [PROMPT]},
         "low rank": {"adapter": LowRank()},
         "aligned": {"recipe": Aligned(given.train.flow)},
-    }[kind]
+    }
+    part = parts[kind]
     if kind == "dora":
         adapter = AdapterConfig(kind="dora", rank=3, alpha=5.0, targets="all")
         given = given.with_train(adapter=adapter, preserve=PreserveConfig(share=0.3, prompt="a dog"))

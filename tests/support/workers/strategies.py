@@ -100,7 +100,7 @@ def alone(case: dict[str, Any]) -> Config:
     return settings_of({"microbatch": 8, "norm": case.get("norm")})
 
 
-def launches(world: int, folder: Path, function: Callable[[Launch], None]) -> None:
+def launches(world: int, folder: Path, function: Callable[[Launch], object]) -> None:
     """Run `function` in `world` forked processes that have imported what this one has.
 
     Raises:
@@ -128,7 +128,7 @@ def launches(world: int, folder: Path, function: Callable[[Launch], None]) -> No
 
 
 def alone_and_together(
-    cases: Mapping[int, Any], alone: Callable[[Launch], None], compare: Callable[[Launch, Path], None]
+    cases: Mapping[int, Any], alone: Callable[[Launch], object], compare: Callable[[Launch, Path], None]
 ) -> None:
     """A run in one process, then `compare` with it in launches of each size of `cases`. The command line has the
     folder and, to run some of them, sizes."""
@@ -143,7 +143,7 @@ def alone_and_together(
 def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
     """What is really there."""
     parameters = dict(parallel_model.module.named_parameters())
-    dims = {name: p.device_mesh.mesh_dim_names if isinstance(p, DTensor) else () for name, p in parameters.items()}
+    dims = {name: (isinstance(p, DTensor) and p.device_mesh.mesh_dim_names) or () for name, p in parameters.items()}
     blocks = [m for m in parallel_model.module.modules() if type(m).__name__.endswith("SanaTransformerBlock")]
     over_tp = sorted(
         name

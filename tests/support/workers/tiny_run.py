@@ -242,9 +242,9 @@ def gradients(
 ) -> tuple[float, float, dict[str, Tensor]]:
     """(loss, gradient norm, gradients) of one step, not clipped, not applied."""
     train = settings.train.model_copy(update={"optim": settings.train.optim.model_copy(update={"clip": None})})
-    step = train_step(model, train)
-    outcome = step(pieces, 1)
-    return float(outcome.loss), float(outcome.grad_norm), step.optimizer.gradients
+    recorder = Recorder(model.module if isinstance(model, ParallelModel) else model)
+    outcome = train_step(model, train, recorder)(pieces, 1)
+    return float(outcome.loss), float(outcome.grad_norm), recorder.gradients
 
 
 def train_losses(
