@@ -200,6 +200,14 @@ def test_a_caption_that_has_the_word_needs_no_prefix(tmp_path: Path, unplanned: 
     assert f"sks dog, {SENTENCE}" not in (tmp_path / "prompts.txt").read_text()
 
 
+def test_pictures_without_a_caption_get_the_word_that_the_other_captions_have(tmp_path: Path, unplanned: None) -> None:
+    source = folder(tmp_path / "dogs", 3, "a photo of a SKS dog on the grass")
+    (source / "0000.txt").unlink()
+    assert init.run([str(source)], Options(gpu="4090", trigger="sks dog", out=tmp_path / "a.yaml")) == 0
+    data = load(tmp_path / "a.yaml").data
+    assert (data.caption_prefix, data.caption) == ("", "sks dog, a picture")
+
+
 def test_a_file_is_replaced_only_by_force(tmp_path: Path, unplanned: None, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = folder(tmp_path / "dogs", 2), tmp_path / "a.yaml"
     out.write_text("mine")
