@@ -28,7 +28,7 @@ from pipeline.cache.key_columns import fixed
 from pipeline.cache.local_files import replacing
 from pipeline.cache.objects import files_at
 from pipeline.cache.root import check_source_name
-from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given
+from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated
 from pipeline.encoding import estimate, scan, survey
 from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB, UNNAMED, Card, card, memory_of, of_device
@@ -95,7 +95,7 @@ def run(data: Sequence[str], options: Options) -> int:
     made = recommend.recommend(_facts(config, looked, machine, options.gpus or 1), options.purpose, trigger or None)
     _override(made, options.overrides)
     text = _text(made, data, options)
-    written = Config.model_validate(from_yaml(text))
+    written = validated(from_yaml(text), options.out, {text.partition("=")[0]: text for text in options.overrides})
     lines = list(made.notes)
     lines += [_line(choice) for choice in made.choices if choice.option != "text"]  # its models are the VAE's
     lines += expected(written, made, looked, machine)
@@ -191,7 +191,8 @@ def _override(made: Recommendation, overrides: tuple[str, ...]) -> None:
                 made.choices[place] = Choice(choice.option, section, f"{choice.why}; and --set {option}")
                 break
         else:
-            made.choices = [choice for choice in made.choices if not within(choice.option, option)]
+            replaced = (option, "train.steps") if option == "train.epochs" else (option,)
+            made.choices = [c for c in made.choices if not any(within(c.option, each) for each in replaced)]
             made.add(option, value, "as asked by --set")
 
 
@@ -278,7 +279,10 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
         step = Time.of(search.candidate(decided.train, layout_of_run).prediction, data).step
     lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
     cache = sum(_cache_bytes(config, each) for each in looked)
-    kept = extent.kept_checkpoints(config.train, config.train.steps) * predict.checkpoint_bytes(shape, config.train)
+    steps = extent.steps_of(config.train, data)
+    kept = 0 if steps is None else extent.kept_checkpoints(config.train, steps) * predict.checkpoint_bytes(
+        shape, config.train
+    )
     free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
     lines.append(f"the cache: about {amount(cache)}, without a tokenizer (sana-pipe encode --dry-run counts)")
     if free is not None and free < cache + kept:
