@@ -28,7 +28,7 @@ from click.shell_completion import CompletionItem
 
 from pipeline import __version__
 from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
-from pipeline.processes import allow_many_files, pass_on, run_and_exit
+from pipeline.processes import INTERRUPTED, allow_many_files, pass_on, run_and_exit
 from pipeline.processes import shown as shell_line
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 OTHER_RANK_DELAY_S = 3.0
 """Delay before a process other than rank 0 prints its error; launchers end it within that time if rank 0 failed."""
-INTERRUPTED = 130  # the shells' exit code for a process that SIGINT ended
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 """Errors of the file system that mean a wrong path from the user, whatever the operation."""
 
@@ -229,6 +228,7 @@ _NEXT = {
     "train": ("sample",),
     "sample": ("export",),
     "export": ("report",),
+    "run": ("report",),
     "verify": ("bucket",),
 }
 """Command -> the words of the one that usually follows."""

@@ -1237,10 +1237,7 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
             tree["train"].pop(other, None)
     for keys, value, text in assignments:
         _assign(tree, keys, value, text)
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        raise _explain(error, tree, source, dict(zip(overridden, overrides, strict=True))) from None
+    config = validated(tree, source, dict(zip(overridden, overrides, strict=True)))
     config._data_given = replace(
         data_given,
         overridden=frozenset(
@@ -1248,6 +1245,21 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
         ),
     )
     return config, Given(source, tree, tuple(overridden))
+
+
+def validated(tree: dict[str, Any], source: Path, overridden: dict[str, str]) -> Config:
+    """The configuration of a tree.
+
+    Args:
+        source: names it in errors. overridden: option -> the text of its `--set`.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, tree, source, overridden) from None
 
 
 def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:

@@ -15,9 +15,10 @@ import os
 import resource
 import shlex
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,8 @@ _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from pipeline.cli imp
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+INTERRUPTED = 130
+"""The shells' exit code for a process that SIGINT ended."""
 OUTPUT_LOST = 74
 """Exit code (EX_IOERR) if the work is done but lines could not be written to stdout."""
 
@@ -94,6 +97,33 @@ def catching(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def call(arguments: Sequence[str], *, send: signal.Signals | None = None) -> tuple[int, signal.Signals | None]:
+    """Run a command in a process that does not outlive this one; signals that ask this one to end are passed on to it.
+
+    Args:
+        send: passed on in place of any signal; None: the same one.
+
+    Returns:
+        Its exit code, 128 + N if signal N ended it, and the signal that this process got.
+    """
+    passed, children = list[int](), list[subprocess.Popen[bytes]]()
+
+    def pass_it_on(number: int, frame: FrameType | None) -> None:
+        passed.append(number)
+        for child in children:
+            child.send_signal(send or number)
+
+    with catching([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], pass_it_on):
+        # A group of its own: the terminal sends Ctrl-C to this process alone, and the command gets it once.
+        child = subprocess.Popen(arguments, process_group=0, preexec_fn=end_with_parent)
+        early = list(passed)
+        children.append(child)
+        for number in early:
+            child.send_signal(send or number)
+        code = child.wait()
+    return code if code >= 0 else 128 - code, signal.Signals(passed[0]) if passed else None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ Nothing is encoded, and no model is read.
 from __future__ import annotations
 
 import shlex
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from copy import deepcopy
@@ -26,7 +27,8 @@ from pipeline.cache import layout
 from pipeline.cache.key_columns import fixed
 from pipeline.cache.local_files import replacing
 from pipeline.cache.objects import files_at
-from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given
+from pipeline.cache.root import check_source_name
+from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated
 from pipeline.encoding import estimate, scan, survey
 from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB, UNNAMED, Card, card, memory_of, of_device
@@ -48,6 +50,7 @@ SHOWN = 256
 """Captions of a source that are looked at."""
 WIDTH = 118
 """Columns of a comment."""
+_OUT = "--out FILE in a folder that you may write to"
 
 
 @dataclass(frozen=True)
@@ -73,26 +76,30 @@ def run(data: Sequence[str], options: Options) -> int:
     """
     if options.out.exists() and not options.force:
         raise UserError(f"{options.out} exists already", fix="--force replaces it, --out FILE writes another file")
+    with writing(options.out, _OUT), tempfile.TemporaryFile(dir=options.out.parent):
+        pass  # before hours of scanning
     machine = _machine(options)
     config = load(recommend.BASES[1024], ["data.caption=none", *options.overrides])
-    looked = [_Looked.of(config, each) for each in data]
-    if len({each.source.name for each in looked}) < len(looked):
-        raise UserError(
-            "two sources have the same name",
-            found=looked[0].source.name,
-            fix="rename a folder; its name is the source's",
-        )
+    sources = [open_source(each, config.data, patience_s=config.patience_s) for each in data]
+    names = [source.name for source in sources]
+    for name in names:
+        check_source_name(name)
+        if names.count(name) > 1:
+            raise UserError(
+                "two sources have the same name", found=name, fix="rename a folder; its name is the source's"
+            )
+    looked = [_Looked.of(config, source) for source in sources]
     for line in [*_sources(looked), *_card(machine)]:
         click.echo(line)
     trigger = None if options.trigger is None else " ".join(options.trigger.split())
     made = recommend.recommend(_facts(config, looked, machine, options.gpus or 1), options.purpose, trigger or None)
     _override(made, options.overrides)
     text = _text(made, data, options)
-    written = Config.model_validate(from_yaml(text))
+    written = validated(from_yaml(text), options.out, {text.partition("=")[0]: text for text in options.overrides})
     lines = list(made.notes)
     lines += [_line(choice) for choice in made.choices if choice.option != "text"]  # its models are the VAE's
     lines += expected(written, made, looked, machine)
-    _write(options, text, made)
+    lines += _write(options, text, made)
     for line in [*lines, *_next(options, data, machine)]:
         click.echo(line)
     return 0
@@ -106,8 +113,7 @@ class _Looked:
     table: pa.Table
 
     @classmethod
-    def of(cls, config: Config, data: str) -> _Looked:
-        source = open_source(data, config.data, patience_s=config.patience_s)
+    def of(cls, config: Config, source: Source) -> _Looked:
         shapes = buckets.table(config.data, predict.COMPRESSION)
         with survey.scanning_of(config, source, None, shapes, False, scan.from_header) as (scanned, _):
             table = scanned.table()
@@ -185,7 +191,8 @@ def _override(made: Recommendation, overrides: tuple[str, ...]) -> None:
                 made.choices[place] = Choice(choice.option, section, f"{choice.why}; and --set {option}")
                 break
         else:
-            made.choices = [choice for choice in made.choices if not within(choice.option, option)]
+            replaced = (option, "train.steps") if option == "train.epochs" else (option,)
+            made.choices = [c for c in made.choices if not any(within(c.option, each) for each in replaced)]
             made.add(option, value, "as asked by --set")
 
 
@@ -217,14 +224,17 @@ def _yaml(tree: dict[str, Any], indent: str) -> list[str]:
     return lines
 
 
-def _write(options: Options, text: str, made: Recommendation) -> None:
-    with writing(options.out, "--out FILE in a folder that you may write to"):
+def _write(options: Options, text: str, made: Recommendation) -> list[str]:
+    with writing(options.out, _OUT):
         with replacing(options.out) as work:
             work.write_text(text, encoding="utf-8")
         prompts = options.out.with_name(PROMPTS)
-        if made.prompts and (options.force or not prompts.exists()):
+        if prompts.exists() and not options.force:
+            return [f"{prompts} is of before and stays as it is (--force replaces it, too)"]
+        if made.prompts:
             with replacing(prompts) as work:
                 work.write_text("".join(f"{line}\n" for line in made.prompts), encoding="utf-8")
+    return []
 
 
 def _line(choice: Choice) -> str:
@@ -269,7 +279,10 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
         step = Time.of(search.candidate(decided.train, layout_of_run).prediction, data).step
     lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
     cache = sum(_cache_bytes(config, each) for each in looked)
-    kept = extent.kept_checkpoints(config.train, config.train.steps) * predict.checkpoint_bytes(shape, config.train)
+    steps = extent.steps_of(config.train, data)
+    kept = 0 if steps is None else extent.kept_checkpoints(config.train, steps) * predict.checkpoint_bytes(
+        shape, config.train
+    )
     free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
     lines.append(f"the cache: about {amount(cache)}, without a tokenizer (sana-pipe encode --dry-run counts)")
     if free is not None and free < cache + kept:

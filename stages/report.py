@@ -6,7 +6,7 @@ and writes one file that needs no network. Writes nothing into the cache or the 
 
 from __future__ import annotations
 
-import subprocess
+import signal
 import tempfile
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import UserError, shown
-from pipeline.reporting import page, run_pictures
+from pipeline.reporting import page
 from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
 from pipeline.reporting.source_pictures import Embedded, SourcePictures, embedded
@@ -74,13 +74,15 @@ def finish(config: Config, run: Path, file: str) -> int:
         file: of the configuration.
 
     Returns:
-        0 in any case: a training that ended well does not fail because of its pictures. What is missing is printed
-        with the command that makes it.
+        0, or 130 after Ctrl-C: a training that ended well does not fail because of its pictures. What is missing is
+        printed with the command that makes it.
     """
     click.echo("decoding the pictures of the run")
-    decoding = processes.command("--quiet", "sample", "--watch", str(run), "--once", "--config", file)
-    if subprocess.run(decoding, check=False).returncode:
-        click.echo(f"note: pictures were not decoded, see above; later: {run_pictures.decode_command(run)}")
+    decoding = ("sample", "--watch", str(run), "--once", "--config", file)
+    code, stopped_by = processes.call(processes.command("--quiet", *decoding), send=signal.SIGTERM)
+    if code or stopped_by is not None:
+        reason = "see above" if stopped_by is None else stopped_by.name
+        click.echo(f"note: pictures were not decoded, {reason}; later: {processes.shown(*decoding)}")
     try:
         out = run / PAGE
         page.check_out(out)
@@ -90,7 +92,7 @@ def finish(config: Config, run: Path, file: str) -> int:
         known = shown(error)
         reason = known.line if isinstance(known, UserError) else repr(error)
         click.echo(f"note: no report was written: {reason}; later: {processes.shown('report', '--run', str(run))}")
-    return 0
+    return processes.INTERRUPTED if stopped_by == signal.SIGINT else 0
 
 
 def _nothing(missing: dict[str, dict[str, str]]) -> UserError:

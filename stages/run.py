@@ -6,25 +6,25 @@ continue what an earlier, killed run began. The chain ends at the first command 
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import click
 import torch
 
 from pipeline.config import Config, Given, reads
-from pipeline.options import flat, value_at
-from pipeline.processes import catching, command, end_with_parent, shown
+from pipeline.options import flat, put, value_at
+from pipeline.processes import INTERRUPTED, call, command, shown
 
 PROMPTS = "prompts.txt"
 STAGES = ("encode", "bucket", "train", "sample", "export")
 TORCHRUN = ("--standalone", "--nproc-per-node")
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Step:
     @property
     def arguments(self) -> list[str]:
         """The argument vector."""
-        words = command(*self.words)
+        words = command("--quiet", *self.words)  # the next command follows by itself
         if self.processes == 1:
             return words
         launcher = [words[0], "-m", "torch.distributed.run", *TORCHRUN, str(self.processes), "--no-python"]
@@ -66,9 +66,9 @@ def run(
     steps = list(chain(config, given, path, overrides, data, prompts))
     for number, step in enumerate(steps, 1):
         click.echo(f"\n[{number}/{len(steps)}] $ {step}")
-        code, stopped_by = _call(step)
+        code, stopped_by = call(step.arguments)
         if code or stopped_by is not None:
-            what = f"ended with {code}" if stopped_by is None else f"was ended by {signal.Signals(stopped_by).name}"
+            what = f"ended with {code}" if stopped_by is None else f"was ended by {stopped_by.name}"
             click.echo(f"\nstopped: {step} {what}; the same command goes on from here", err=True)
             return INTERRUPTED if stopped_by == signal.SIGINT else code
     return 0
@@ -91,12 +91,17 @@ def chain(
 
 
 def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str]) -> list[str]:
-    """`--config`, and each `--set` that the stage reads."""
+    """`--config`, and each `--set` that the stage reads; of a section the part that it reads."""
     words = [] if path is None else ["--config", path]
     for option, text in zip(given.overridden, overrides, strict=True):
-        names = [name for name, _ in flat({option: value_at(given.tree, option)})]
-        if all(reads(stage, name) for name in names):
+        values = dict(flat({option: value_at(given.tree, option)}))
+        read: dict[str, Any] = {}
+        for name in filter(partial(reads, stage), values):
+            put(read, name, values[name])
+        if all(reads(stage, name) for name in values):
             words += ["--set", text]
+        elif read:
+            words += ["--set", f"{option}={json.dumps(value_at(read, option), ensure_ascii=False)}"]
     return words
 
 
@@ -111,27 +116,3 @@ def _prompts(config: Config, file: Path) -> str | None:
 
 def _processes(device: str) -> int:
     return max(1, torch.cuda.device_count()) if device in ("auto", "cuda") else 1
-
-
-def _call(step: Step) -> tuple[int, int | None]:
-    """Run a command; signals are passed on to it.
-
-    Returns:
-        Its exit code, 128 + N if signal N ended it, and the signal that was passed on.
-    """
-    passed, children = list[int](), list[subprocess.Popen[bytes]]()
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        passed.append(number)
-        for child in children:
-            child.send_signal(number)
-
-    with catching([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], pass_on):
-        # A group of its own: the terminal sends Ctrl-C to this process alone, and the command gets it once.
-        child = subprocess.Popen(step.arguments, process_group=0, preexec_fn=end_with_parent)
-        early = list(passed)
-        children.append(child)
-        for number in early:
-            child.send_signal(number)
-        code = child.wait()
-    return code if code >= 0 else 128 - code, passed[0] if passed else None

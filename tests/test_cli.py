@@ -121,6 +121,8 @@ STOPPED = types.SimpleNamespace(stopped_by="SIGTERM")
         ("sample --ema --checkpoint c", None, "export --checkpoint c --ema"),
         ("sample --watch r --once", 0, "report --run r"),
         ("export", None, "report"),
+        ("run a --set cache=c --set train.optim.lr=1", 0, "report --set cache=c --set train.optim.lr=1"),
+        ("run a", 3, None),
         ("verify", 0, "bucket"),
         ("verify", 4, None),
         ("gc", 0, None),

@@ -226,7 +226,7 @@ def test_a_json_list_is_a_prompt_an_entry(tmp_path: Path) -> None:
     ("data", "names"),
     [
         (b"a cat\n\xff\n", "line 2"),
-        (b"# none\n\n", "no prompt"),
+        (b"# none\n\n", r"no prompt(.|\n)*remove the file"),
         (b"\n<!DOCTYPE html>\n<p>a cat</p>\n", "web page"),
         (None, "read"),
     ],

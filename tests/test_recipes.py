@@ -200,16 +200,27 @@ def test_a_caption_that_has_the_word_needs_no_prefix(tmp_path: Path, unplanned: 
     assert f"sks dog, {SENTENCE}" not in (tmp_path / "prompts.txt").read_text()
 
 
-def test_a_file_is_replaced_only_by_force(tmp_path: Path, unplanned: None) -> None:
+def test_pictures_without_a_caption_get_the_word_that_the_other_captions_have(tmp_path: Path, unplanned: None) -> None:
+    source = folder(tmp_path / "dogs", 3, "a photo of a SKS dog on the grass")
+    (source / "0000.txt").unlink()
+    assert init.run([str(source)], Options(gpu="4090", trigger="sks dog", out=tmp_path / "a.yaml")) == 0
+    data = load(tmp_path / "a.yaml").data
+    assert (data.caption_prefix, data.caption) == ("", "sks dog, a picture")
+
+
+def test_a_file_is_replaced_only_by_force(tmp_path: Path, unplanned: None, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = folder(tmp_path / "dogs", 2), tmp_path / "a.yaml"
     out.write_text("mine")
     (tmp_path / "prompts.txt").write_text("my prompt\n")
     with pytest.raises(UserError, match=naming("a.yaml", "--force")):
         init.run([str(source)], Options(gpu="4090", out=out))
     assert out.read_text() == "mine"
+    capsys.readouterr()
     assert init.run([str(source)], Options(gpu="4090", out=tmp_path / "b.yaml")) == 0
-    assert (tmp_path / "prompts.txt").read_text() == "my prompt\n"
+    kept = f"{tmp_path / 'prompts.txt'} is of before and stays as it is"
+    assert (tmp_path / "prompts.txt").read_text() == "my prompt\n" and kept in capsys.readouterr().out
     assert init.run([str(source)], Options(gpu="4090", out=out, force=True)) == 0
+    assert kept not in capsys.readouterr().out
     assert load(out).bucket.batch == 4 and "my prompt" not in (tmp_path / "prompts.txt").read_text()
 
 
@@ -251,9 +262,13 @@ def test_what_cannot_be_trained_on_is_refused(
     refused(bare, "3 of 3 pictures have no caption", "--trigger", purpose=FULL)
     refused(bare, "a LoRA", "6 GiB", gpu_memory="4GiB")
     refused(bare, "8 x 1.0 GiB", "11 GiB", purpose=FULL, gpu_memory="1GiB", gpus=8, trigger="sks")
+    shutil.copytree(bare, tmp_path / "other" / "bare")
+    capsys.readouterr()
     with pytest.raises(UserError, match=naming("same name")):
-        shutil.copytree(bare, tmp_path / "other" / "bare")
         init.run([str(bare), str(tmp_path / "other/bare")], Options(gpu="4090", out=tmp_path / "a.yaml"))
+    refused(bare, "cannot be written", "--out", out=tmp_path / "missing" / "a.yaml")
+    refused(folder(tmp_path / "写真", 1), "cannot name a source", "rename the folder")
+    assert not capsys.readouterr().out, "refused before a scan"
 
 
 def test_validation_needs_a_digest_that_is_held_out(tmp_path: Path) -> None:

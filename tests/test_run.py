@@ -48,6 +48,9 @@ def test_a_setting_goes_to_the_commands_that_read_it() -> None:
         (False, True, True, False),
         *((True, True, False, True), (True, True, False, False), (True, False, False, False)),
     ]
+    made = lines("data={resolution: 64, caption_prefix: 'x, '}")  # a section, of which some read a part
+    assert [line.count("data=") + line.count("prefix") for line in made] == [2, 1, 1, 2, 2]
+    assert made[1].endswith("""--set 'data={"resolution": 64}'""")
     unread = [name for name, _ in option_fields() if not any(reads(each, name) for each in stage.STAGES)]
     assert unread == [], "a --set that no command of the chain reads would be lost"
 
@@ -74,7 +77,7 @@ def test_several_gpus_are_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) 
     assert not any("torchrun" in line for line in lines()), "the tiny configuration asks for the CPU"
     arguments = stage.Step(("train",), 4).arguments
     assert arguments[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    assert arguments[-5:] == ["--no-python", *command("train")][-5:] and "--no-python" in arguments
+    assert arguments[-6:] == ["--no-python", *command("--quiet", "train")][-6:] and "--no-python" in arguments
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs the chain with Python programs in place of the commands, by name; others end with 0."""
 
     def run(**programs: str) -> int:
-        monkeypatch.setattr(stage, "command", lambda *words: [sys.executable, "-c", programs.get(words[0], "")])
+        monkeypatch.setattr(stage, "command", lambda quiet, name, *_: [sys.executable, "-c", programs.get(name, "")])
         config, given = load_given("tiny")
         return stage.run(config, given, None, (), ["photos"], None)
 

@@ -869,6 +869,17 @@ def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
 # --- detection -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("photos-", "photos-"), ("my dogs", "my-dogs"), ("_Fotos für Anna (2)", "Fotos-f-r-Anna-2"), ("写真", "写真")],
+)
+def test_a_folder_names_its_source_as_far_as_it_can(folder: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "a.png").write_bytes(b"x")
+    assert open_source(str(tmp_path / folder), DataConfig()).name == name
+    assert open_source(str(tmp_path / folder), DataConfig(), "mine").name == "mine"
+
+
 def test_detection_and_force(tmp_path: Path) -> None:
     folder = tmp_path / "mixed"
     make_tar(folder / "x.tar", [("1.jpg", b"x"), ("1.txt", "x")])

@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import stages.bucket
+import stages.report
 import stages.sample
 import stages.train
 from pipeline import processes
@@ -44,6 +47,7 @@ from tests.support.messages import naming
 from tests.support.narrow import COMPUTE, NARROW
 from tests.support.parameters import first_quick
 from tests.support.runs import dropout
+from tests.support.waiting import until
 from tests.support.workers import drawings, tiny_run
 from tests.support.workers.drawings import distance, drawn, plain
 
@@ -485,10 +489,42 @@ def test_a_run_ends_with_its_pictures_and_its_page(small: Callable[..., Config],
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].endswith((output / "report.html").resolve().as_uri())
     assert bool(list(output.glob("pictures/*/*.png"))) != lost
-    assert (f"sample --watch {output} --once" in done.stdout) == lost
+    assert (f"sample --watch {output} --once --config {output}/config.yaml" in done.stdout) == lost
     assert "Traceback" not in done.stderr
     again = subprocess.run([*words, "--resume", "auto", "--set", "train.pictures.decode=false"], check=False)
     assert again.returncode == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_decoding_after_a_training(
+    number: signal.Signals,
+    code: int,
+    small: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As one of the training itself, which has saved. Its process does not go on, and the rest has its command."""
+    ready, ended = tmp_path / "ready", tmp_path / "ended"
+    program = f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(ended)!r}).touch(), sys.exit(0)))
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(60)
+"""
+    monkeypatch.setattr(processes, "command", lambda *words: [sys.executable, "-c", program])
+
+    def send() -> None:
+        until(ready.exists)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert stages.report.finish(small(), tmp_path / "run", "run/config.yaml") == code
+    thread.join()
+    assert ended.exists()
+    again = f"sana-pipe sample --watch {tmp_path / 'run'} --once --config run/config.yaml"
+    assert f"not decoded, {number.name}; later: {again}" in capsys.readouterr().out
 
 
 def test_the_page_follows_a_finished_run_alone(small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,16 @@ MOVING = ("latest", "latest.heldout")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+def as_source_name(folder: str) -> str:
+    """The name of a folder or a file with `-` in place of what a source's name may not have, such as spaces."""
+    if _NAME.fullmatch(folder):
+        return folder
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:100] or folder
+
+
 def check_source_name(name: str) -> None:
     """Raises a UserError unless the name is allowed for a source."""
-    _check_name(name, "a source", "--source-name NAME")
+    _check_name(name, "a source", "--source-name NAME, or rename the folder")
 
 
 def check_snapshot_name(name: str) -> None:

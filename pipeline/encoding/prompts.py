@@ -86,7 +86,11 @@ def read(file: str, patience_s: float) -> list[tuple[int, str]]:
         lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
         prompts = [(number, line) for number, line in lines if line and not line.startswith("#")]
     if not prompts:
-        raise UserError(f"{file}: has no prompt", expected=f"{expected}; lines that begin with # are remarks")
+        raise UserError(
+            f"{file}: has no prompt",
+            expected=f"{expected}; lines that begin with # are remarks",
+            fix="write some, or remove the file: captions of the pictures are drawn then",
+        )
     if prompts[0][1].lower().startswith(_PAGES):
         raise UserError(
             f"{file}: is a web page, not a list of prompts",

@@ -19,22 +19,29 @@ def kept_checkpoints(train: TrainConfig, steps: int) -> int:
     return len(saved) - len(older) + marked
 
 
+def steps_of(train: TrainConfig, data: Data) -> int | None:
+    """The steps of a run; None: `train.epochs` of an unknown number of samples."""
+    if train.epochs is None:
+        return train.steps
+    return None if data.samples is None else max(1, round(train.epochs * data.samples / _batch(data)))
+
+
+def _batch(data: Data) -> float:
+    return sum(data.buckets.values()) / len(data.buckets)
+
+
 def lines(train: TrainConfig, shape: ModelSpec, data: Data, step_s: float | None = None) -> list[str]:
     """The run in a line, and a warning of a great many epochs.
 
     Args:
         step_s: seconds of a step, if they are known.
     """
-    batch = sum(data.buckets.values()) / len(data.buckets)
-    steps = train.steps
-    if steps is None:
-        if data.samples is None or train.epochs is None:
-            return []
-        steps = max(1, round(train.epochs * data.samples / batch))
-    pictures = steps * batch
+    if (steps := steps_of(train, data)) is None:
+        return []
+    pictures = steps * _batch(data)
     size = checkpoint_bytes(shape, train)
     count = kept_checkpoints(train, steps)
-    parts = [f"{steps:,} steps of {batch:,.0f} pictures, {pictures:,.0f} in all"]
+    parts = [f"{steps:,} steps of {_batch(data):,.0f} pictures, {pictures:,.0f} in all"]
     epochs = None if data.samples is None else pictures / data.samples
     if epochs is not None:
         parts.append(f"{figure(epochs)} epochs of {data.samples:,}")

@@ -351,7 +351,8 @@ def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int
         if not first:
             made.add("data.caption_prefix", f"{trigger}, ", "the trigger word before every caption")
         if lacking:
-            made.add("data.caption", "a picture", f"for the {lacking} pictures without a caption")
+            caption = f"{trigger}, a picture" if first else "a picture"
+            made.add("data.caption", caption, f"for the {lacking} pictures without a caption")
     if facts.captions and 2 * sum(map(is_tags, facts.captions)) > len(facts.captions):
         made.add(
             "data.tags",

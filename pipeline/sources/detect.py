@@ -30,6 +30,7 @@ from typing import Any
 import braceexpand
 
 from pipeline.cache import drivers
+from pipeline.cache.root import as_source_name
 from pipeline.config import DataConfig
 from pipeline.errors import UserError, alternatives, not_permitted
 from pipeline.retrying import PATIENCE_S
@@ -83,7 +84,7 @@ def open_source(
 
     Args:
         data: a path, a URL or a pattern of either.
-        name: the source's name; default: the folder's, or the file's without its extension.
+        name: the source's name; default: the folder's, or the file's without its extension, see `as_source_name`.
         format: one of `FORMATS`; default: detected.
         patience_s: how long to wait for a store that does not answer.
         raw: take captions as NVlabs' trainer does, see `CaptionRule`.
@@ -95,7 +96,7 @@ def open_source(
     if format is not None and format not in FORMATS:
         raise UserError(f"unknown --format {format!r}", expected=", ".join(FORMATS))
     filesystem, files, default_name = _resolve(data, patience_s)
-    name = name or default_name
+    name = name or as_source_name(default_name)
     if files is None and format is None and not _is_folder(filesystem, data):
         raise _missing(data, data.removeprefix("file://"))
     if settle is not None:
