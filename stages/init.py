@@ -280,9 +280,8 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
     lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
     cache = sum(_cache_bytes(config, each) for each in looked)
     steps = extent.steps_of(config.train, data)
-    kept = 0 if steps is None else extent.kept_checkpoints(config.train, steps) * predict.checkpoint_bytes(
-        shape, config.train
-    )
+    count = 0 if steps is None else extent.kept_checkpoints(config.train, steps)
+    kept = count * predict.checkpoint_bytes(shape, config.train)
     free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
     lines.append(f"the cache: about {amount(cache)}, without a tokenizer (sana-pipe encode --dry-run counts)")
     if free is not None and free < cache + kept:
