@@ -95,8 +95,8 @@ ARCHS: dict[str, dict[str, Any]] = {
 }
 """norm: with RMS norm of queries and keys, and a position embedding. heads of 32: as in Sana. Where ReLU leaves a query
 near zero, linear attention's gradient grows as 1 / query. With heads of 8 that happens often enough to let runs drift
-apart: in fp32, start weights that differ by 2^-14 move the losses of twenty steps by 3e-3, with heads of 32 by 2e-4. In
-fp16 losses were 2.6e-3 to 2.1e-2 away, depending on microbatch and loss scale; with heads of 32 5e-4 for all of them."""
+apart: in fp32, start weights that differ by 2^-14 move the losses of twenty steps by 3e-3, with heads of 32 by 2e-4.
+In fp16 losses were 2.6e-3 to 2.1e-2 away, by microbatch and loss scale; with heads of 32 5e-4 for all of them."""
 
 
 def settings_of(case: dict[str, Any]) -> Config:
@@ -201,9 +201,8 @@ def reference(folder: Path) -> None:
         without = settings_of({"microbatch": 8, "arch": arch, "optim": UNCLIPPED})
         unclipped = tiny_run.train_losses(tiny_run.model(without), without, STEPS)
         # With bf16 tokens, whose rounding outweighs that of the partial sums under tensor parallelism.
-        plain = tiny_run.gradients(
-            tiny_run.model(settings).bfloat16(), settings_of({"precision": "bf16", "arch": arch}), pieces(settings, Launch())
-        )
+        half = settings_of({"precision": "bf16", "arch": arch})
+        plain = tiny_run.gradients(tiny_run.model(settings).bfloat16(), half, pieces(settings, Launch()))
         kept = {
             "loss": loss,
             "norm": length,
