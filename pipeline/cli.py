@@ -76,7 +76,7 @@ class _Command(click.Command):
     def _as_setting(self, option: str, args: list[str]) -> str | None:
         """The `--set` that an unknown option stands for; None: no option of the configuration that this command reads
         ends with its name."""
-        from pipeline.config import READS, option_fields, reads
+        from pipeline.config import option_fields, reads
         from pipeline.options import section_of
 
         if all(parameter.name != "overrides" for parameter in self.params):
@@ -85,11 +85,10 @@ class _Command(click.Command):
         word, following = args[at], args[at + 1] if at + 1 < len(args) else "-"
         value = word.partition("=")[2] or ("" if following.startswith("-") else following)
         ending = "." + option.lstrip("-").replace("-", "_")
-        modes = [mode for mode in READS if mode.split()[0] == self.name] or [str(self.name)]
         settings = [
             shlex.join(["--set", f"{name}={value or ('{}' if section_of(field) else 'VALUE')}"])
             for name, field in sorted(option_fields(), key=lambda option: option[0].count("."))
-            if f".{name}".endswith(ending) and "NAME" not in name and any(reads(mode, name) for mode in modes)
+            if f".{name}".endswith(ending) and "NAME" not in name and reads(str(self.name), name)
         ]
         return f"it is an option of the configuration: {' or '.join(settings)}" if settings else None
 
