@@ -557,7 +557,7 @@ def forget(given: _Given, **what: str | None) -> Any:
 )
 @click.option(
     "--from",
-    "begin",
+    "origin",
     metavar="CHECKPOINT|RUN",
     help="Begin a new run with its weights, moments and averages, on any snapshot. Beside --resume auto it counts "
     "until the new run has a checkpoint.",
@@ -567,7 +567,7 @@ def forget(given: _Given, **what: str | None) -> Any:
     metavar="FILE",
     help="Replace an unreadable record by another sample of its bucket, and write a line to FILE.",
 )
-def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | None, quarantine: str | None) -> Any:
+def train(given: _Given, snapshot: str | None, resume: str | None, origin: str | None, quarantine: str | None) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train.
 
     With `phases` in the configuration their runs follow one another, each from the last checkpoint of the run before;
@@ -576,7 +576,7 @@ def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | 
     config = given.load()
     from stages import train as stage
 
-    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, begin=begin)
+    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, origin=origin)
     return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
 
 
