@@ -107,7 +107,7 @@ def a_shard(cache: Cache, seed: int = 0, unit: str = f"{0:032x}") -> str:
     latent, _ = tiny_cache.recipes()
     values = np.random.default_rng(seed).integers(0, 0x7F80, (2, 2, 2), np.uint16)
     with shard.ShardWriter(cache.files, latent, unit) as writer:
-        writer.add(layout.latent_key(latent.id, bytes(16), 16, 16), values)
+        writer.add(latent.key(bytes(16), 16, 16), values)
         return Paths.shard(latent.name, writer.finish()[0])
 
 
