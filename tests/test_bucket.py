@@ -150,14 +150,14 @@ def test_a_snapshot_names_only_shards_that_it_needs(root: Path) -> None:
 def test_many_keys_are_the_keys_of_each() -> None:
     digests, sizes = [layout.digest(str(i)) for i in range(9)], [(16, 24), (512, 2048)]
     which = np.arange(9) % 2
-    latents = many_keys.latent_keys("ab" * 16, as_keys(digests), sizes, which)
-    each = [layout.latent_key("ab" * 16, d, *sizes[i]) for d, i in zip(digests, which, strict=True)]
+    latents = synthetic.LATENT.keys(as_keys(digests), sizes, which)
+    each = [synthetic.LATENT.key(d, *sizes[i]) for d, i in zip(digests, which, strict=True)]
     assert latents.tobytes() == b"".join(each)
     words = ["", "a cat", "é 日本", "x" * 500]
-    keys = b"".join(layout.text_key("cd", w) for w in words)
+    keys = b"".join(TextRecipe().key(w) for w in words)
     for kind in (pa.string(), pa.large_string()):
         column = pa.array(["left out", *words], kind)[1:]
-        assert many_keys.text_keys("cd", column).tobytes() == keys
+        assert TextRecipe().keys(column).tobytes() == keys
         ids = [layout.sample_id("photos", word) for word in words]
         assert many_keys.sample_ids("photos", column).tolist() == ids
     assert many_keys.item_keys(words).tobytes() == b"".join(

@@ -44,12 +44,13 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.encoding": "config errors amounts launch cache signals sources images models work",
         "pipeline.training": "config errors gpus amounts terminal counters processes retrying launch cache metrics"
         " models loader parallel",
-        "pipeline.planning": "config errors gpus amounts processes launch cache signals images models loader parallel training",
+        "pipeline.planning": "config errors gpus amounts processes launch cache signals images models loader"
+        " parallel training",
         "pipeline.reporting": "config errors options amounts processes cache signals sources images models snapshots"
         " loader encoding training",
         "pipeline.cli": "config errors options launch processes stages",
-        "stages": "config errors options gpus amounts urls launch processes retrying cache metrics signals sources images"
-        " models snapshots loader work parallel encoding training planning reporting demo",
+        "stages": "config errors options gpus amounts urls launch processes retrying cache metrics signals sources"
+        " images models snapshots loader work parallel encoding training planning reporting demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it

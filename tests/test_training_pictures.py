@@ -473,7 +473,7 @@ def test_captions_of_a_snapshot_are_spread_without_repetitions_and_empty_ones() 
 
         def reader(self, kind: str) -> None: ...
 
-        text_recipe, head, null, files = None, SimpleNamespace(folder="f"), None, None
+        caption, head, null, files = TextRecipe(), SimpleNamespace(folder="f"), None, None
 
     made: Any = prompts.of_snapshot(Twice(), 8)  # type: ignore[arg-type]
     assert len(made.texts) == 8 and made.texts[0] == "3" and "" not in made.texts and made.folder == "f"
