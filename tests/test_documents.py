@@ -673,9 +673,13 @@ def test_a_lost_plan_of_a_pack_stops_gc_until_its_units_are_set_aside(tmp_path: 
     before = content(cache.root)
     [finding] = audit.verify(cache)
     assert finding.path.startswith("plans/packed-") if lost == "plan" else finding.path == table
-    with pytest.raises(IntegrityError, match=naming(finding.path, "verify --repair")):
+    if lost == "plan":
+        with pytest.raises(IntegrityError, match=naming(finding.path, "verify --repair")):
+            stages.gc.run(config, yes=True, older_than_hours=0)
+        assert content(cache.root) == before
+    else:
         stages.gc.run(config, yes=True, older_than_hours=0)
-    assert content(cache.root) == before
+        assert {name for name in before if "packed-" in name} <= {*content(cache.root)}
     stages.verify.run(config, repair=True)
     assert stages.gc.run(config, yes=True, older_than_hours=0) == stages.verify.run(config) == 0
     assert cache.open_snapshot("packed").id == packed.id
