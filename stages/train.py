@@ -488,7 +488,7 @@ def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndar
     """Text rows of `train.preserve.prompt`."""
     recipe, found = snapshot.recipe(TextRecipe), []
     for prompt in [] if config.train.preserve is None else config.train.preserve.prompts:
-        rows = prompt_sets.find_rows(cache, recipe, caption_rules.normalise(prompt, recipe.normalisation))
+        rows = prompt_sets.find_rows(cache, recipe, prompt, caption_rules.normalise)
         if rows is None:
             raise ConfigError(
                 f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",

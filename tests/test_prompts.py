@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import stages.encode
@@ -17,15 +16,14 @@ import stages.forget
 import stages.gc
 import stages.status
 import stages.verify
-from pipeline.cache import audit, index, layout, prompts, shard
+from pipeline.cache import audit, layout, prompts
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.objects import files_at
-from pipeline.cache.root import Cache, Unit
+from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, Weights, load
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import survey, unit_encoder, unit_records
-from pipeline.encoding.repair import Repairs
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders, hub
 from pipeline.models.text import TextEncoder
@@ -127,7 +125,7 @@ def test_with_a_source_a_prompt_that_is_a_caption_is_not_encoded_again(
     cache = Cache.of(config)
     snapshot = cache.open_snapshot()
     opened = prompts.open_prompts(cache, "prompts", snapshot.recipe(TextRecipe))
-    assert opened.empty == snapshot.null, "the same null record"
+    assert opened.null()[1].sum() == snapshot.null.valid, "the same null record"
     assert opened.texts[0] == caption.strip().upper()
 
 
@@ -300,19 +298,46 @@ def test_a_set_in_the_place_of_another_is_damage(tiny: tuple[Cache, TextRecipe, 
     assert "prompts/b" in status(cache)["damaged"]
 
 
-def test_a_wrong_byte_of_a_prompt_is_an_error_that_names_it(tiny: tuple[Cache, TextRecipe, list[bytes]]) -> None:
-    cache, recipe, keys = tiny
-    opened = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
-    assert opened is not None
-    place = opened.places[0]
-    path = cache.root / layout.Paths.shard(recipe.name, place.shard)
+def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[place.offset] ^= 1
+    data[len(data) // 2] ^= 1
     path.chmod(0o644)
     path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=place.key.hex()):
-        opened.rows(0)
-    opened.null()
+
+
+def test_a_wrong_byte_of_a_set_is_an_error_that_names_it_and_is_repaired(
+    small_cache_copy: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path)
+    cache = Cache.of(config)
+    recipe, key = recipe_of(cache), cache.index(recipe_of(cache).name).keys[0].tobytes()
+    opened = prompts.publish(cache, "prompts", recipe, ["one"], [key])
+    assert opened is not None
+    rows = opened.rows(0)
+    table = layout.Paths.table(cache.files.document(opened.path)["rows"], "arrow")
+    damage(cache.root / table)
+    with pytest.raises(IntegrityError, match=naming(table)):
+        prompts.open_prompts(cache, None, recipe).rows(0)
+    assert table in [finding.path for finding in audit.verify(cache)]
+    assert stages.verify.run(config, repair=True) == 0
+    assert np.array_equal(prompts.open_prompts(cache, None, recipe).rows(0), rows)
+
+
+def test_a_set_that_is_lost_with_its_copy_is_made_again_by_encode(
+    make_config: MakeConfig, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    stages.encode.run(config, None, prompts=str(file))
+    cache = Cache.of(config)
+    opened = prompts.open_prompts(cache, None, recipe_of(cache))
+    rows, table = opened.rows(1), layout.Paths.table(cache.files.document(opened.path)["rows"], "arrow")
+    for name in (table, layout.Paths.copy(table)):
+        (cache.root / name).unlink()
+    assert stages.verify.run(config, repair=True) != 0
+    assert "sana-pipe encode --prompts FILE" in capsys.readouterr().out
+    assert stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
+    assert stages.verify.run(config) == 0
+    assert np.array_equal(prompts.open_prompts(cache, None, opened.recipe).rows(1), rows)
 
 
 def test_a_lost_number_is_a_contradiction_and_filled(
@@ -348,63 +373,3 @@ def test_gc_leaves_the_records_of_prompts(
     after = prompts.open_prompts(Cache.of(config), None, before.recipe)
     assert all(np.array_equal(after.rows(number), rows[number]) for number in range(len(rows)))
     assert after.null()[1].any() and stages.verify.run(config) == 0
-
-
-def test_repair_lets_a_set_refer_to_the_records_that_were_made_again(
-    make_config: MakeConfig, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(tmp_path)
-    stages.encode.run(config, None, prompts=str(file))
-    cache = Cache.of(config)
-    before = prompts.open_prompts(cache, None, recipe_of(cache))
-    path = cache.root / layout.Paths.shard(before.recipe.name, before.places[1].shard)
-    data = bytearray(path.read_bytes())
-    data[before.places[1].offset] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(data)
-    from pipeline.encoding import repair
-
-    monkeypatch.setattr(repair, "_restored", lambda *args: False)  # as where hardware gives other bytes
-    assert stages.verify.run(config, repair=True) == 0
-    after = prompts.open_prompts(Cache.of(config), None, before.recipe)
-    assert after.id == before.id and after.places[1].shard != before.places[1].shard
-    assert after.rows(1).any() and list(prompts.current(Cache.of(config))) == [after]
-    name = before.recipe.name
-    made = [one for plan in cache.plans(name) for one in index.commits(cache.files, name, plan.number)]
-    modes = {one.provenance.get("text_mode") for one in made}
-    assert len(cache.plans(name)) == 2 and len(modes) == 1 and None not in modes, "a later repair uses it"
-
-
-def test_a_set_whose_lost_shard_is_restored_is_right_again(
-    tiny: tuple[Cache, TextRecipe, list[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """`encode` had made its record again; the first repair called the set damaged, without a fix."""
-    cache, recipe, keys = tiny
-    known = prompts.publish(cache, "mine", recipe, ["one"], keys[:1])
-    assert known is not None
-    place = known.places[0]
-    reader = shard.ShardReader(cache.files, recipe.name)
-    with shard.ShardWriter(cache.files, recipe, "a" * 32) as writer:
-        values = np.empty((place.rows, recipe.width), np.uint16)
-        reader.read(place.shard, place.offset, place.key, place.checksum, values, place.length)
-        writer.add(place.key, values, caption="one")
-        commit = index.commit_of(cache.files, "a" * 32, writer.finish())
-    cache.add_plan(recipe.name, 1, [Unit("a" * 32, 0, 1, 1)], pa.table({"key": pa.array(keys[:1], pa.binary(16))}))
-    index.publish_commit(cache.files, recipe.name, 1, commit)
-    lost = cache.root / layout.Paths.shard(recipe.name, place.shard)
-    whole = lost.read_bytes()
-    lost.unlink()
-    assert known.path in [finding.path for finding in audit.verify(cache)]
-
-    def restored(_: object, finding: object, replaced: dict[str, set[bytes]]) -> str:
-        lost.write_bytes(whole)
-        replaced.pop(place.shard, None)
-        return "restored"
-
-    monkeypatch.setattr(Repairs, "unit", restored)
-    assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 0
-    out = capsys.readouterr().out
-    assert f"{known.path}: restored" in out and "failed" not in out
-    assert list(prompts.current(cache)) == [known]

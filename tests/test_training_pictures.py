@@ -471,12 +471,18 @@ def test_captions_of_a_snapshot_are_spread_without_repetitions_and_empty_ones() 
         def captions(self, row: int, reader: Any) -> list[str]:
             return ["rare", "" if row == 2 else f"{row // 2}", "as probable"]
 
-        def reader(self, kind: str) -> None: ...
+        def reader(self, kind: str) -> Any:
+            return SimpleNamespace(read=lambda shard, offset, key, checksum, into, length: into.fill(offset))
 
-        caption, head, null, files = TextRecipe(), SimpleNamespace(folder="f"), None, None
+        caption, null = (
+            TextRecipe(width=2),
+            SimpleNamespace(shard="n", offset=7, rows=4, valid=1, key=b"", checksum=b""),
+        )
+        null.length = None
 
     made: Any = prompts.of_snapshot(Twice(), 8)  # type: ignore[arg-type]
-    assert len(made.texts) == 8 and made.texts[0] == "3" and "" not in made.texts and made.folder == "f"
+    assert len(made.texts) == 8 and made.texts[0] == "3" and "" not in made.texts
+    assert made.rows(0).tolist() in ([[6, 6]] * 3, [[7, 7]] * 3) and made.null()[0].tolist() == [[7, 7]] * 4
     assert len({*made.texts}) == 8 and max(map(int, made.texts)) >= 17
     assert prompts.of_snapshot(Twice(), 30).texts.count("19") == 1  # type: ignore[arg-type]
 
@@ -597,7 +603,7 @@ def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config])
     other = replace(recipe, instruction="Draw: ")
     cache.add_recipe(other)
     place = layout.Paths.numbered(layout.Paths.prompts("prompts"), 0)
-    cache.files.put(place, layout.seal(replace(ours, name="prompts", recipe=other).body()))
+    cache.files.put(place, layout.seal({**cache.files.document(ours.path), "name": "prompts", "text": other.name}))
     with pytest.raises(CacheError, match=naming("text recipe", "instruction")):
         stages.train.run(config)
     assert not Path(config.train.output).exists()

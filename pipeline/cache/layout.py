@@ -123,7 +123,7 @@ _ALWAYS = {
     "units": ("rejects",),
     "segments": ("table", "commits"),
     "names": ("snapshot",),
-    "prompts": ("text", "prompts"),
+    "prompts": ("text", "prompts", "rows"),
 }
 """Keys that each document of a folder has, or the document of this name."""
 
