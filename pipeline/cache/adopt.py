@@ -98,7 +98,7 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
                 return
     with files.temporary() as path:
         linked = False
-        if type(files) is type(other) is Files:
+        if files.on_disk and other.on_disk:
             try:
                 os.link(other.path(name), path)
                 os.utime(path)  # it counts as new in this cache
