@@ -50,7 +50,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
-from pipeline.config import Config, MirrorConfig, load
+from pipeline.config import Config, load
 from pipeline.encoding import rebuild
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
 from tests.support import tiny_cache
@@ -781,28 +781,6 @@ def test_new_folders_outlive_a_loss_of_power(tmp_path: Path, monkeypatch: pytest
     for folder in (tmp_path, tmp_path / "a", files.root, files.root / "claims", files.root / "claims/r"):
         assert folder in synced
     assert synced[-1] == files.root / "claims/r/00000000"
-
-
-def test_a_put_that_is_asked_twice_accuses_nobody(
-    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answer to a put is lost: the second attempt finds what the first one stored."""
-    monkeypatch.setattr(retrying, "PAUSE_S", 0)
-    files = Files(f"{s3_bucket}/{uuid4().hex}", MirrorConfig(path=str(tmp_path)))
-    assert isinstance(files.store, object_store.ObjectStore)
-    real, lost = files.store.fs.pipe_file, []
-
-    def pipe_file(path: str, data: bytes, **more: object) -> None:
-        real(path, data, **more)
-        if path not in lost:
-            lost.append(path)
-            raise TimeoutError("the answer was lost")
-
-    monkeypatch.setattr(files.store.fs, "pipe_file", pipe_file)
-    files.probe()
-    assert files.put("a", b"mine")
-    assert not files.put("a", b"another")
-    assert files.read("a") == b"mine"
 
 
 # ---------------------------------------------------------------- names
