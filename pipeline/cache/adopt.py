@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
@@ -92,10 +91,8 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
     Raises:
         IntegrityError: it is missing there, or its bytes are not those of its name.
     """
-    if files.freshen(name):
-        with suppress(OSError):  # missing again while `discard` checks its age
-            if files.digest(name) == digest:
-                return
+    if files.freshen_intact(name):
+        return
     with files.temporary() as path:
         linked = False
         if files.on_disk and other.on_disk:

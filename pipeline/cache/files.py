@@ -297,6 +297,8 @@ class Files:
         digest = layout.content_digest(data)
         target = Paths.table(digest, suffix) if folder_of == "tables" else f"{folder_of}/{digest}.{suffix}"
         for name in (target, Paths.copy(target)) if twice else (target,):
+            if self.freshen_intact(name):
+                continue
             with self.temporary() as path:
                 local_files.write_synced(path, data)
                 self.publish_content(path, name, digest)
@@ -305,9 +307,11 @@ class Files:
     def put_content_file(self, path: Path, suffix: str) -> str:
         """`put_content` of a written file into `tables/`, which need not fit into memory. Publishes no copy."""
         digest = file_digest(path)  # of what was written; `publish_content` compares what is on the disk
-        with cache_errors(path), open(path, "rb+") as file:
-            local_files.sync(file)
-        self.publish_content(path, Paths.table(digest, suffix), digest)
+        name = Paths.table(digest, suffix)
+        if not self.freshen_intact(name):
+            with cache_errors(path), open(path, "rb+") as file:
+                local_files.sync(file)
+            self.publish_content(path, name, digest)
         return digest
 
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
@@ -317,7 +321,7 @@ class Files:
         processes that have it open keep the old bytes).
         """
         local_files.check_digest(temporary, digest)
-        if not self.store.create(name, temporary) and not (self.freshen(name) and self.is_intact(name)):
+        if not self.store.create(name, temporary) and not self.freshen_intact(name):
             self.store.replace(name, temporary)
 
     def duplicate(self, name: str) -> bool:
@@ -341,6 +345,10 @@ class Files:
             if isinstance(error, OSError):
                 raise_if_of_machine(error, self.where(name))
             return False
+
+    def freshen_intact(self, name: str) -> bool:
+        """`freshen` a content-addressed file; returns whether it exists and is intact."""
+        return self.freshen(name) and self.is_intact(name)
 
     def replace(self, name: str, data: bytes | Path) -> None:
         """Write a file that may change (reports, claims); readers see the old bytes or the new ones. data: bytes, or a
