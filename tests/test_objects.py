@@ -508,6 +508,7 @@ def test_a_full_mirror_disk_gives_up_copies_and_then_says_so(
         left = [path.name for path in store_of(objects).mirror.root.glob("??/*")]
         assert len(left) == 3 and {Path(name).name for name in names[2:]} == set(left), f"turn {turn}"
     assert store_of(objects).mirror.room == (17_000 if honest else store_of(objects).mirror.limit)
+    assert objects.duplicate(names[0]), "copies go for a file that is fetched to be stored twice, too"
     objects.close_readers()
     disk.capacity = 9_000
     monkeypatch.setattr(store_of(objects).connection, "is_web", True)  # whose ranges `digest` does not trust

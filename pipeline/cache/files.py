@@ -222,6 +222,14 @@ class Files:
             return self.store.open(name)
         return self._mirror.fetched(partial(self.store.fetch, name), partial(self._size, name))
 
+    def _fetch(self, name: str, path: Path) -> None:
+        """Copy a file to a new local file."""
+        if self._mirror is None:
+            with cache_errors(path):
+                self.store.fetch(name, path)
+        else:  # makes space on its disk
+            self._mirror.fetch(partial(self.store.fetch, name), path, partial(self._size, name))
+
     def _size(self, name: str) -> int:
         entry = self.store.stat(name)
         if entry is None:
@@ -330,8 +338,7 @@ class Files:
         for source, target in ((name, Paths.copy(name)), (Paths.copy(name), name)):
             if self.is_intact(source):
                 with self.temporary() as path:
-                    with cache_errors(path):
-                        self.store.fetch(source, path)
+                    self._fetch(source, path)
                     self.publish_content(path, target, PurePosixPath(name).stem)
                 return self.freshen(source)
         return False

@@ -1,5 +1,5 @@
-"""What a place for a cache's files can do: nine operations. A folder (`folder_store`) and an object store
-(`object_store`) implement them; `pipeline.cache.files.Files` is everything else, written once.
+"""What a place for a cache's files can do: five operations that write and six that read. A folder (`folder_store`) and
+an object store (`object_store`) implement them; `pipeline.cache.files.Files` is everything else, written once.
 
 Names are relative to the cache, with forward slashes. An operation waits for a place that does not answer, for
 `patience_s` seconds at most, and raises `AwayError` then. Errors that do not concern the bytes of a file are
@@ -26,7 +26,7 @@ class FileEntry:
 
 
 class Store(Protocol):
-    """The operations, and what is known of the place.
+    """The operations on files, and what is known of the place.
 
     Attributes:
         local: a folder of this machine for unfinished files (in `tmp/`) and reports.
