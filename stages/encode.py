@@ -28,9 +28,9 @@ from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
 from pipeline.cache.arrow import batches
+from pipeline.cache.files import Files
 from pipeline.cache.index import RecordReject
 from pipeline.cache.local_files import cache_errors
-from pipeline.cache.objects import files_at
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
@@ -151,7 +151,7 @@ def dry_run(
         sizes = survey.sizes()
         times = estimate.times(survey.work, sizes, survey.probe(), config, tasks) if probe else None
         reserve = int(config.encode.min_free_gib * 2**30)
-        free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
+        free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(survey.source, survey.work, sizes, free, reserve, times)
         for line in [*estimate.lines(report, config.cache), *survey.fit_notes()]:
             click.echo(line)
@@ -682,7 +682,7 @@ def _write_rejects(cache: Cache, name: str, rejects: _Rejects) -> str:
             rows.writerows(map(reasons.cell, row) for row in files.scratch.sorted_rows(rejects))
             sheet.flush()
             os.fsync(sheet.fileno())
-        files.replace_by(temporary, path)
+        files.replace(path, temporary)
     return path
 
 

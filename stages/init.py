@@ -23,9 +23,9 @@ import pyarrow.compute as pc
 import torch
 
 from pipeline.amounts import amount
+from pipeline.cache.files import Files
 from pipeline.cache.key_columns import fixed
 from pipeline.cache.local_files import replacing
-from pipeline.cache.objects import files_at
 from pipeline.cache.root import check_source_name
 from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated
 from pipeline.encoding import estimate, scan, survey
@@ -283,7 +283,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
     steps = extent.steps_of(config.train, data)
     count = 0 if steps is None else extent.kept_checkpoints(config.train, steps)
     kept = count * predict.checkpoint_bytes(shape, config.train)
-    free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
+    free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
     lines.append(f"the cache: about {amount(cache)}, without a tokenizer (sana-pipe encode --dry-run counts)")
     if free is not None and free < cache + kept:
         lines.append(

@@ -23,7 +23,8 @@ from click.testing import CliRunner
 import stages.bucket
 import stages.encode
 import stages.snapshots
-from pipeline.cache import audit, compare, layout, many_keys, objects
+from pipeline.cache import audit, compare, layout, many_keys
+from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.key_columns import as_keys, key_bytes
 from pipeline.cache.root import Cache
@@ -812,7 +813,7 @@ def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> N
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"])
 def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Stopped before publications, the next run makes the same snapshot, and nothing half done is left."""
-    from pipeline.cache.files import Files
+    from pipeline.cache.folder_store import FolderStore
 
     there = tmp_path / "there"
     add(config(there), "two", pictures(120, "two-"))
@@ -822,22 +823,22 @@ def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytes
 
     def attempt(root: Path, at: int) -> int:
         count = 0
-        real = Files.publish
+        real = FolderStore.create
 
-        def publish(self: Files, temporary: Path, name: str) -> bool:
+        def publish(self: FolderStore, name: str, data: bytes | Path) -> bool:
             nonlocal count
             if count == at:
                 raise Killed
             count += 1
-            return real(self, temporary, name)
+            return real(self, name, data)
 
-        monkeypatch.setattr(Files, "publish", publish)
+        monkeypatch.setattr(FolderStore, "create", publish)
         try:
             stages.bucket.run(config(root, f"bucket.caches=[{there}]"))
         except Killed:
             pass
         finally:
-            monkeypatch.setattr(Files, "publish", real)
+            monkeypatch.setattr(FolderStore, "create", real)
         return count
 
     add(config(tmp_path / "whole"), "one", pictures(10))
@@ -912,9 +913,9 @@ def test_caches_on_disks_and_in_object_stores_mix(
 
 
 def test_other_caches_are_waited_for_as_long_as_the_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, patience, files_at = with_another(tmp_path), dict[str, float](), objects.files_at
+    of, patience, files_of = with_another(tmp_path), dict[str, float](), Files
     monkeypatch.setattr(
-        "pipeline.cache.root.files_at", lambda at, *rest: [patience.update({at: rest[1]}), files_at(at, *rest)][1]
+        "pipeline.cache.root.Files", lambda at, *rest: [patience.update({at: rest[1]}), files_of(at, *rest)][1]
     )
     stages.bucket.run(of.model_copy(update={"patience_s": 7.0}))
     assert patience == {of.cache: 7.0, of.bucket.caches[0]: 7.0}

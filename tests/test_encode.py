@@ -685,7 +685,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
 ) -> None:
     """Every publication of a run in turn is the one at which the process dies; or every seventh, from a random one.
     The run that is killed and the next one have every limit lowered, the run that they are compared with has none."""
-    from pipeline.cache.files import Files
+    from pipeline.cache.folder_store import FolderStore
 
     small_units = ("encode.unit_images=3", "encode.unit_captions=6")
     whole = make_config(tmp_path / "whole", *small_units)
@@ -696,16 +696,16 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
     class Killed(BaseException):
         pass
 
-    real, count = Files.publish, 0
+    real, count = FolderStore.create, 0
 
-    def publish(self: Files, temporary: Path, name: str) -> bool:
+    def publish(self: FolderStore, name: str, data: bytes | Path) -> bool:
         nonlocal count
         count -= 1
         if count == 0:
             raise Killed
-        return real(self, temporary, name)
+        return real(self, name, data)
 
-    monkeypatch.setattr(Files, "publish", publish)
+    monkeypatch.setattr(FolderStore, "create", publish)
     originals = encoders.LatentEncoder.load, TextEncoder.load
     loaded = {
         kind: load(section, *rest, "cpu")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from pipeline.cache import audit, layout
@@ -458,7 +459,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     else:
         table = Cache(copy).files.document(layout.Paths.segment(opened.recipe(LatentRecipe).name, 0))["table"]
         path, old = copy / layout.Paths.table(table, "arrow"), opened.sample(0).key
-        monkeypatch.setattr(Files, "content", lambda self, name, digest: self.read(name))
+        monkeypatch.setattr(Files, "mapped", lambda self, name, digest: pa.py_buffer(self.read(name)))
         reading = lambda: Cache(copy).index(opened.recipe(LatentRecipe).name).keys.tolist()  # noqa: E731
     tally = Tally(reading())
     data = path.read_bytes()

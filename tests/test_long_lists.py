@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.cache import copies, layout, long_lists
 from pipeline.cache.files import Files
+from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.errors import IntegrityError
@@ -103,7 +104,9 @@ def test_pieces_that_do_not_read_back_are_not_published(
     small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, body = Files(tmp_path), documents(9)[PLAN]
-    monkeypatch.setattr("pipeline.cache.files.sync", lambda file: (file.seek(0), file.write(b"rot"), file.flush()))
+    monkeypatch.setattr(
+        "pipeline.cache.local_files.sync", lambda file: (file.seek(0), file.write(b"rot"), file.flush())
+    )
     with pytest.raises(IntegrityError):
         files.put_long(PLAN, {**body, "units": long_lists.LongList(body["units"])})
     assert not files.exists(PLAN)
@@ -113,13 +116,13 @@ def test_who_copies_a_document_meanwhile_takes_nobodys_name(
     small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may repair between the publication of a document and that of its copy."""
-    files, body, publish = Files(tmp_path), documents(9)[PLAN], Files.publish
+    files, body, publish = Files(tmp_path), documents(9)[PLAN], FolderStore.create
 
-    def published(self: Files, temporary: Path, name: str) -> bool:
-        done = publish(self, temporary, name)
+    def published(self: FolderStore, name: str, data: bytes | Path) -> bool:
+        done = publish(self, name, data)
         return done and (name != PLAN or copies.repair(files, name))
 
-    monkeypatch.setattr(Files, "publish", published)
+    monkeypatch.setattr(FolderStore, "create", published)
     assert files.put_long(PLAN, {**body, "units": long_lists.LongList(body["units"])})
     assert copies.inspect(files, PLAN).whole
 

@@ -37,7 +37,7 @@ from hypothesis.stateful import (
 )
 from PIL import Image, ImageDraw
 
-from pipeline.cache.files import Files
+from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
@@ -48,8 +48,8 @@ from pipeline.signals.text import TextRecipe
 KILLED = -int(signal.SIGKILL)
 SIZES = ((64, 64), (80, 48))
 WORDS = ("a red ball", "a blue boat on the sea", "Two  dogs")
-WRITES = ("put", "publish", "replace", "remove")
-"""The methods of `Files` that change what readers see."""
+WRITES = ("create", "replace", "move", "remove")
+"""The operations of a `Store` that change what readers see."""
 
 NAMES = st.sampled_from("abcdef")
 DAMAGE = ("flip", "cut", "lose", "swap")
@@ -107,7 +107,7 @@ def dying(work: Callable[[], Any], at: int, before: bool) -> Callable[[], Any]:
             return write
 
         for name in WRITES:
-            setattr(Files, name, watched(getattr(Files, name)))
+            setattr(FolderStore, name, watched(getattr(FolderStore, name)))
         return work()
 
     return run

@@ -19,7 +19,6 @@ import pytest
 from pipeline import retrying
 from pipeline.cache import layout
 from pipeline.cache.files import Files
-from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import RecordError, ShardReader, read_head, read_table
 from pipeline.config import MirrorConfig
@@ -106,8 +105,8 @@ def line(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def files_of(s3_bucket: str, tmp_path: Path, patience_s: float) -> ObjectFiles:
-    return ObjectFiles(f"{s3_bucket}/{uuid4().hex}", MirrorConfig(path=str(tmp_path / "mirror")), patience_s)
+def files_of(s3_bucket: str, tmp_path: Path, patience_s: float) -> Files:
+    return Files(f"{s3_bucket}/{uuid4().hex}", MirrorConfig(path=str(tmp_path / "mirror")), patience_s)
 
 
 def test_a_store_that_comes_back_in_time_is_waited_for_and_named(
@@ -143,7 +142,7 @@ def test_a_store_that_stays_away_is_given_up_in_time(
     assert 1.5 < time.monotonic() - began < 10, "patience, and at most one attempt more"
     assert caught.value.exit_code == 75 and "patience_s" in (caught.value.fix or "")
     assert len(said) == 1 and "at most 2 s" in said[0]
-    assert not files.mirror.root.exists() or not list(files.mirror.root.glob("tmp/*"))
+    assert not files.store.local.exists() or not list(files.store.local.glob("tmp/*"))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +445,7 @@ def test_listings_and_looks_at_a_disk_that_is_away_wait_too(tmp_path: Path, monk
         expected = look()
         gone.append(errno.ESTALE)
         assert look() == expected and not gone
-    files.patience_s = 0
+    files.store.patience_s = 0
     gone += [errno.EIO] * 3
     with pytest.raises(CacheError):
         files.has_file("a")

@@ -18,7 +18,7 @@ import stages.status
 import stages.verify
 from pipeline.cache import audit, layout, prompts
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.objects import files_at
+from pipeline.cache.files import Files
 from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, Weights, load
@@ -69,7 +69,7 @@ def test_a_home_folder_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatc
     place = "~nosuchuser/x"
     calls: list[Callable[[], object]] = [
         lambda: prompting.read(f"{place}.txt", 60.0),
-        lambda: files_at("memory://home", MirrorConfig(path=place)),
+        lambda: Files("memory://home", MirrorConfig(path=place)),
         lambda: hub.resolve(Weights(id=place)),
         lambda: hub.is_file(Weights(id=place)),
         lambda: hub.is_local(Weights(id=place)),
@@ -80,7 +80,7 @@ def test_a_home_folder_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatc
             call()
     monkeypatch.setattr(os.path, "expanduser", str)
     with pytest.raises(UserError, match=naming("HOME")):
-        files_at("memory://home", MirrorConfig())
+        Files("memory://home", MirrorConfig())
 
 
 def test_prompts_alone_are_encoded_once_and_without_the_vae(

@@ -23,7 +23,7 @@ import pytest
 
 from pipeline import retrying
 from pipeline.cache import drivers, scratch
-from pipeline.cache.objects import ObjectFiles
+from pipeline.cache.files import Files
 from pipeline.config import DataConfig, MirrorConfig
 from pipeline.encoding.prompts import read as read_prompts
 from pipeline.errors import AwayError, CacheError, NoSpaceError, UserError
@@ -385,7 +385,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
     ranged_server.broken, ranged_server.how = "/folder", how
     with pytest.raises(UserError, match="cannot be listed"):
         list(source.items())
-    cache = ObjectFiles(ranged_server.url, MirrorConfig(path=str(tmp_path)), PATIENCE_S)
+    cache = Files(ranged_server.url, MirrorConfig(path=str(tmp_path)), PATIENCE_S)
     with pytest.raises(CacheError):
         list(cache.walk(""))
     with pytest.raises(UserError, match="cannot be listed"):  # captions and scores beside the tars are files, too
@@ -466,7 +466,7 @@ def test_credentials_come_from_the_driver_and_not_from_the_address(
             opened(refused)
         assert not re.search("sec/?ret", str(error.value))
     with pytest.raises(CacheError) as error:
-        ObjectFiles(address, MirrorConfig(path=str(tmp_path)))
+        Files(address, MirrorConfig(path=str(tmp_path)))
     assert "secret" not in str(error.value)
     [fix] = re.findall(r"FSSPEC_HTTP='(.*)'", str(error.value.fix))
     ranged_server.login = "Basic " + base64.b64encode(b"user:secret").decode()

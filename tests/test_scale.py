@@ -118,7 +118,7 @@ def real_run(disk: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
         snapshot = Snapshot(opened_once.files, source.id)
         snapshot.columns(np.arange(len(snapshot)))  # the index comes through the same mirror
         snapshot.shard_files()  # and so do the lists
-        snapshot.files.mirror.drop(next(iter(snapshot.head.tables())))  # type: ignore[attr-defined]
+        snapshot.files.store.mirror.drop(next(iter(snapshot.head.tables())))  # type: ignore[attr-defined]
         for path in (tmp_path / "mirror").glob("??/*"):
             path.unlink()
         loaders = []

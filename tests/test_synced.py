@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import stages.encode
-from pipeline.cache import files as cache_files
 from pipeline.cache import local_files, long_lists
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
@@ -96,7 +95,7 @@ def test_a_missing_sync_is_seen(helper: str, lost: set[str], tmp_path: Path, mon
     """Sabotage."""
     monkeypatch.setattr(long_lists, "ENTRIES", 2)
     disk = Disk(tmp_path / "cache", monkeypatch)
-    monkeypatch.setattr(cache_files, helper, lambda file, *data: file.write_bytes(*data) if data else None)
+    monkeypatch.setattr(local_files, helper, lambda file, *data: file.write_bytes(*data) if data else None)
     publish_everything(tmp_path / "cache")
     assert lost <= {name.partition("/")[0] for name in disk.unsynced}
 
@@ -116,7 +115,7 @@ def test_a_damaged_file_is_replaced_durably(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / Paths.table(files.put_content(b"data", "tables", "npy"), "npy")
     path.write_bytes(b"rot")
     synced: list[tuple[Path, bytes]] = []
-    monkeypatch.setattr("pipeline.cache.files.sync_path", lambda what: synced.append((what, path.read_bytes())))
+    monkeypatch.setattr("pipeline.cache.local_files.sync_path", lambda what: synced.append((what, path.read_bytes())))
     files.put_content(b"data", "tables", "npy")
     assert synced == [(path.parent, b"data")]
 

@@ -23,7 +23,6 @@ from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
 from pipeline.cache.long_lists import LongList
-from pipeline.cache.objects import files_at
 from pipeline.cache.recipes import Recipe, recipe_class
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.config import Config, MirrorConfig
@@ -166,7 +165,7 @@ class Cache:
         mirror: MirrorConfig | None = None,
         patience_s: float = PATIENCE_S,
     ):
-        self.files = files_at(root, mirror, patience_s)
+        self.files = Files(root, mirror, patience_s)
         if create:
             self.files.probe()
         if not self.files.exists(Paths.FORMAT):
@@ -202,7 +201,7 @@ class Cache:
         Raises:
             CacheError: the folder has other files, so that no cache can be made there.
         """
-        files = files_at(config.cache, config.mirror, config.patience_s)
+        files = Files(config.cache, config.mirror, config.patience_s)
         if files.exists(Paths.FORMAT):
             return cls.of(config)
         _refuse_other(files)
