@@ -36,6 +36,7 @@ from pipeline.cache import snapshot as snapshots
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import RECORDS, to_ipc
+from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import estimate, unit_records
@@ -217,7 +218,8 @@ def _commit(cache: Cache, recipe: layout.Recipe, plan: int, units: list[tuple[st
         path.touch()
         os.truncate(path, count * length)
         commits.append(index.Commit(unit, digest, count * length, count, digest, (), dict(made_by)))
-    body = {"recipe": recipe.name, "plan": plan, "records": total, "commits": [commit.body() for commit in commits]}
+    body = {"recipe": recipe.name, "plan": plan, "records": total}
+    body["commits"] = publish(cache.files, index.Commits.table_of(commits)).values()
     name = cache.files.put_content(to_ipc(records), "tables", "arrow")
     cache.files.put(Paths.segment(recipe.name, plan), layout.seal(body | {"table": name}))
 

@@ -34,7 +34,7 @@ from pipeline.cache.findings import (
     skip_damaged,
 )
 from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document, numbers_of
-from pipeline.cache.root import Cache
+from pipeline.cache.root import Cache, list_of
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.errors import CacheError, IntegrityError
 
@@ -103,49 +103,56 @@ def _verify_tables(cache: Cache, named: Mapping[str, str], on_file_read: OnFileR
             problem = damage_only(error)
         if problem:
             table = entry.name.removeprefix("copies/")
-            yield Finding(entry.name, problem, fix=_fix_of_table(cache, table, referring.get(table), named))
+            document = referring[table][0] if table in referring else None
+            yield Finding(entry.name, problem, fix=_fix_of_table(cache, table, document, named))
         on_file_read(entry.size)
-    for table, document in sorted(referring.items()):
+    for table, (document, twice) in sorted(referring.items()):
         folder = document.partition("/")[0]
         if folder == "snapshots" and table.endswith(".parquet"):
             continue  # nothing but reports reads it
-        for name in (table,) if folder in ("units", "segments") else (table, Paths.copy(table)):
+        for name in (table, Paths.copy(table)) if twice else (table,):
             if name not in existing:
                 fix = _fix_of_table(cache, table, document, named)
                 yield Finding(name, f"is missing, and {document} refers to it", fix=fix)
 
 
-def _referring_documents(cache: Cache) -> dict[str, str]:
-    """Table -> a readable document that refers to it. Scans of forgotten sources do not count; of several documents a
-    snapshot comes last."""
+def _referring_documents(cache: Cache) -> dict[str, tuple[str, bool]]:
+    """Table -> a readable document that refers to it, and whether it is stored twice. Scans of forgotten sources do not
+    count; of several documents a snapshot comes last."""
     forgotten: set[str] = set()
     with skip_damaged():
         forgotten = cache.forgotten_scans()
-    referring: dict[str, str] = {}
-    secondary: dict[str, str] = {}
+    referring: dict[str, tuple[str, bool]] = {}
+    secondary: dict[str, tuple[str, bool]] = {}
     for name, _ in copies.documents(cache.files):
         if name in forgotten:
             continue
         with skip_damaged():
             into = secondary if name.startswith("snapshots/") else referring
-            into.update(dict.fromkeys(_tables_of(cache, name), name))
+            into.update({table: (name, twice) for table, twice in _tables_of(cache, name)})
     return {**secondary, **referring}
 
 
-def _tables_of(cache: Cache, name: str) -> Iterator[str]:
-    """Paths of the tables that a document refers to; without the chunks of a head whose list of them is damaged."""
+def _tables_of(cache: Cache, name: str) -> Iterator[tuple[str, bool]]:
+    """Paths of the tables that a document refers to, and whether each is stored twice; without those that only a
+    damaged list names."""
     body, folder = cache.files.document(name), name.partition("/")[0]
     if folder == "snapshots":
         head = Head.parse(body).bound(cache.files)
-        yield from (Paths.table(table, "parquet") for table in head.sources.values())
-        yield from (Paths.table(table, "arrow") for table in sorted(head.lists()))
+        yield from ((Paths.table(table, "parquet"), True) for table in head.sources.values())
+        yield from ((Paths.table(table, "arrow"), True) for table in sorted(head.lists()))
         with suppress(IntegrityError):
-            yield from (Paths.table(table, "arrow") for table in sorted(head.tables()))
-    elif folder in ("sources", "plans"):
-        yield Paths.table(body["table"], "parquet")
-    elif folder in ("units", "segments"):
-        tables = [body["table"], *(commit["table"] for commit in body.get("commits", ()))]
-        yield from (Paths.table(table, "arrow") for table in tables if table)
+            yield from ((Paths.table(table, "arrow"), True) for table in sorted(head.tables()))
+        return
+    if body.get("table"):
+        in_parquet = folder in ("sources", "plans")
+        yield Paths.table(body["table"], "parquet" if in_parquet else "arrow"), in_parquet
+    if (listed := list_of(cache.files, name, body)) is not None:
+        yield Paths.table(listed.entry.table, "arrow"), True
+    if isinstance(listed, index.Commits):
+        with suppress(IntegrityError):
+            tables = listed.table["table"].drop_null().to_pylist()
+            yield from ((Paths.table(table, "arrow"), False) for table in tables)
 
 
 def _fix_of_table(cache: Cache, table: str, document: str | None, named: Mapping[str, str]) -> str:
@@ -414,7 +421,7 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         for number in range(len(snapshot.head.chunks)):
             snapshot.check_chunk(number)
     except CacheError as error:
-        tables = [table for table in _tables_of(cache, name) if table.endswith(".arrow")]
+        tables = [table for table, _ in _tables_of(cache, name) if table.endswith(".arrow")]
         if not all(cache.files.is_intact(table) or cache.files.is_intact(Paths.copy(table)) for table in tables):
             return  # `_verify_tables` reports it, with the command that makes it again
         pointing = named.get(PurePosixPath(name).stem)

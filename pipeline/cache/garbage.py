@@ -162,10 +162,11 @@ class Needed:
     def _add_recipe(self, recipe: str) -> None:
         files = self.cache.files
         for plan in self.cache.plans(recipe):
-            self.tables.add(plan.table)
+            self.tables.update([plan.table, plan.units_table])
             segment = Paths.segment(recipe, plan.number)
             if files.exists(segment):
-                self.tables.add(files.document(segment)["table"])
+                body = files.document(segment)
+                self.tables.update([body["table"], body["commits"]["table"]])
                 self.merged.add(Paths.units(recipe, plan.number))
             self._add_commits(recipe, plan.number)
 
@@ -175,7 +176,7 @@ class Needed:
             plan = self.cache.plan(pack, 0)
             source = self.cache.table(plan.table).column("snapshot")[0].as_py()
             if packs_in_use.get(pack, source in named):
-                self.tables.add(plan.table)
+                self.tables.update([plan.table, plan.units_table])
                 self._add_commits(pack, 0)
             else:
                 self.abandoned_packs.add(pack)

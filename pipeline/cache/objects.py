@@ -158,9 +158,6 @@ class ObjectFiles(Files):
     def _below(self, folder: str) -> Iterator[str]:
         return (entry.name.removeprefix(f"{folder}/") for entry in self.walk(folder))  # one listing
 
-    def _in_pieces(self, name: str) -> Iterator[bytes]:
-        return iter(())  # one request: `parse` has pieces of the answer
-
     def _missing(self, name: str) -> IntegrityError:
         return IntegrityError(f"{self.where(name)}: is missing", fix=layout.REPAIR)
 
