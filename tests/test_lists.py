@@ -17,9 +17,10 @@ from pipeline.cache.root import Cache, Unit, Units
 from pipeline.cache.snapshot_lists import publish
 from pipeline.encoding.rebuild import rebuild_documents
 from pipeline.errors import IntegrityError
+from pipeline.signals.latent import LatentRecipe
 from tests.support import tiny_cache
 
-RECIPE = layout.LatentRecipe(weights="w")
+RECIPE = LatentRecipe(weights="w")
 DOCUMENTS = ["plans", "segments"]
 
 
