@@ -37,6 +37,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe, records_schema
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import to_ipc
+from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import estimate, unit_records
@@ -220,7 +221,8 @@ def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]
         path.touch()
         os.truncate(path, count * length)
         commits.append(index.Commit(unit, digest, count * length, count, digest, (), dict(made_by)))
-    body = {"recipe": recipe.name, "plan": plan, "records": total, "commits": [commit.body() for commit in commits]}
+    body = {"recipe": recipe.name, "plan": plan, "records": total}
+    body["commits"] = publish(cache.files, index.Commits.table_of(commits)).values()
     name = cache.files.put_content(to_ipc(records), "tables", "arrow")
     cache.files.put(Paths.segment(recipe.name, plan), layout.seal(body | {"table": name}))
 

@@ -23,13 +23,14 @@ from click.testing import CliRunner
 import stages.bucket
 import stages.encode
 import stages.snapshots
-from pipeline.cache import audit, compare, layout, many_keys
+from pipeline.cache import audit, compare, index, layout, many_keys
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.key_columns import as_keys, key_bytes
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import BucketPart, Snapshot
+from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.cli import cli
 from pipeline.config import Config, load
@@ -794,12 +795,13 @@ def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> N
     recipe = synthetic.LATENT
     [segment] = here.glob(f"segments/{recipe.name}/*.json")
     body = layout.unseal(segment.read_bytes(), str(segment))
-    [commit] = body["commits"]
-    empty = {**commit, "shard": None, "bytes": 0, "records": 0, "table": None}
+    [commit] = index.commits(Cache(here).files, recipe.name, 0)
+    empty = dataclasses.replace(commit, shard=None, bytes=0, records=0, table=None)
+    listed = publish(Cache(here).files, index.Commits.table_of([empty])).values()
     [table] = here.glob(f"tables/{body['table'][:2]}/{body['table']}.arrow")
     none = Cache(here).files.put_content(to_ipc(from_ipc(table.read_bytes(), "").slice(0, 0)), "tables", "arrow")
     for path in (segment, here / layout.Paths.copy(segment.relative_to(here).as_posix())):
-        path.write_bytes(layout.seal({**body, "table": none, "records": 0, "commits": [empty]}))
+        path.write_bytes(layout.seal({**body, "table": none, "records": 0, "commits": listed}))
     for path in here.glob("shards/latent-*/*/*.tar"):
         path.unlink()
     with pytest.raises(UserError, match="nothing is left"):

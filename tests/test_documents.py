@@ -26,8 +26,8 @@ from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.cache.snapshot_lists import ShardTable
+from pipeline.cache.root import Cache, Unit, Units, WorkPlan
+from pipeline.cache.snapshot_lists import ShardTable, publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import rebuild, repair, unit_records
@@ -622,10 +622,11 @@ def test_a_gap_in_the_plans_of_a_recipe_is_named(tmp_path: Path) -> None:
 def test_a_commit_that_its_plan_does_not_list_is_a_contradiction(tiny: Cache) -> None:
     recipe = tiny.recipes("text")[0].name
     plan = tiny.plan(recipe, 0)
+    listed = publish(tiny.files, Units.table_of(plan.units[1:])).values()
     lose(tiny.root, Paths.numbered(Paths.plans(recipe), 0))
     tiny.files.put(
         Paths.numbered(Paths.plans(recipe), 0),
-        layout.seal({"recipe": recipe, "number": 0, "table": plan.table, "units": [vars(u) for u in plan.units[1:]]}),
+        layout.seal({"recipe": recipe, "number": 0, "table": plan.table, "units": listed}),
     )
     [finding] = contradictions(tiny)
     assert finding.path == Paths.numbered(Paths.plans(recipe), 0) and finding.unit == plan.units[0].unit

@@ -1076,7 +1076,7 @@ def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
     recipe = cache.recipes("latent")[0].name
     before = cache.index(recipe)
     segment = cache.files.document(Paths.segment(recipe, 0))
-    names = [segment["table"], *(commit["table"] for commit in segment["commits"])]
+    names = [segment["table"], *(commit.table for commit in index.commits(cache.files, recipe, 0))]
     for name in names:
         cache.files.remove(Paths.table(name, "arrow"))
     for mends in (False, True):

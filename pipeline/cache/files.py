@@ -14,14 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import pyarrow as pa
-import xxhash
 
 from pipeline import retrying
-from pipeline.cache import layout, local_files, long_lists
+from pipeline.cache import layout, local_files
 from pipeline.cache import scratch as scratches
 from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.layout import Paths
@@ -265,26 +264,6 @@ class Files:
             return False
         return True
 
-    def put_long(self, name: str, body: dict[str, Any]) -> bool:
-        """`put` of a document whose long list is a `LongList`, in pieces."""
-        key = long_lists.KEYS[name.partition("/")[0]]
-        if len(body[key]) <= long_lists.ENTRIES:
-            return self.put(name, layout.seal({**body, key: list(body[key])}))
-        if self.exists(name):
-            return False
-        for target in (name, Paths.copy(name)):
-            with self.temporary() as path:
-                state = xxhash.xxh3_128()
-                with cache_errors(path), open(path, "xb") as file:
-                    for piece in long_lists.pieces(body, key):
-                        file.write(piece)
-                        state.update(piece)
-                    local_files.sync(file)
-                local_files.check_digest(path, state.hexdigest())
-                if not self.store.create(target, path) and target == name:
-                    return False
-        return True
-
     def ensure(self, name: str, data: bytes) -> None:
         """Publish a document whose name is derived from its content; a damaged document is written again."""
         if self.put(name, data):
@@ -434,12 +413,12 @@ class Files:
             CacheError: it is of another version, or cannot be read now.
         """
         try:
-            return self.body(name, name)
+            return self.parse(name, self.read(name))
         except IntegrityError as error:
             if not layout.is_document(name):
                 raise
             try:
-                body = self.body(name, Paths.copy(name))
+                body = self.parse(name, data := self.read(Paths.copy(name)))
             except IntegrityError:
                 raise error from None
             if name not in self.damage:
@@ -447,41 +426,17 @@ class Files:
                 state = "the document was restored" if self.repairs else f"to restore it: {layout.REPAIR}"
                 retrying.log(f"{error.what}; its copy is read instead ({state})")
             if self.repairs:
-                self.parse(name, data := self.read(Paths.copy(name)))
                 self.replace(name, data)
             return body
 
-    def body(self, name: str, where: str) -> dict:
-        """The body of a document from one of its two files, checked. Its long list, if it has one, is a `LongList`.
+    def parse(self, name: str, data: bytes) -> dict:
+        """The body of a document from the bytes of one of its two files, checked.
 
         Raises:
-            IntegrityError: the file is missing, damaged or another document.
-            CacheError: it is of another version, or cannot be read now.
+            IntegrityError: they are damaged or another document.
+            CacheError: they are of another version.
         """
-        key = long_lists.KEYS.get(name.partition("/")[0])
-        body = None if key is None else long_lists.parse(self._in_pieces(where), key)
-        return self.parse(name, self.read(where)) if body is None else self._named(name, body)
-
-    def _in_pieces(self, name: str) -> Iterator[bytes]:
-        """The bytes of a file on a disk; nothing if it is small or cannot be read."""
-        if not self.on_disk:
-            return  # one request: `parse` has pieces of the answer
-        with suppress(OSError), open(self.path(name), "rb") as file:
-            if os.fstat(file.fileno()).st_size > long_lists.SMALL:
-                while piece := file.read(long_lists.PIECE):
-                    yield piece
-
-    def parse(self, name: str, data: bytes) -> dict:
-        """The body of a document from its bytes, as `body`."""
-        key, size = long_lists.KEYS.get(name.partition("/")[0]), long_lists.PIECE
-        if key is not None and len(data) > long_lists.SMALL:
-            body = long_lists.parse((data[at : at + size] for at in range(0, len(data), size)), key)
-            if body is not None:
-                return self._named(name, body)
-        return self._named(name, layout.unseal(data, self.where(name)))
-
-    def _named(self, name: str, body: dict) -> dict:
-        """A document's body, which must belong to this name."""
+        body = layout.unseal(data, self.where(name))
         if other := layout.contradicts_name(name, body):
             raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
         return body

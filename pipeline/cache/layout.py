@@ -193,14 +193,6 @@ def indented(value: Any) -> bytes:
     return (_ENCODER.encode(value) + "\n").encode()
 
 
-def unpacked(data: bytes) -> dict[str, Any]:
-    """A document's values, digest included. Raises ValueError for bytes that are not their readable JSON."""
-    body = json.loads(data)
-    if not isinstance(body, dict) or not _is_json(data, body):
-        raise ValueError("not the readable JSON of an object")
-    return body
-
-
 def _is_json(data: bytes, body: dict[str, Any]) -> bool:
     """Whether `data` is `indented(body)`, which would be several times as large in memory while it is made."""
     at, tokens = 0, chain(_ENCODER.iterencode(body), "\n")

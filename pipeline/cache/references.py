@@ -50,8 +50,11 @@ def references(cache: Cache) -> Iterator[Reference]:
     for owner in owners(cache):
         for number in plan_numbers(cache, owner):
             yield Reference(Paths.numbered(Paths.plans(owner), number), _files_of_plan(cache, owner, number))
-            segment = Paths.segment(owner, number)
-            document = segment if cache.files.exists(segment) else Paths.units(owner, number)
+            document = segment = Paths.segment(owner, number)
+            if cache.files.exists(segment):
+                yield Reference(segment, _list_of_commits(cache, segment))
+            else:
+                document = Paths.units(owner, number)
             yield Reference(document, _files_of_commits(cache, owner, number), stored=1)
 
 
@@ -114,7 +117,13 @@ def _files_of_prompts(cache: Cache, name: str) -> Iterator[str]:
 
 
 def _files_of_plan(cache: Cache, owner: str, number: int) -> Iterator[str]:
-    yield Paths.table(cache.plan(owner, number).table, "parquet")
+    plan = cache.plan(owner, number)
+    yield Paths.table(plan.units_table, "arrow")
+    yield Paths.table(plan.table, "parquet")
+
+
+def _list_of_commits(cache: Cache, segment: str) -> Iterator[str]:
+    yield Paths.table(cache.files.document(segment)["commits"]["table"], "arrow")
 
 
 def _files_of_commits(cache: Cache, owner: str, number: int) -> Iterator[str]:

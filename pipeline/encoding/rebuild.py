@@ -2,7 +2,7 @@
 
 `rebuild_documents` restores a document from its copy. If both are damaged, it moves them to `damaged/` and derives a
 new one from other files:
-- commits and segments from shards,
+- commits and segments, or the lists of segments, from shards,
 - plans from commits,
 - recipes from snapshots,
 - a scan, a name or a prompt set that is no longer the last, from its successor.
@@ -56,6 +56,7 @@ def rebuild_documents(cache: Cache) -> None:
         _fill_gaps(cache, folder)
     for owner in sorted(owners):
         if owner.startswith(PACKED):
+            _unreadable_segments(cache, owner)
             _unreadable_plans(cache, owner)
             if _numbers(cache, Paths.plans(owner)):
                 _commits(cache, owner)
@@ -63,6 +64,7 @@ def rebuild_documents(cache: Cache) -> None:
             for name in files.unit_names(Paths.units(owner, 0)):  # only `bucket --pack` can plan them
                 files.set_aside(name)
         elif files.exists(Paths.recipe(owner)):
+            _unreadable_segments(cache, owner)
             _plans(cache, owner)
             _adopt(cache, owner, _commits(cache, owner))
             for plan in cache.plans(owner):
@@ -94,20 +96,32 @@ def _numbers(cache: Cache, folder: str) -> list[int]:
     return layout.numbers_of(cache.files.names(folder))
 
 
-def _readable(cache: Cache, table: str) -> bool:
-    return cache.files.duplicate(Paths.table(table, "parquet"))
+def _readable(cache: Cache, table: str, suffix: str = "parquet") -> bool:
+    return cache.files.duplicate(Paths.table(table, suffix))
+
+
+def _unreadable_segments(cache: Cache, owner: str) -> None:
+    """Set aside the segments whose list of commits is lost; the shards name their units."""
+    for number in layout.numbers_of(cache.files.names(f"segments/{owner}")):
+        name = Paths.segment(owner, number)
+        listed = cache.files.document(name)["commits"]["table"]
+        if not _readable(cache, listed, "arrow"):
+            cache.files.set_aside(name)
+            cache.files.set_aside(Paths.table(listed, "arrow"))
 
 
 # ---------------------------------------------------------------- plans
 
 
 def _unreadable_plans(cache: Cache, owner: str) -> None:
-    """Set aside the plans whose table is lost."""
+    """Set aside the plans of which a table is lost."""
     for number in _numbers(cache, Paths.plans(owner)):
-        table = cache.plan(owner, number).table
-        if not _readable(cache, table):
+        plan = cache.plan(owner, number)
+        tables = ((plan.table, "parquet"), (plan.units_table, "arrow"))
+        if lost := [table for table in tables if not _readable(cache, *table)]:
             cache.files.set_aside(Paths.numbered(Paths.plans(owner), number))
-            cache.files.set_aside(Paths.table(table, "parquet"))
+        for table in lost:
+            cache.files.set_aside(Paths.table(*table))
 
 
 def _plans(cache: Cache, recipe: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cache import arrow, drivers, index, key_columns, long_lists, scratch, snapshot
+from pipeline.cache import arrow, drivers, index, key_columns, root, scratch, snapshot, snapshot_lists
 from pipeline.encoding import scan
 from pipeline.snapshots import join
 from pipeline.sources import folder, remote, source
@@ -18,8 +18,8 @@ def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (key_columns, index):
         monkeypatch.setattr(module, "BATCH", 2)
     monkeypatch.setattr(snapshot, "OPEN_CHUNKS", 1)
-    for name, value in (("SMALL", 1), ("PIECE", 600), ("ENTRIES", 1)):
-        monkeypatch.setattr(long_lists, name, value)
+    for module in (snapshot_lists, index, root):
+        monkeypatch.setattr(module, "ENTRIES", 1)
     monkeypatch.setattr(scan, "RUN", 2)
     monkeypatch.setattr(folder, "METADATA_BATCH", 2)
     monkeypatch.setattr(folder, "SIDECAR_BATCH", 2)
