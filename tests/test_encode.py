@@ -625,7 +625,7 @@ def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
     picture(source / "new.png", 1)
     monkeypatch.setitem(stages.encode.ENGINES, "local", engine)
     monkeypatch.setattr(
-        stages.encode.planning, "retryable_from_another_item", lambda cache, recipe, work_of: work_of([])
+        stages.encode.planning, "retryable_at_another_place", lambda cache, recipe, work_of: work_of([])
     )
     done = stages.encode.run(start, data=str(source))
     assert (done["captions"], done["images"], done["left"]) == (2, 4, 9)

@@ -41,6 +41,7 @@ from pipeline.models.sana_config import read_config
 from pipeline.processes import run_and_exit
 from pipeline.snapshots import filters
 from pipeline.sources.detect import open_source
+from pipeline.sources.source import Place
 from pipeline.work import claims
 
 SECONDS = 5.0
@@ -150,7 +151,7 @@ def scanned(name: str, *beside: tuple[str, bytes], **options: Any) -> Callable[[
         for row in result.to_pylist():
             assert row["reject"] is None or row["reject"].isprintable(), row["reject"]
             if row["reject"] is None:
-                source.read(row["item"])
+                source.read(Place(row["item"], row["part"], row["where"]))
                 json.loads(row["meta"])
 
     return parse
