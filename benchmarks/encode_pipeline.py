@@ -23,7 +23,6 @@ import torch
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.cache import layout
 from pipeline.cache.index import Commit
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
@@ -32,6 +31,7 @@ from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
 from pipeline.images import decoding
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.source import Place
 from pipeline.work import engine
@@ -43,7 +43,7 @@ SIDE, BATCH = 256, 4
 UNIT, PICTURE_S = 16, 0.05
 """Pictures of a unit, and seconds that the sleeping encoder takes for one."""
 
-RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=decoding.choose("auto"))
+RECIPE = LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=decoding.choose("auto"))
 
 
 class Real:

@@ -34,8 +34,9 @@ from benchmarks.report import resident
 from pipeline.cache import arrow, audit, garbage, index, key_columns, layout, scratch
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import Recipe, records_schema
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import RECORDS, to_ipc
+from pipeline.cache.shard import to_ipc
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import estimate, unit_records
@@ -45,6 +46,8 @@ from pipeline.encoding.reading import Reading
 from pipeline.images import buckets
 from pipeline.loader import planner
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
 from pipeline.sources import remote
 from pipeline.sources.caption_columns import CaptionRule
@@ -116,10 +119,10 @@ def configuration(folder: Path, *options: str) -> Config:
     return load(None, [f"cache={folder / 'cache'}", "encode.min_free_gib=0", *units, *options])
 
 
-def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
     values: dict[str, Any] = {"weights": "scale", "dtype": config.vae.dtype, "storage": config.encode.storage.latent}
-    latent = layout.LatentRecipe(**values, background=config.data.background)
-    return latent, layout.TextRecipe(
+    latent = LatentRecipe(**values, background=config.data.background)
+    return latent, TextRecipe(
         weights="scale",
         dtype=config.text.dtype,
         normalisation="nvlabs" if config.text.recipe == "nvlabs" else "diffusers",
@@ -149,7 +152,7 @@ def build(folder: Path, count: int) -> None:
             _commit(cache, recipe, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
 
 
-def scanned(folder: Path, count: int) -> tuple[Cache, layout.LatentRecipe, layout.TextRecipe, pa.Table]:
+def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, pa.Table]:
     """A cache in which the source is scanned, and the scan."""
     config = configuration(folder)
     cache = Cache.of(config, create=True)
@@ -196,14 +199,14 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
     return pa.table([columns[name] for name in scanning.SCAN.names], scanning.SCAN.names).cast(scanning.SCAN)
 
 
-def _commit(cache: Cache, recipe: layout.Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
+def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
     """The segment of a plan whose units are all made. units: (id, records)."""
     keys, counts = cache.table(table).column("key"), np.array([count for _, count in units])
     total, length = int(counts.sum()), 1 << 17
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
     fixed_columns = {"key": keys, "checksum": keys, "caption_checksum": keys, "offset": within * length}
     values = {"length": length, "channels": 32, "rows": 28, "width": 2304, "valid": 28, "caption_length": 60}
-    schema = RECORDS[recipe.kind]
+    schema = records_schema(recipe.kind)
     columns = [fixed_columns.get(name, np.full(total, values.get(name, 32))) for name in schema.names]
     digests = [layout.digest("shard", recipe.name, unit).hex() for unit, _ in units]
     shard = pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(units), dtype=np.int32), counts), digests)

@@ -31,6 +31,7 @@ from pipeline.cache.arrow import batches
 from pipeline.cache.index import RecordReject
 from pipeline.cache.local_files import cache_errors
 from pipeline.cache.objects import files_at
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import estimate, image_batch, unit_encoder
@@ -44,6 +45,8 @@ from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.metrics import trackers
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import reasons
 from pipeline.sources.filenames import is_url
 from pipeline.sources.filesystem import let_read
@@ -170,7 +173,7 @@ class _TextRun:
 
     config: Config
     cache: Cache
-    text: layout.TextRecipe
+    text: TextRecipe
     worker: Worker
     engine: str
     sources: dict[str, Source]
@@ -188,7 +191,7 @@ class EncodeRun(_TextRun):
 
     source: Source
     reading: Reading
-    latent: layout.LatentRecipe
+    latent: LatentRecipe
     table: list[buckets.Shape]
 
 
@@ -660,9 +663,7 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
     return ready
 
 
-def _unit_rejects(
-    cache: Cache, recipe: layout.Recipe, work_of: Callable[[Iterable[str]], pa.Table]
-) -> list[RecordReject]:
+def _unit_rejects(cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]], pa.Table]) -> list[RecordReject]:
     """Rejects of some work whose record no later unit has made. work_of: keys (hex) -> their rows."""
     index = cache.index(recipe.name)
     latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}

@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 import torch
 
 from pipeline.amounts import amount
-from pipeline.cache import layout
 from pipeline.cache.key_columns import fixed
 from pipeline.cache.local_files import replacing
 from pipeline.cache.objects import files_at
@@ -39,6 +38,8 @@ from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.recommend import Choice, Facts, Recommendation
 from pipeline.planning.search import Search
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.selection import is_held_out
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Source
@@ -294,7 +295,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
 
 def _cache_bytes(config: Config, looked: _Looked) -> int:
     """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
-    latent, text = layout.LatentRecipe(), layout.TextRecipe(max_length=config.text.max_length)
+    latent, text = LatentRecipe(), TextRecipe(max_length=config.text.max_length)
     shapes = buckets.table(config.data, latent.compression)
     work = estimate.wanted(looked.table, None, latent, text, shapes)
     size = estimate.sizes(

@@ -37,6 +37,8 @@ from pipeline.images import buckets
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import filters, join, selection
 from tests.support import synthetic
 from tests.support.damage import flip
@@ -109,7 +111,11 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
     all_of = [*pictures(70), Picture("last.png", "last", 16, 32, (("x", 2.0), ("X ", 1.0), ("y", 0.5)))]
     cache = add(of, "one", all_of)
     opened = made(of)
-    latents, texts, text = cache.index(synthetic.LATENT.name), cache.index(opened.text_recipe.name), opened.text_recipe
+    latents, texts, text = (
+        cache.index(synthetic.LATENT.name),
+        cache.index(opened.recipe(TextRecipe).name),
+        opened.recipe(TextRecipe),
+    )
     known = {layout.sample_id("one", p.item): p for p in all_of}
     assert len(opened) == len(all_of)
     for row in range(len(opened)):
@@ -119,13 +125,13 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
         size = buckets.nearest(synthetic.TABLE, picture.height, picture.width)
         bucket = opened.buckets[sample.bucket]
         assert (bucket.height, bucket.width) == size
-        assert sample.key == layout.latent_key(synthetic.LATENT.id, layout.digest(picture.content), *size)
+        assert sample.key == synthetic.LATENT.key(layout.digest(picture.content), *size)
         at = int(latents.find(as_keys([sample.key]))[0])
         assert sample.shard == latents.shards[latents.columns["shard"][at]]
         assert sample.offset == latents.columns["offset"][at]
         assert len(sample.captions) == len(picture.texts)
         for caption, (written, weight) in zip(sample.captions, picture.texts, strict=True):
-            assert caption.key == layout.text_key(text.id, written.lower().strip())
+            assert caption.key == text.key(written.lower().strip())
             at = int(texts.find(as_keys([caption.key]))[0])
             assert caption.shard == texts.shards[texts.columns["shard"][at]]
             assert (caption.rows, caption.weight) == (texts.columns["valid"][at], np.float32(weight))
@@ -144,14 +150,14 @@ def test_a_snapshot_names_only_shards_that_it_needs(root: Path) -> None:
 def test_many_keys_are_the_keys_of_each() -> None:
     digests, sizes = [layout.digest(str(i)) for i in range(9)], [(16, 24), (512, 2048)]
     which = np.arange(9) % 2
-    latents = many_keys.latent_keys("ab" * 16, as_keys(digests), sizes, which)
-    each = [layout.latent_key("ab" * 16, d, *sizes[i]) for d, i in zip(digests, which, strict=True)]
+    latents = synthetic.LATENT.keys(as_keys(digests), sizes, which)
+    each = [synthetic.LATENT.key(d, *sizes[i]) for d, i in zip(digests, which, strict=True)]
     assert latents.tobytes() == b"".join(each)
     words = ["", "a cat", "é 日本", "x" * 500]
-    keys = b"".join(layout.text_key("cd", w) for w in words)
+    keys = b"".join(TextRecipe().key(w) for w in words)
     for kind in (pa.string(), pa.large_string()):
         column = pa.array(["left out", *words], kind)[1:]
-        assert many_keys.text_keys("cd", column).tobytes() == keys
+        assert TextRecipe().keys(column).tobytes() == keys
         ids = [layout.sample_id("photos", word) for word in words]
         assert many_keys.sample_ids("photos", column).tolist() == ids
     assert many_keys.item_keys(words).tobytes() == b"".join(
@@ -682,7 +688,7 @@ def test_two_resolutions_of_a_picture_in_one_snapshot(root: Path, capsys: pytest
     for row in range(len(snapshot)):
         sample, (_, item) = snapshot.sample(row), snapshot.source_item(row)
         size = snapshot.buckets[sample.bucket].height, snapshot.buckets[sample.bucket].width
-        assert sample.key == layout.latent_key(synthetic.LATENT.id, contents[item], *size)
+        assert sample.key == synthetic.LATENT.key(contents[item], *size)
     ids = [snapshot.sample_id(row) for row in range(len(snapshot))]
     assert len(set(ids)) == len(ids)
     assert {layout.sample_id("one", p.item) for p in all_of if p.reject is None} < set(ids)
@@ -711,7 +717,7 @@ def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
     add(of, "one", [Picture(f"{i}.png", f"{i}", captions=((f"a {i}", 1.0), (f"b {i}", 3.0))) for i in range(20)])
     snapshot = made(of)
     planner = Planner(snapshot, seed=0, phase=0)
-    rare = {layout.text_key(snapshot.text_recipe.id, f"a {i}") for i in range(20)}
+    rare = {snapshot.recipe(TextRecipe).key(f"a {i}") for i in range(20)}
     choices: dict[int, list[bool]] = {}
     for step in range(1000):
         plan = planner.step(step)
@@ -1161,7 +1167,7 @@ def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
     add(of, "old", pictures(8, "old-"))
     cache = Cache(root)
     cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": "latent-" + "0" * 32})
-    other = layout.LatentRecipe(weights="other")
+    other = LatentRecipe(weights="other")
     cache.add_recipe(other)
     cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": other.name})
     with pytest.raises(CacheError, match=naming("'old'", "'one'", "weights")):

@@ -25,6 +25,7 @@ from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.snapshot_lists import ShardTable
 from pipeline.cache.status import status
@@ -34,6 +35,7 @@ from pipeline.errors import IntegrityError
 from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals.text import TextRecipe
 from tests.support import synthetic, tiny_cache
 from tests.support.damage import flip
 from tests.support.lowered import lower_limits
@@ -99,7 +101,7 @@ def config(small_cache_copy: Path, make_config: Callable[..., Config], tmp_path:
     """Of a copy of the small cache, as after `gc`, with a prompt set."""
     lose(small_cache_copy, "units/**/*.json")
     cache = Cache(small_cache_copy)
-    recipe = cache.open_snapshot().text_recipe
+    recipe = cache.open_snapshot().recipe(TextRecipe)
     keys = [key.tobytes() for key in cache.index(recipe.name).keys[:2]]
     assert prompts.publish(cache, "prompts", recipe, ["one", "two"], keys)
     return make_config(tmp_path)
@@ -111,7 +113,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     units: list[str] = []
     real = unit_records.write_unit
 
-    def encode(cache: Cache, recipe: layout.Recipe, plan: WorkPlan, unit: Unit, *rest: Any) -> index.Commit:
+    def encode(cache: Cache, recipe: Recipe, plan: WorkPlan, unit: Unit, *rest: Any) -> index.Commit:
         units.append(unit.unit)
         return real(cache, recipe, plan, unit, *rest)
 
@@ -401,7 +403,7 @@ def test_a_lost_plan_of_pictures_is_derived_in_one_pass_over_the_scans(
 
     def key(picture: synthetic.Picture) -> bytes:
         size = buckets.nearest(synthetic.TABLE, picture.height, picture.width)
-        return layout.latent_key(recipe.id, layout.digest(picture.content), *size)
+        return recipe.key(layout.digest(picture.content), *size)
 
     scans = {source: cache.last_scan(source) or {} for source in ("one", "two")}
     kept = cache.put_table(cache.table(scans["one"]["table"])[:120])

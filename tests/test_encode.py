@@ -33,6 +33,7 @@ from pipeline.images import vips_decoder
 from pipeline.models import encoders
 from pipeline.models.frozen import NonFiniteOutputError
 from pipeline.models.text import TextEncoder
+from pipeline.signals.latent import LatentRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
@@ -292,7 +293,7 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
         assert (done["images"], done["captions"]) == (0, 0)
         stages.bucket.run(again)
     assert [recipe.name for recipe in cache.recipes("latent")] == [old.name]
-    assert cache.open_snapshot().latent_recipe == old
+    assert cache.open_snapshot().recipe(LatentRecipe) == old
     damaged = next(path for path in (tmp_path / "cache").glob("shards/latent-*/*/*.tar"))
     whole = damaged.read_bytes()
     damaged.chmod(0o644)

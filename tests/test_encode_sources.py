@@ -28,6 +28,7 @@ from pipeline.encoding.fragments import Fragments
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals.latent import LatentRecipe
 from pipeline.sources.source import Place
 from pipeline.sources.tars import TarSource
 from tests.support.http_server import serve
@@ -391,7 +392,7 @@ def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
     body = cache.last_scan("tars")
     assert body is not None
     recipe = cache.recipe(body["latent"])
-    assert isinstance(recipe, layout.LatentRecipe)
+    assert isinstance(recipe, LatentRecipe)
     (plan,) = cache.plans(recipe.name)
     read = 0
     for unit in plan.units:

@@ -52,6 +52,7 @@ from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.encoding import rebuild
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
+from pipeline.signals.latent import LatentRecipe
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -107,7 +108,7 @@ def a_shard(cache: Cache, seed: int = 0, unit: str = f"{0:032x}") -> str:
     latent, _ = tiny_cache.recipes()
     values = np.random.default_rng(seed).integers(0, 0x7F80, (2, 2, 2), np.uint16)
     with shard.ShardWriter(cache.files, latent, unit) as writer:
-        writer.add(layout.latent_key(latent.id, bytes(16), 16, 16), values)
+        writer.add(latent.key(bytes(16), 16, 16), values)
         return Paths.shard(latent.name, writer.finish()[0])
 
 
@@ -258,11 +259,11 @@ def test_what_says_nothing_about_a_file_is_no_damage(kind: type[CacheError]) -> 
 
 def test_a_limit_of_this_machine_is_no_fault_of_a_file(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot, files = cache.open_snapshot(), cache.files
-    path = next(entry.name for entry in files.walk("shards/" + snapshot.recipe("latent").name))
+    path = next(entry.name for entry in files.walk("shards/" + snapshot.recipe(LatentRecipe).name))
     table = next(entry.name for entry in files.walk("tables"))
     name, row = Path(path).stem, shard.read_table(files, path)[1].to_pylist()[0]
     into = np.empty((row["channels"], row["height"], row["width"]), np.uint16)
-    reader = shard.ShardReader(files, snapshot.recipe("latent").name)
+    reader = shard.ShardReader(files, snapshot.recipe(LatentRecipe).name)
     monkeypatch.setattr(scratch, "LIMIT", 0)
 
     def exhausted(*args: object) -> None:

@@ -42,6 +42,8 @@ from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 KILLED = -int(signal.SIGKILL)
 SIZES = ((64, 64), (80, 48))
@@ -120,7 +122,7 @@ def replace(path: Path, data: bytes) -> None:
 def read_sample(snapshot: Snapshot, row: int) -> None:
     """Read and verify everything that training reads of a sample."""
     sample, bucket = snapshot.sample(row), snapshot.buckets[snapshot.sample(row).bucket]
-    latent, width = snapshot.latent_recipe, snapshot.text_recipe.width
+    latent, width = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe).width
     shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
     snapshot.reader("latent").read(
         sample.shard, sample.offset, sample.key, sample.checksum, np.empty(shape, np.uint16), sample.length

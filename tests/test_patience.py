@@ -24,6 +24,8 @@ from pipeline.cache.root import Cache
 from pipeline.cache.shard import RecordError, ShardReader, read_head, read_table
 from pipeline.config import MirrorConfig
 from pipeline.errors import AwayError, CacheError, ResourceError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.work.stop import Stop, Stopped
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
@@ -321,7 +323,7 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
     gone.append(errno.ENOTCONN)
     cache.files.patience_s = 0.3
     sample = cache.open_snapshot().sample(0)
-    reader = ShardReader(cache.files, cache.open_snapshot().latent_recipe.name)
+    reader = ShardReader(cache.files, cache.open_snapshot().recipe(LatentRecipe).name)
     with pytest.raises(AwayError, match="not connected"):
         reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, 16)
 
@@ -331,7 +333,7 @@ def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
 ) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     snapshot = cache.open_snapshot()
-    sample, recipe = snapshot.sample(0), snapshot.latent_recipe
+    sample, recipe = snapshot.sample(0), snapshot.recipe(LatentRecipe)
     bucket = snapshot.buckets[sample.bucket]
     length = 2 * recipe.channels * (bucket.height // recipe.compression) * (bucket.width // recipe.compression)
     real, tries, cache.files.patience_s = os.preadv, [0], 3.0
@@ -356,7 +358,7 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
 ) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     snapshot = cache.open_snapshot()
-    first, recipe = snapshot.sample(0), snapshot.latent_recipe
+    first, recipe = snapshot.sample(0), snapshot.recipe(LatentRecipe)
     name, length = first.shard, 2 * np.empty(snapshot.latent_shape(first.bucket)).size
     beside = next(
         s for s in map(snapshot.sample, range(1, len(snapshot))) if (s.shard, s.bucket) == (name, first.bucket)
@@ -374,7 +376,7 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
         reader.stored(name, sample.offset, sample.key, sample.checksum, length)
     assert len(opened) == 1
     text, caption = cache.open_snapshot().reader("text"), first.captions[0]
-    table = read_table(cache.files, layout.Paths.shard(snapshot.text_recipe.name, caption.shard))[1].to_pylist()
+    table = read_table(cache.files, layout.Paths.shard(snapshot.recipe(TextRecipe).name, caption.shard))[1].to_pylist()
     row = next(row for row in table if row["key"] == caption.key)
     opened.clear()
     for _ in range(2):

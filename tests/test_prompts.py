@@ -29,6 +29,7 @@ from pipeline.encoding.repair import Repairs
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders, hub
 from pipeline.models.text import TextEncoder
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from tests.support import tiny_cache
 from tests.support.messages import naming
@@ -45,17 +46,17 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> tuple[Cache, layout.TextRecipe, list[bytes]]:
+def tiny(tmp_path: Path) -> tuple[Cache, TextRecipe, list[bytes]]:
     """A cache without models, its text recipe and the keys of its captions."""
     cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
     recipe = tiny_cache.recipes()[1]
     keys = [key.tobytes() for key in cache.index(recipe.name).keys]
-    return cache, recipe, [key for key in keys if key != layout.null_key(recipe.id)]
+    return cache, recipe, [key for key in keys if key != recipe.null_key]
 
 
-def recipe_of(cache: Cache) -> layout.TextRecipe:
+def recipe_of(cache: Cache) -> TextRecipe:
     (recipe,) = cache.recipes("text")
-    assert isinstance(recipe, layout.TextRecipe)
+    assert isinstance(recipe, TextRecipe)
     return recipe
 
 
@@ -125,7 +126,7 @@ def test_with_a_source_a_prompt_that_is_a_caption_is_not_encoded_again(
     assert (done["captions"], done["images"], done["prompts"]["new"]) == (1, 0, 1)
     cache = Cache.of(config)
     snapshot = cache.open_snapshot()
-    opened = prompts.open_prompts(cache, "prompts", snapshot.text_recipe)
+    opened = prompts.open_prompts(cache, "prompts", snapshot.recipe(TextRecipe))
     assert opened.empty == snapshot.null, "the same null record"
     assert opened.texts[0] == caption.strip().upper()
 
@@ -152,7 +153,7 @@ def test_captions_of_a_packed_snapshot_are_prompts_too(tmp_path: Path) -> None:
         for number, text in enumerate(made.texts):
             row = next(row for row in range(len(opened)) if text in opened.captions(row, reader))
             place = opened.sample(row).captions[opened.captions(row, reader).index(text)]
-            assert made.rows(number).shape == (place.rows, opened.text_recipe.width)
+            assert made.rows(number).shape == (place.rows, opened.recipe(TextRecipe).width)
 
 
 def test_prompts_do_not_change_the_units_of_the_captions(
@@ -205,7 +206,7 @@ def test_other_workers_finish_and_publish(
 
 
 def test_repeated_prompts_are_reported_and_drawn_once() -> None:
-    recipe = layout.TextRecipe()
+    recipe = TextRecipe()
     made, repeated = prompting.of([(1, "A cat"), (4, "a dog"), (7, "a CAT")], recipe)
     assert made.texts == ("A cat", "a dog") and len(made.work) == 3
     (line,) = repeated
@@ -243,14 +244,14 @@ def test_a_file_without_prompts_is_refused_before_a_model_is_read(
 
 
 def test_five_prompts_are_shipped() -> None:
-    made, repeated = prompting.of(prompting.read("default", 0), layout.TextRecipe())
+    made, repeated = prompting.of(prompting.read("default", 0), TextRecipe())
     assert len(made.texts) == 5 and not repeated
 
 
 # ---------------------------------------------------------------- sets
 
 
-def test_sets_are_opened_by_name_recipe_and_id(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+def test_sets_are_opened_by_name_recipe_and_id(tiny: tuple[Cache, TextRecipe, list[bytes]]) -> None:
     cache, recipe, keys = tiny
     with pytest.raises(CacheError, match="--prompts FILE"):
         prompts.open_prompts(cache, None, recipe)
@@ -271,7 +272,7 @@ def test_sets_are_opened_by_name_recipe_and_id(tiny: tuple[Cache, layout.TextRec
         prompts.publish(cache, "../x", recipe, ["one"], keys[:1])
 
 
-def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, TextRecipe, list[bytes]]) -> None:
     cache, recipe, keys = tiny
     made = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
     prompts.forget(cache, "prompts")
@@ -286,7 +287,7 @@ def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, layout.TextRe
     assert prompts.open_prompts(cache, None, recipe).texts == ("one",)
 
 
-def test_a_set_in_the_place_of_another_is_damage(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+def test_a_set_in_the_place_of_another_is_damage(tiny: tuple[Cache, TextRecipe, list[bytes]]) -> None:
     cache, recipe, keys = tiny
     for name, key in (("a", keys[0]), ("b", keys[1])):
         prompts.publish(cache, name, recipe, [name], [key])
@@ -299,7 +300,7 @@ def test_a_set_in_the_place_of_another_is_damage(tiny: tuple[Cache, layout.TextR
     assert "prompts/b" in status(cache)["damaged"]
 
 
-def test_a_wrong_byte_of_a_prompt_is_an_error_that_names_it(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+def test_a_wrong_byte_of_a_prompt_is_an_error_that_names_it(tiny: tuple[Cache, TextRecipe, list[bytes]]) -> None:
     cache, recipe, keys = tiny
     opened = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
     assert opened is not None
@@ -375,7 +376,7 @@ def test_repair_lets_a_set_refer_to_the_records_that_were_made_again(
 
 
 def test_a_set_whose_lost_shard_is_restored_is_right_again(
-    tiny: tuple[Cache, layout.TextRecipe, list[bytes]],
+    tiny: tuple[Cache, TextRecipe, list[bytes]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

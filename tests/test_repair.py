@@ -32,6 +32,7 @@ from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.synthetic import with_another
@@ -374,7 +375,7 @@ def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
 ) -> None:
     cache = Cache(small_cache_copy)
     recipe = cache.recipes("text")[0]
-    assert isinstance(recipe, layout.TextRecipe)
+    assert isinstance(recipe, TextRecipe)
     other = dataclasses.replace(recipe, weights="0" * 32)
     cache.add_recipe(other)
     plan = cache.plans(recipe.name)[0]

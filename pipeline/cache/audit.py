@@ -202,7 +202,7 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
     """Hex keys of the damaged records of a joint shard."""
     readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
     numbers = {kind: names.index(digest) for kind, names in snapshot.shards.items() if digest in names}
-    latent, width = snapshot.latent_recipe, snapshot.text_recipe.width
+    width = snapshot.caption.width
 
     def damaged(kind: str, record: Any, into: np.ndarray) -> bool:
         try:
@@ -216,9 +216,7 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
         rows = np.flatnonzero(table.column("shard").to_numpy() == numbers.get("latent", -1))
         for row in (rows + first).tolist():
             sample = snapshot.sample(row)
-            bucket = snapshot.buckets[sample.bucket]
-            shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
-            if damaged("latent", sample, np.empty(shape, np.uint16)):
+            if damaged("latent", sample, np.empty(snapshot.latent_shape(sample.bucket), np.uint16)):
                 yield sample.key.hex()
             for caption, where in zip(sample.captions, snapshot.written(row), strict=True):
                 bad = damaged("text", caption, np.empty((caption.rows, width), np.uint16))

@@ -27,7 +27,8 @@ from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
 from pipeline.cache.long_lists import LongList, by
-from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc, write_ipc
+from pipeline.cache.recipes import records_schema
+from pipeline.cache.shard import from_ipc, read_table, to_ipc, write_ipc
 from pipeline.errors import IntegrityError
 
 ADOPTED = "adopted"
@@ -164,7 +165,7 @@ def merged(files: Files, recipe: str, done: Iterable[Commit]) -> tuple[str, int]
 
 def whole_table(files: Files, recipe: str, done: Iterable[Commit]) -> pa.Table:
     """The merged record table of commits, in one piece; a large table is in temporary files."""
-    schema, shards = RECORDS[recipe.partition("-")[0]], dict[str, int]()
+    schema, shards = records_schema(recipe.partition("-")[0]), dict[str, int]()
 
     def parts() -> Iterator[dict[str, np.ndarray]]:
         for commit in done:
@@ -206,7 +207,7 @@ def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     kind, name = recipe.partition("-")[0], Paths.table(commit.table, "arrow")
     where = Paths.shard(recipe, commit.shard)
     table = _record_table(files, commit.table, lambda: read_table(files, where)[1])
-    if table.schema != RECORDS[kind] or table.num_rows != commit.records:
+    if table.schema != records_schema(kind) or table.num_rows != commit.records:
         raise IntegrityError(
             f"{files.where(name)}: is not the record table of unit {commit.unit}",
             expected=f"{commit.records} {kind} records",
@@ -290,7 +291,7 @@ class RecordIndex:
         """The records of a plan, some at a time: of the merged table if it has a segment. The column `shard` has
         positions (uint32), the plan's from `start` on."""
         files, segment = self._files, Paths.segment(self.recipe, plan.number)
-        names = RECORDS[self.kind].names
+        names = records_schema(self.kind).names
         if plan.table is None:
             for at, commit in plan.unmerged:
                 table = _unit_table(files, self.recipe, commit).select(names)
@@ -302,7 +303,7 @@ class RecordIndex:
             return whole_table(files, self.recipe, each_commit(files, self.recipe, plan.number))
 
         table = _record_table(files, plan.table, rebuild)
-        if missing := {*RECORDS[self.kind].names, "shard"} - set(table.column_names):
+        if missing := {*records_schema(self.kind).names, "shard"} - set(table.column_names):
             raise IntegrityError(
                 f"{files.where(segment)}: is not of {self.kind} records",
                 expected=", ".join(sorted(missing)),
@@ -324,7 +325,7 @@ class RecordIndex:
     def _fill(self, batches: Iterable[pa.Table]) -> None:
         """Take over records, the lowest precedence first: of equal keys the last stays."""
         scratch = self._files.scratch
-        schema = RECORDS[self.kind].append(pa.field("shard", pa.uint32()))
+        schema = records_schema(self.kind).append(pa.field("shard", pa.uint32()))
 
         def parts() -> Iterator[dict[str, np.ndarray]]:
             for part in scratch.sorted_by_key(batches):

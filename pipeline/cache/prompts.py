@@ -19,6 +19,7 @@ from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import CaptionRecipe
 from pipeline.cache.root import CAPTIONS, FORGOTTEN, Cache, check_prompts_name
 from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import Snapshot, TextPlace
@@ -45,7 +46,7 @@ class PromptSet:
     files: Files = field(repr=False, compare=False)
     path: str = field(compare=False)
     name: str
-    recipe: layout.TextRecipe
+    recipe: CaptionRecipe
     texts: tuple[str, ...]
     places: tuple[TextPlace, ...]
     empty: TextPlace
@@ -91,7 +92,7 @@ class PromptSet:
 
 
 def publish(
-    cache: Cache, name: str, recipe: layout.TextRecipe, texts: Sequence[str], keys: Sequence[bytes]
+    cache: Cache, name: str, recipe: CaptionRecipe, texts: Sequence[str], keys: Sequence[bytes]
 ) -> PromptSet | None:
     """Publish a set, unless the newest of this name and recipe is the same.
 
@@ -106,7 +107,7 @@ def publish(
     """
     check_prompts_name(name)
     index = cache.index(recipe.name)
-    wanted = as_keys([layout.null_key(recipe.id), *keys])
+    wanted = as_keys([recipe.null_key, *keys])
     if not index.present(wanted).all():
         return None
     empty, *places = (TextPlace.of(index, row, recipe.storage) for row in index.find(wanted).tolist())
@@ -121,7 +122,7 @@ def publish(
             return new
 
 
-def open_prompts(cache: Cache, name: str | None, recipe: layout.TextRecipe) -> PromptSet:
+def open_prompts(cache: Cache, name: str | None, recipe: CaptionRecipe) -> PromptSet:
     """The newest set of a name (default: `NAME`) of a recipe; or a set by its id.
 
     Raises:
@@ -156,7 +157,7 @@ def of_snapshot(snapshot: Snapshot, count: int) -> PromptSet:
     Raises:
         IntegrityError: a caption is missing or damaged.
     """
-    reader, places = snapshot.reader("text"), dict[str, TextPlace]()
+    reader, places = snapshot.reader(snapshot.caption.kind), dict[str, TextPlace]()
     for row in (row for tries in (count, 8 * count) for row in spread(len(snapshot), min(tries, len(snapshot)))):
         captions = snapshot.sample(row).captions
         at = max(range(len(captions)), key=lambda number: captions[number].weight)
@@ -168,7 +169,7 @@ def of_snapshot(snapshot: Snapshot, count: int) -> PromptSet:
             places.setdefault(text, shown)
         if len(places) == count:
             break
-    recipe, folder = snapshot.text_recipe, snapshot.head.folder
+    recipe, folder = snapshot.caption, snapshot.head.folder
     return PromptSet(snapshot.files, "", CAPTIONS, recipe, tuple(places), tuple(places.values()), snapshot.null, folder)
 
 
@@ -177,7 +178,7 @@ def spread(samples: int, count: int) -> list[int]:
     return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
-def find_rows(cache: Cache, recipe: layout.TextRecipe, normalised: str) -> np.ndarray | None:
+def find_rows(cache: Cache, recipe: CaptionRecipe, normalised: str) -> np.ndarray | None:
     """The verified record of a prompt of any set, as `PromptSet.rows` gives it; None: no set has it.
 
     Args:
@@ -185,7 +186,7 @@ def find_rows(cache: Cache, recipe: layout.TextRecipe, normalised: str) -> np.nd
     """
     for known in current(cache):
         if known.recipe == recipe:
-            key = layout.text_key(known.recipe.id, normalised)
+            key = known.recipe.key(normalised)
             for number, place in enumerate(known.places):
                 if place.key == key:
                     return known.rows(number)
@@ -244,7 +245,7 @@ def _all(cache: Cache) -> Iterator[PromptSet]:
 
 def _parse(cache: Cache, path: str, body: dict[str, Any]) -> PromptSet:
     recipe = cache.recipe(body["text"])
-    if not isinstance(recipe, layout.TextRecipe):
+    if not isinstance(recipe, CaptionRecipe):
         raise IntegrityError(f"{cache.files.where(path)}: names no text recipe", found=body["text"])
     places = tuple(
         TextPlace.parse({key: value for key, value in prompt.items() if key != "text"}) for prompt in body["prompts"]

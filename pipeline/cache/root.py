@@ -24,6 +24,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
 from pipeline.cache.long_lists import LongList
 from pipeline.cache.objects import files_at
+from pipeline.cache.recipes import Recipe, recipe_class
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
@@ -214,20 +215,20 @@ class Cache:
 
     # ------------------------------------------------------------ recipes
 
-    def add_recipe(self, recipe: layout.Recipe) -> None:
+    def add_recipe(self, recipe: Recipe) -> None:
         self.files.ensure(Paths.recipe(recipe.name), layout.seal({"kind": recipe.kind, "values": recipe.values()}))
 
-    def recipe(self, name: str) -> layout.Recipe:
+    def recipe(self, name: str) -> Recipe:
         """A recipe by name (`latent-<id>`, `text-<id>`)."""
         body = self.files.document(Paths.recipe(name))
-        recipe = layout.RECIPES[body["kind"]].from_values(body["values"])
+        recipe = recipe_class(body["kind"]).from_values(body["values"])
         if recipe.name != name:
             raise IntegrityError(
                 f"{self.files.where(Paths.recipe(name))}: holds another recipe", expected=name, found=recipe.name
             )
         return recipe
 
-    def recipes(self, kind: str) -> list[layout.Recipe]:
+    def recipes(self, kind: str) -> list[Recipe]:
         names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
         return [self.recipe(name) for name in names]
 

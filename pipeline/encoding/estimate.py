@@ -22,12 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.amounts import amount, duration
-from pipeline.cache import codec, layout
+from pipeline.cache import codec
 from pipeline.cache.arrow import batches
 from pipeline.cache.key_columns import SortedKeys, fixed
+from pipeline.cache.recipes import Recipe, records_schema
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
-from pipeline.cache.shard import BLOCK, RECORDS, npy_header
+from pipeline.cache.shard import BLOCK, npy_header
 from pipeline.config import Config, EncodeConfig
 from pipeline.encoding import image_batch
 from pipeline.encoding import plan as planning
@@ -35,6 +36,8 @@ from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reasons import Kinds
@@ -108,9 +111,7 @@ class Wanted:
             first += [Place(**place) for place in places.to_pylist()]
 
 
-def wanted(
-    scan: pa.Table, cache: Cache | None, latent: layout.LatentRecipe, text: layout.TextRecipe, table: list[Shape]
-) -> Wanted:
+def wanted(scan: pa.Table, cache: Cache | None, latent: LatentRecipe, text: TextRecipe, table: list[Shape]) -> Wanted:
     """Compare a scan (of whole pictures or of headers) with a cache. table: the target resolutions of the buckets."""
     scratch = cache.files.scratch if cache is not None else Scratch()
     work = Wanted(items=scan.num_rows)
@@ -130,7 +131,7 @@ def wanted(
         work.caption_bytes += pc.sum(pc.binary_length(new.column("caption"))).as_py() or 0
         captions.add(new)
     work.sample = list(_sampled(captions.finish(), text))
-    work.null = cache is None or not cache.index(text.name).has(layout.null_key(text.id))
+    work.null = cache is None or not cache.index(text.name).has(text.null_key)
     work.cached_captions += not work.null
     work.rejects = work.rejects.ranked()
     return work
@@ -161,7 +162,7 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
 
 
 def _new(
-    records: pa.Table, name: str, cache: Cache | None, recipe: layout.Recipe, work: Wanted
+    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, work: Wanted
 ) -> Iterator[tuple[pa.Table, int]]:
     """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
     made are rejects under the value of column `name`."""
@@ -179,7 +180,7 @@ def _new(
         yield batch.filter(pa.array(~present & ~failed)), int(present.sum())
 
 
-def _sampled(captions: pa.Table, recipe: layout.TextRecipe) -> Iterator[tuple[str, int]]:
+def _sampled(captions: pa.Table, recipe: TextRecipe) -> Iterator[tuple[str, int]]:
     """About `SAMPLE` captions at equal distances."""
     step, before = max(1, math.ceil(len(captions) / SAMPLE)), 0
     for batch in batches(captions.select(["caption"])):
@@ -196,10 +197,10 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
     recipe = cache.recipe(plan.recipe)
     rows = cache.unit_rows(plan, unit)
-    if isinstance(recipe, layout.LatentRecipe):
+    if isinstance(recipe, LatentRecipe):
         shapes = zip(rows.column("height").to_pylist(), rows.column("width").to_pylist(), strict=True)
         return sum(latent_bytes(recipe, height, width) for height, width in shapes)
-    assert isinstance(recipe, layout.TextRecipe)
+    assert isinstance(recipe, TextRecipe)
     lengths = [None if text is None else len(text.encode()) for text in rows.column("caption").to_pylist()]
     return sum(
         text_bytes(recipe, recipe.max_length if length is None else likely_rows(recipe, length), length or 0)
@@ -207,24 +208,24 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     )
 
 
-def latent_bytes(recipe: layout.LatentRecipe, height: int, width: int) -> int:
+def latent_bytes(recipe: LatentRecipe, height: int, width: int) -> int:
     """Bytes of a latent in a shard, including its row of the shard's table. height, width: in pixels."""
     shape = (recipe.channels, height // recipe.compression, width // recipe.compression)
     return _record(recipe, shape)
 
 
-def text_bytes(recipe: layout.TextRecipe, rows: int, caption: int) -> int:
+def text_bytes(recipe: TextRecipe, rows: int, caption: int) -> int:
     """Bytes of a text record in a shard. rows: of the record; caption: bytes of the caption as written."""
     return _record(recipe, (rows, recipe.width)) + BLOCK + _padded(caption)
 
 
-def member_bytes(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+def member_bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
     """Bytes of a record's member in a shard: tar header, npy header, payload, padding. shape: of the values."""
-    size = codec.payload_bytes(str(recipe.values()["storage"]), recipe.kind, shape)
+    size = codec.payload_bytes(str(recipe.values()["storage"]), codec.by_row(recipe), shape)
     return BLOCK + _padded(len(npy_header(shape)) + size)
 
 
-def _record(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+def _record(recipe: Recipe, shape: tuple[int, ...]) -> int:
     return member_bytes(recipe, shape) + _row(recipe.kind)
 
 
@@ -233,10 +234,10 @@ def _padded(size: int) -> int:
 
 
 def _row(kind: str) -> int:
-    return sum(column.type.bit_width // 8 for column in RECORDS[kind])
+    return sum(column.type.bit_width // 8 for column in records_schema(kind))
 
 
-def likely_rows(recipe: layout.TextRecipe, caption: int) -> int:
+def likely_rows(recipe: TextRecipe, caption: int) -> int:
     """Rows of a caption of so many bytes, without a tokenizer: three bytes per token, fewer than most captions have."""
     return min(recipe.max_length, 2 + -(-caption // 3))
 
@@ -266,8 +267,8 @@ class Sizes:
 def sizes(
     work: Wanted,
     config: Config,
-    latent: layout.LatentRecipe,
-    text: layout.TextRecipe,
+    latent: LatentRecipe,
+    text: TextRecipe,
     count_rows: Callable[[Sequence[str]], list[int]],
 ) -> Sizes:
     """Bytes by kind.
@@ -329,7 +330,7 @@ class Speed:
 
 
 def probe(
-    work: Wanted, config: Config, source: Source, latent: layout.LatentRecipe, device: Any, budget_s: float = PROBE_S
+    work: Wanted, config: Config, source: Source, latent: LatentRecipe, device: Any, budget_s: float = PROBE_S
 ) -> Speed:
     """Encode a few real batches of captions and of the most frequent buckets, and drop the results.
 
@@ -388,7 +389,7 @@ def probe_images(
     places: list[Place],
     shape: Shape,
     config: Config,
-    recipe: layout.LatentRecipe,
+    recipe: LatentRecipe,
     end: float,
     decoded: list[float],
     fitting: Fitting | None = None,

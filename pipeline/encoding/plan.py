@@ -21,16 +21,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import arrow, layout
+from pipeline.cache import arrow
 from pipeline.cache.arrow import batches, take_rows
 from pipeline.cache.index import committed
 from pipeline.cache.key_columns import SortedKeys, as_keys, binary, fixed, is_first
 from pipeline.cache.layout import Paths
-from pipeline.cache.many_keys import latent_keys, text_keys
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.config import EncodeConfig
 from pipeline.images import buckets
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 
 IMAGES = pa.schema(
@@ -55,7 +57,7 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 def image_work(
     scan: pa.Table,
     source: str,
-    recipe: layout.LatentRecipe,
+    recipe: LatentRecipe,
     table: list[tuple[int, int]],
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
@@ -74,7 +76,7 @@ def image_work(
             height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
             which = buckets.nearest_all(table, height, width)
             items = usable.select(["item", "part", "where", "digest"])
-            keys = latent_keys(recipe.id, fixed(items.column("digest")), table, which)
+            keys = recipe.keys(fixed(items.column("digest")), table, which)
             sides = np.array(table, np.int32).reshape(-1, 2)[which]
             sources = pa.repeat(pa.scalar(source, pa.string()), len(usable))
             columns = [binary(keys), sources, *items.columns, pa.array(sides[:, 0]), pa.array(sides[:, 1])]
@@ -103,7 +105,7 @@ def _numbered(keys: pa.ChunkedArray) -> Iterator[pa.Table]:
 
 
 def caption_work(
-    scan: pa.Table, recipe: layout.TextRecipe, scratch: Scratch | None = None, only: Iterable[str] | None = None
+    scan: pa.Table, recipe: TextRecipe, scratch: Scratch | None = None, only: Iterable[str] | None = None
 ) -> pa.Table:
     """Rows of `CAPTIONS` for the null record and the captions of a scan's usable items, in the order of their keys;
     equal captions once, as first written. scratch, only: as in `image_work`."""
@@ -119,7 +121,7 @@ def caption_work(
 
 def text_work(
     texts: Iterable[pa.Array],
-    recipe: layout.TextRecipe,
+    recipe: TextRecipe,
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
 ) -> pa.Table:
@@ -131,10 +133,10 @@ def text_work(
         for part in texts:
             once = part.unique()
             normalised = caption_rules.normalise_all(once, recipe.normalisation)
-            yield _with_keys(pa.table([binary(text_keys(recipe.id, normalised)), once], CAPTIONS), only)
+            yield _with_keys(pa.table([binary(recipe.keys(normalised)), once], CAPTIONS), only)
 
     def rows() -> Iterator[pa.Table]:
-        null = pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
+        null = pa.table([binary(as_keys([recipe.null_key])), pa.nulls(1, pa.string())], schema=CAPTIONS)
         yield _with_keys(null, only)
         for part in scratch.sorted_by_key(written()):
             yield part.filter(pa.array(is_first(fixed(part.column("key")))))
@@ -152,7 +154,7 @@ Cut = tuple[np.ndarray, int]
 
 def plan_images(
     cache: Cache,
-    recipe: layout.LatentRecipe,
+    recipe: LatentRecipe,
     work: pa.Table,
     config: EncodeConfig,
     fitting: Fitting | None = None,
@@ -190,7 +192,7 @@ def images_of_batch(config: EncodeConfig, size: tuple[int, int], fitting: Fittin
     return FIXED if fitting is None else fitting(*size)
 
 
-def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
+def plan_captions(cache: Cache, recipe: TextRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
     """Adopt the existing text plans, and append a plan for the rows that they do not cover.
 
     Units are ranges of the sorted keys. A unit's rows are sorted by caption length, so that a batch holds captions of
@@ -215,7 +217,7 @@ def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, confi
 
 def _plan(
     cache: Cache,
-    recipe: layout.Recipe,
+    recipe: Recipe,
     work: pa.Table,
     windows: Callable[[pa.Table], Iterator[pa.Table]],
     cut: Callable[[pa.Table], Iterator[Cut]],
@@ -235,7 +237,7 @@ def _plan(
 def _planned(
     members: Iterator[tuple[pa.Table, list[Cut]]],
     units: list[Unit],
-    recipe: layout.Recipe,
+    recipe: Recipe,
     number: int,
 ) -> Iterator[pa.Table]:
     """The rows of a plan's table, in the order of its units, which are added to `units`."""
@@ -248,7 +250,7 @@ def _planned(
         yield take_rows(window, np.concatenate([rows for rows, _ in parts]))
 
 
-def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
+def _missing(cache: Cache, recipe: Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
     """(n,) bool: which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard.
 
     A finished plan assigned what its records and rejects name, which the index has. So only the keys of other plans are
@@ -281,7 +283,7 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: p
     return missing
 
 
-def count_missing(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
+def count_missing(cache: Cache, recipe: Recipe, work: pa.Table) -> tuple[int, int]:
     """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
     index = cache.index(recipe.name)
     refused = binary(as_keys([bytes.fromhex(key) for key, reject in index.outcomes.items() if not reject.retry]))
@@ -295,7 +297,7 @@ def count_missing(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[
 
 
 def retryable_at_another_place(
-    cache: Cache, recipe: layout.Recipe, work_of: Callable[[Iterable[str]], pa.Table]
+    cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]], pa.Table]
 ) -> pa.Table | None:
     """Rows of an image work list that failed for a temporary cause at another place; None if there are none.
 

@@ -28,10 +28,11 @@ from pipeline.cache.arrow import take_rows
 from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_last, of_halves
 from pipeline.cache.layout import PACKED, Paths
-from pipeline.cache.many_keys import latent_keys
+from pipeline.cache.recipes import CaptionRecipe, Recipe, recipe_class
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.encoding.plan import CAPTIONS, IMAGES
 from pipeline.errors import IntegrityError
+from pipeline.signals.latent import LatentRecipe
 
 LOST = "the document that said what became of it was lost"
 """Reason of a reject for a planned record that is missing in its unit's shard; the record is tried again."""
@@ -47,7 +48,7 @@ def rebuild_documents(cache: Cache) -> None:
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
     for name in filter(layout.is_document, (f"snapshots/{name}" for name in files.names("snapshots"))):
         for kind, values in files.document(name)["recipes"].items():
-            if (recipe := layout.RECIPES[kind].from_values(values)).name in owners:
+            if (recipe := recipe_class(kind).from_values(values)).name in owners:
                 cache.add_recipe(recipe)
     _unreadable_scans(cache)
     prompts = map(Paths.prompts, files.folders("prompts"))
@@ -135,34 +136,34 @@ def _add_plan(cache: Cache, recipe: str, number: int, commits: list[Commit]) -> 
             start += table.num_rows
             yield table
 
-    if isinstance(known, layout.LatentRecipe):
+    if isinstance(known, LatentRecipe):
         table = _with_pictures(cache, known, cache.files.scratch.table(IMAGES, tables()))
     else:
         table = cache.files.scratch.table(CAPTIONS, tables())
     cache.add_plan(recipe, number, units, table)
 
 
-def _work(cache: Cache, recipe: layout.Recipe, reader: shard.ShardReader, commit: Commit) -> pa.Table:
+def _work(cache: Cache, recipe: Recipe, reader: shard.ShardReader, commit: Commit) -> pa.Table:
     """Rows of a plan's table for the records and rejects of a commit; see `_with_pictures`."""
     rows = list[dict[str, Any]]()
     if commit.shard is not None:
         for row in shard.read_table(cache.files, Paths.shard(recipe.name, commit.shard))[1].to_pylist():
             work = {"key": row["key"]}
-            if isinstance(recipe, layout.LatentRecipe):
+            if isinstance(recipe, LatentRecipe):
                 work |= {side: row[side] * recipe.compression for side in ("height", "width")}
-            elif row["key"] != layout.null_key(recipe.id):
+            elif isinstance(recipe, CaptionRecipe) and row["key"] != recipe.null_key:
                 at = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
                 work["caption"] = reader.caption(commit.shard, *at)
             rows.append(work)
     for reject in commit.rejects:
         rows.append({"key": bytes.fromhex(reject.key), "caption": reject.item, "item": reject.item})
-    return pa.Table.from_pylist(rows, schema=IMAGES if isinstance(recipe, layout.LatentRecipe) else CAPTIONS)
+    return pa.Table.from_pylist(rows, schema=IMAGES if isinstance(recipe, LatentRecipe) else CAPTIONS)
 
 
 _PICTURE = ["source", "item", "part", "where", "digest"]
 
 
-def _with_pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -> pa.Table:
+def _with_pictures(cache: Cache, recipe: LatentRecipe, table: pa.Table) -> pa.Table:
     """Rows of `IMAGES` with the picture that a last scan has for their key; without one they are as they were."""
     scratch = cache.files.scratch
 
@@ -196,7 +197,7 @@ def _with_pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -
     return scratch.table(IMAGES, in_order)
 
 
-def _pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -> Iterator[pa.Table]:
+def _pictures(cache: Cache, recipe: LatentRecipe, table: pa.Table) -> Iterator[pa.Table]:
     """Rows of `IMAGES` for each picture of the last scans at each of the sizes of a plan's table."""
     seen = (part.select(["height", "width"]).drop_null().to_pylist() for part in arrow.batches(table))
     sizes = sorted({(row["height"], row["width"]) for rows in seen for row in rows})
@@ -208,7 +209,7 @@ def _pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -> Ite
             usable = batch.filter(pc.is_valid(batch.column("digest")))
             digests, count = fixed(usable.column("digest")), len(usable)
             for number, (height, width) in enumerate(sizes):
-                keys = binary(latent_keys(recipe.id, digests, sizes, np.full(count, number)))
+                keys = binary(recipe.keys(digests, sizes, np.full(count, number)))
                 sides = (pa.array(np.full(count, side, np.int32)) for side in (height, width))
                 yield pa.table([keys, pa.repeat(pa.scalar(source), count), *usable.columns, *sides], schema=IMAGES)
 

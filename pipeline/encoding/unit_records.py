@@ -26,10 +26,13 @@ import torch
 
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, RecordReject
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.frozen import NonFiniteOutputError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.source import Place, Source
 
@@ -80,7 +83,7 @@ Made = tuple[list[EncodedRecord], list[RecordReject]]
 
 
 def image_records(
-    recipe: layout.LatentRecipe,
+    recipe: LatentRecipe,
     unit: Unit,
     rows: pa.Table,
     sources: dict[str, Source],
@@ -141,7 +144,7 @@ def image_records(
 
 
 def caption_records(
-    recipe: layout.TextRecipe,
+    recipe: TextRecipe,
     unit: Unit,
     rows: pa.Table,
     encoder: CaptionEncoder,
@@ -170,7 +173,7 @@ def caption_records(
 
 def write_unit(
     cache: Cache,
-    recipe: layout.Recipe,
+    recipe: Recipe,
     plan: WorkPlan,
     unit: Unit,
     made: Iterable[Made],
@@ -284,7 +287,7 @@ def _ahead(
 
 def _commit(
     cache: Cache,
-    recipe: layout.Recipe,
+    recipe: Recipe,
     plan: WorkPlan,
     unit: Unit,
     writer: shard.ShardWriter,
