@@ -40,6 +40,7 @@ from tests.support import tiny_models
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.source_files import Rows, make_tar
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -604,6 +605,27 @@ def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
     stages.bucket.run(start)
     assert len(Cache(start.cache).open_snapshot()) == 15
     assert stages.encode.run(start, data=str(source))["images"] == 0
+
+
+def test_pictures_that_moved_inside_a_tar_after_a_killed_run_are_encoded_by_the_next(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed run's plan names places of which others have the pictures now."""
+    for seed in range(3):
+        picture(tmp_path / f"{seed}.png", seed)
+    members: Rows = [
+        (f"{n}.{kind}", b"said" if kind == "txt" else (tmp_path / f"{n}.png").read_bytes())
+        for n in range(3)
+        for kind in ("png", "txt")
+    ]
+    config, tar = make_config(tmp_path), make_tar(tmp_path / "x.tar", members[2:])
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "load", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.encode.run(config, data=str(tar))
+    make_tar(tar, members)
+    done = stages.encode.run(config, data=str(tar))
+    assert (done["images"], done["rejects"], done["left"]) == (3, 0, 0)
 
 
 def test_claims_of_finished_units_are_swept(start: Config, source: Path) -> None:
