@@ -33,6 +33,7 @@ from pipeline.images import decoding
 from pipeline.processes import run_and_exit
 from pipeline.signals.latent import LatentRecipe
 from pipeline.sources.folder import FolderSource
+from pipeline.sources.source import Place
 from pipeline.work import engine
 from pipeline.work.claims import Claims
 from pipeline.work.progress import Progress
@@ -186,7 +187,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         source, longer = pictures(work / "pictures", count), pictures(work / "longer", many)
-        ready = [decoding.load(source.read(f"{i:05d}.jpg"), (SIDE, SIDE), decoder=RECIPE.decoder) for i in range(count)]
+        ready = [
+            decoding.load(source.read(Place(f"{i:05d}.jpg")), (SIDE, SIDE), decoder=RECIPE.decoder)
+            for i in range(count)
+        ]
         encoder = Real()
         encoder.encode(np.stack(ready[:BATCH]))
         bare, piped = [], []

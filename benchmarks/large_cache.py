@@ -51,11 +51,10 @@ from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
 from pipeline.sources import remote
-from pipeline.sources import source as sources
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.source import Part
+from pipeline.sources.source import ListedItems, Part
 from pipeline.sources.tars import TarSource
 from pipeline.work import claims
 from pipeline.work.engine import Worker
@@ -74,7 +73,7 @@ PER_UNIT = 0
 """Records of a unit; 0: as the configuration says."""
 READ_S = 0.005
 BUFFERS = (
-    *((module, "ROWS") for module in (arrow, scanning, join, sources)),
+    *((module, "ROWS") for module in (arrow, scanning, join)),
     *((module, "CHUNK_ROWS") for module in (join, snapshots)),
     (remote, "DESCRIBED"),
     (key_columns, "BATCH"),
@@ -260,8 +259,8 @@ def list_folder(folder: Path, count: int) -> None:
     """The listing of a folder, as every process of a scan makes it."""
     pictures = Folder(folder, CaptionRule.column("text"), count)
     pictures.scratch = Cache.of(configuration(folder)).files.scratch
-    runs = list(pictures.runs(Part(""), scanning.RUN))
-    if sum(run.count or 0 for run in runs) != count or pictures.ignored:
+    fragments = list(pictures.fragments(Part(""), scanning.RUN, ListedItems(pictures.scratch)))
+    if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored:
         raise RuntimeError("pictures or captions are missing")
 
 
@@ -281,8 +280,8 @@ def list_s3(folder: Path, count: int) -> None:
             files = remote.RemoteFilesystem(f"s3://{s3_listing.BUCKET}/{s3_listing.FOLDER}", 60.0)
             pictures = FolderSource(files, CaptionRule.column("text"))
             pictures.scratch = Cache.of(configuration(folder)).files.scratch
-            runs = list(pictures.runs(Part(""), scanning.RUN))
-            seen = sum(len(run.look()) for run in runs)
+            fragments = pictures.fragments(Part(""), scanning.RUN, ListedItems(pictures.scratch))
+            seen = sum(len(fragment.look()) for fragment in fragments)
             if seen != count or pictures.ignored:
                 raise RuntimeError("pictures or captions are missing")
         finally:

@@ -257,8 +257,7 @@ class _Work:
         run, scratch = self._run, self._run.cache.files.scratch
         if kind == "text":
             return planning.caption_work(self.table(["captions", "reject"]), run.text, scratch, only)
-        table = self.table(["item", "digest", "height", "width", "reject"])
-        return planning.image_work(table, run.source.name, run.latent, run.table, scratch, only)
+        return planning.image_work(self.table(planning.SCANNED), run.source.name, run.latent, run.table, scratch, only)
 
 
 @dataclass(frozen=True)
@@ -454,9 +453,8 @@ def _decisive(run: EncodeRun) -> bytes:
 
 
 def _opened(run: EncodeRun, planned: _Planned) -> _Work:
-    """What another process has planned, and the source ready to read its items."""
+    """What another process has planned."""
     run.source.ignored = Kinds(**planned.ignored)
-    run.source.recall(scanning.places_of(run.cache, planned.table))
     work = _Work(run, planned.table)
     for recipe, count in planned.plans.items():
         work.plans[recipe] = [run.cache.plan(recipe, number) for number in range(count)]
@@ -474,12 +472,11 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     cache.add_scan(
         source.name,
         {
-            "root": source.location,
             "table": digest,
             "latent": run.latent.name,
             "text": run.text.name,
             "buckets": [list(shape) for shape in run.table],
-            **({"source_format": source.format} if source.format != "folder" else {}),
+            **source.document(),
             **run.reading.document(),
         },
     )
@@ -569,7 +566,7 @@ def _encode(
         pictures = _encode_pictures(run, image_plans, missing, make)
         moved = None
         if not idle:
-            moved = planning.retryable_from_another_item(cache, run.latent, partial(work.of, run.latent.kind))
+            moved = planning.retryable_at_another_place(cache, run.latent, partial(work.of, run.latent.kind))
         if moved is not None:
             more = _encode_pictures(run, _plan_images(run, moved), missing, make)
             pictures = replace(pictures, records=pictures.records + more.records, left=pictures.left + more.left)

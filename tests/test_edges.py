@@ -253,7 +253,7 @@ def work(keys: list[int]) -> pa.Table:
 
 def large(keys: list[int], height: int, width: int) -> pa.Table:
     sides = [pa.array([side] * len(keys), pa.int32()) for side in (height, width)]
-    return work(keys).set_column(4, "height", sides[0]).set_column(5, "width", sides[1])
+    return work(keys).set_column(6, "height", sides[0]).set_column(7, "width", sides[1])
 
 
 def planned(cache: Cache, keys: list[int], **options: Any) -> list[WorkPlan]:

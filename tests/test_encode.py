@@ -40,6 +40,7 @@ from tests.support import tiny_models
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.source_files import Rows, make_tar
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -606,6 +607,27 @@ def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
     assert stages.encode.run(start, data=str(source))["images"] == 0
 
 
+def test_pictures_that_moved_inside_a_tar_after_a_killed_run_are_encoded_by_the_next(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed run's plan names places of which others have the pictures now."""
+    for seed in range(3):
+        picture(tmp_path / f"{seed}.png", seed)
+    members: Rows = [
+        (f"{n}.{kind}", b"said" if kind == "txt" else (tmp_path / f"{n}.png").read_bytes())
+        for n in range(3)
+        for kind in ("png", "txt")
+    ]
+    config, tar = make_config(tmp_path), make_tar(tmp_path / "x.tar", members[2:])
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "load", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.encode.run(config, data=str(tar))
+    make_tar(tar, members)
+    done = stages.encode.run(config, data=str(tar))
+    assert (done["images"], done["rejects"], done["left"]) == (3, 0, 0)
+
+
 def test_claims_of_finished_units_are_swept(start: Config, source: Path) -> None:
     cache = Cache(start.cache)
     for recipe in (recipe.name for kind in ("latent", "text") for recipe in cache.recipes(kind)):
@@ -626,7 +648,7 @@ def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
     picture(source / "new.png", 1)
     monkeypatch.setitem(stages.encode.ENGINES, "local", engine)
     monkeypatch.setattr(
-        stages.encode.planning, "retryable_from_another_item", lambda cache, recipe, work_of: work_of([])
+        stages.encode.planning, "retryable_at_another_place", lambda cache, recipe, work_of: work_of([])
     )
     done = stages.encode.run(start, data=str(source))
     assert (done["captions"], done["images"], done["left"]) == (2, 4, 9)

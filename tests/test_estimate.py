@@ -187,8 +187,8 @@ def test_a_header_at_a_glance_and_the_whole_file_agree(source: Path) -> None:
         (source / f"noise-{number}.txt").write_text("noise")
     folder = FolderSource(source, "text")
     for item in folder.items():
-        whole = scanning.from_bytes(folder, item.key, 10**9)
-        assert scanning.from_header(folder, item.key, 10**9) == {k: whole[k] for k in ("width", "height")}, item.key
+        whole = scanning.from_bytes(folder, item.place, 10**9)
+        assert scanning.from_header(folder, item.place, 10**9) == {k: whole[k] for k in ("width", "height")}, item.key
 
 
 def test_the_probe_measures_and_keeps_nothing(
@@ -248,7 +248,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
     config = make_config(tmp_path)
     latent, _ = recipes(config)
     folder = FolderSource(source, "text")
-    items = [item.key for item in folder.items()]
+    items = [item.place for item in folder.items()]
     decoded: list[float] = []
     encoder: Any = Encoder()
     result = estimate.probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -710,7 +711,9 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
     """A source that does not answer is asked once, not for every picture."""
     source = Mock(**{"read.side_effect": error})
     monkeypatch.setattr(reading, "reopen", lambda *_: source)
-    photos = reading.SourcePictures(trained.config, Mock())
+    places = pa.table({"item": ["a.png"], "part": [None], "where": [None]})
+    cache = Mock(**{"table.return_value": places, "last_scan.return_value": {"table": ""}})
+    photos = reading.SourcePictures(trained.config, cache)
     assert [photos.cropped("photos", "a.png", (48, 80)) for _ in range(2)] == [None, None]
     assert source.read.call_count == asked
 

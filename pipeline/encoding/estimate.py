@@ -41,7 +41,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Source
+from pipeline.sources.source import Place, Source
 
 Shape = tuple[int, int]
 
@@ -54,7 +54,6 @@ PROBE_S = 60.0
 """Seconds that a probe may take, without loading the encoders. A started batch is finished."""
 
 _PROBED_BUCKETS = 3
-_JUDGED = ["item", "digest", "height", "width", "reject"]
 _UNIT = 2500  # bytes of a unit's commit document, and of its place in the plan and in the segment
 _SHARD = 4400  # bytes of a shard's head, of its table's frame and of its end
 
@@ -70,7 +69,7 @@ class Wanted:
         rejects: by kind of reason.
         buckets: (height, width) -> samples and the sum of their crop losses.
         pictures: (height, width) -> number of new pictures.
-        first: (height, width) -> the first of these, at most `FIRST` items.
+        first: (height, width) -> places of the first of these, at most `FIRST`.
         captions: number of new captions. caption_bytes: their length as written.
         sample: some of them, normalised, and their length in bytes as written.
         cached_latents, cached_captions: records that the cache already holds (the null record included).
@@ -84,7 +83,7 @@ class Wanted:
     rejects: Kinds = field(default_factory=Kinds)
     buckets: dict[Shape, list[float]] = field(default_factory=dict)
     pictures: dict[Shape, int] = field(default_factory=dict)
-    first: dict[Shape, list[str]] = field(default_factory=dict)
+    first: dict[Shape, list[Place]] = field(default_factory=dict)
     captions: int = 0
     caption_bytes: int = 0
     sample: list[tuple[str, int]] = field(default_factory=list)
@@ -103,19 +102,20 @@ class Wanted:
         return self.captions + self.null
 
     def add_pictures(self, new: pa.Table, table: list[Shape], which: np.ndarray) -> None:
-        """Count new pictures. new: with a column `item`; which: (n,) positions in `table`."""
+        """Count new pictures. new: with the columns of a `Place`; which: (n,) positions in `table`."""
         for number in np.unique(which).tolist():
             shape, rows = table[number], np.flatnonzero(which == number)
             self.pictures[shape] = self.pictures.get(shape, 0) + len(rows)
             first = self.first.setdefault(shape, [])
-            first += new.column("item").take(pa.array(rows[: FIRST - len(first)])).to_pylist()
+            places = new.select(Place._fields).take(pa.array(rows[: FIRST - len(first)]))
+            first += [Place(**place) for place in places.to_pylist()]
 
 
 def wanted(scan: pa.Table, cache: Cache | None, latent: LatentRecipe, text: TextRecipe, table: list[Shape]) -> Wanted:
     """Compare a scan (of whole pictures or of headers) with a cache. table: the target resolutions of the buckets."""
     scratch = cache.files.scratch if cache is not None else Scratch()
     work = Wanted(items=scan.num_rows)
-    read = scratch.table(pa.schema([scan.schema.field(name) for name in _JUDGED]), _judged(scan, work, table))
+    read = scratch.table(pa.schema([scan.schema.field(name) for name in planning.SCANNED]), _judged(scan, work, table))
     for new, cached in _new(planning.image_work(read, "", latent, table, scratch=scratch), "item", cache, latent, work):
         work.cached_latents += cached
         height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
@@ -141,7 +141,7 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
     """Count what the scan says, and as new the pictures of which only the header was read. Yields those read as a
     whole."""
     shapes = np.array(table, np.int64)
-    for batch in batches(scan.select(_JUDGED)):
+    for batch in batches(scan.select(planning.SCANNED)):
         refused = batch.filter(pc.is_valid(batch.column("reject")))
         work.rejects.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
         usable = batch.filter(pc.is_null(batch.column("reject")))
@@ -386,7 +386,7 @@ def _probe_text(encoder: TextEncoder, work: Wanted, config: Config, end: float) 
 def probe_images(
     encoder: encoders.LatentEncoder,
     source: Source,
-    items: list[str],
+    places: list[Place],
     shape: Shape,
     config: Config,
     recipe: LatentRecipe,
@@ -398,12 +398,12 @@ def probe_images(
     `fitting` as in `plan_images`."""
     pictures: list[np.ndarray] = []
     began = time.monotonic()
-    for item in items[: images_of_batch(config.encode, shape, fitting)]:
+    for place in places[: images_of_batch(config.encode, shape, fitting)]:
         start = time.monotonic()
         if pictures and start - began > (end - began) / 4:
             break
         try:
-            data = source.read(item)
+            data = source.read(place)
             limits = {"max_pixels": config.data.max_pixels, "max_bytes": config.data.max_bytes}
             pictures.append(decoding.load(data, shape, recipe.background, decoder=recipe.decoder, **limits))
         except (OSError, decoding.ImageReject):

@@ -40,11 +40,16 @@ IMAGES = pa.schema(
         ("key", pa.binary(16)),
         ("source", pa.string()),
         ("item", pa.string()),
+        ("part", pa.string()),
+        ("where", pa.string()),
         ("digest", pa.binary(16)),
         ("height", pa.int32()),
         ("width", pa.int32()),
     ]
 )
+"""`item`, `part` and `where` are those of a `pipeline.sources.source.Place`."""
+SCANNED = ["item", "part", "where", "digest", "height", "width", "reject"]
+"""The columns of a scan that `image_work` reads."""
 CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
@@ -66,11 +71,11 @@ def image_work(
     scratch = scratch or Scratch()
 
     def records() -> Iterator[pa.Table]:
-        for batch in batches(scan.select(["item", "digest", "height", "width", "reject"])):
+        for batch in batches(scan.select(SCANNED)):
             usable = batch.filter(pc.is_null(batch.column("reject"))).combine_chunks()
             height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
             which = buckets.nearest_all(table, height, width)
-            items = usable.select(["item", "digest"])
+            items = usable.select(["item", "part", "where", "digest"])
             keys = recipe.keys(fixed(items.column("digest")), table, which)
             sides = np.array(table, np.int32).reshape(-1, 2)[which]
             sources = pa.repeat(pa.scalar(source, pa.string()), len(usable))
@@ -291,24 +296,28 @@ def count_missing(cache: Cache, recipe: Recipe, work: pa.Table) -> tuple[int, in
     return missing, existing
 
 
-def retryable_from_another_item(
+def retryable_at_another_place(
     cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]], pa.Table]
 ) -> pa.Table | None:
-    """Rows of an image work list that failed for a temporary cause through another, equal item; None if there are none.
+    """Rows of an image work list that failed for a temporary cause at another place; None if there are none.
 
     work_of: keys (hex) -> their rows.
 
-    Equal pictures are encoded once, from the item that the plan names. If that item has changed since, the picture can
-    be encoded from the item of this row.
+    Equal pictures are encoded once, from the place that the plan names. If that item has changed or moved since, the
+    picture can be encoded from the place of this row.
     """
     index = cache.index(recipe.name)
-    failed = {key: reject.item for key, reject in index.outcomes.items() if reject.retry}
+    failed = [key for key, reject in index.outcomes.items() if reject.retry]
     if not failed:
         return None
     rows = work_of(failed)
     rows = rows.filter(pa.array(~index.present(fixed(rows.column("key")))))
-    pairs = zip(rows.column("key").to_pylist(), rows.column("item").to_pylist(), strict=True)
-    rows = rows.filter(pa.array([failed[key.hex()] != item for key, item in pairs], pa.bool_()))
+    columns, tried = ["key", "item", "part", "where"], set[tuple[Any, ...]]()
+    for plan in cache.plans(recipe.name):
+        for batch in batches(cache.table(plan.table, columns)):
+            tried.update(tuple(row.values()) for row in batch.filter(has_key(batch, failed)).to_pylist())
+    now = (tuple(row.values()) for row in rows.select(columns).to_pylist())
+    rows = rows.filter(pa.array([place not in tried for place in now], pa.bool_()))
     return rows if len(rows) else None
 
 

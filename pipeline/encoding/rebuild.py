@@ -174,7 +174,7 @@ def _work(cache: Cache, recipe: Recipe, reader: shard.ShardReader, commit: Commi
     return pa.Table.from_pylist(rows, schema=IMAGES if isinstance(recipe, LatentRecipe) else CAPTIONS)
 
 
-_PICTURE = ["source", "item", "digest"]
+_PICTURE = ["source", "item", "part", "where", "digest"]
 
 
 def _with_pictures(cache: Cache, recipe: LatentRecipe, table: pa.Table) -> pa.Table:
@@ -219,7 +219,7 @@ def _pictures(cache: Cache, recipe: LatentRecipe, table: pa.Table) -> Iterator[p
         scan = cache.last_scan(source)
         if scan is None or scan["latent"] != recipe.name or not _readable(cache, scan["table"]):
             continue
-        for batch in arrow.batches(cache.table(scan["table"], ["item", "digest"])):
+        for batch in arrow.batches(cache.table(scan["table"], _PICTURE[1:])):
             usable = batch.filter(pc.is_valid(batch.column("digest")))
             digests, count = fixed(usable.column("digest")), len(usable)
             for number, (height, width) in enumerate(sizes):

@@ -7,13 +7,13 @@ import pytest
 from pipeline.cache import arrow, drivers, index, key_columns, root, scratch, snapshot, snapshot_lists
 from pipeline.encoding import scan
 from pipeline.snapshots import join
-from pipeline.sources import folder, remote, source
+from pipeline.sources import folder, remote
 
 
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two, runs of three, one byte in memory. Limits on which bytes depend (rows of a chunk, of a block, of a
     row group) stay as they are, so that results can be compared with those under the usual limits."""
-    for module in (arrow, scan, join, source):
+    for module in (arrow, scan, join):
         monkeypatch.setattr(module, "ROWS", 2)
     for module in (key_columns, index):
         monkeypatch.setattr(module, "BATCH", 2)

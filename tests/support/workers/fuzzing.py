@@ -42,6 +42,7 @@ from pipeline.processes import run_and_exit
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import filters
 from pipeline.sources.detect import open_source
+from pipeline.sources.source import Place
 from pipeline.work import claims
 
 SECONDS = 5.0
@@ -151,7 +152,7 @@ def scanned(name: str, *beside: tuple[str, bytes], **options: Any) -> Callable[[
         for row in result.to_pylist():
             assert row["reject"] is None or row["reject"].isprintable(), row["reject"]
             if row["reject"] is None:
-                source.read(row["item"])
+                source.read(Place(row["item"], row["part"], row["where"]))
                 json.loads(row["meta"])
 
     return parse
