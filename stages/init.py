@@ -42,7 +42,7 @@ from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.selection import is_held_out
 from pipeline.sources.detect import open_source
-from pipeline.sources.source import Source
+from pipeline.sources.source import Place, Source
 
 PROMPTS = "prompts.txt"
 COUNTED = 200
@@ -158,8 +158,8 @@ def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
     digests = [
         digest
         for each in looked
-        for item in each.usable.column("item").to_pylist()
-        if (digest := scan.from_bytes(each.source, item, *limits).get("digest")) is not None
+        for place in each.usable.select(Place._fields).to_pylist()
+        if (digest := scan.from_bytes(each.source, Place(**place), *limits).get("digest")) is not None
     ]
     column = fixed(pa.array(digests, pa.binary(16)))
     return int(is_held_out(column, recommend.HELDOUT[-1][1]).sum()) if digests else 0

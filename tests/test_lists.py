@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.cache import audit, garbage, index, layout
 from pipeline.cache.contradictions import contradictions
+from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, Units
@@ -103,11 +104,9 @@ def test_a_list_and_its_copy_exist_before_its_document(
 ) -> None:
     if large:
         monkeypatch.setattr("pipeline.cache.scratch.LIMIT", 1)
-    published = list[str]()
-    publish_file = Cache(tmp_path / "cache", create=True).files.__class__.publish
+    published, create = list[str](), FolderStore.create
     monkeypatch.setattr(
-        "pipeline.cache.files.Files.publish",
-        lambda files, path, name: publish_file(files, path, name) and not published.append(name),
+        FolderStore, "create", lambda store, name, data: [create(store, name, data), published.append(name)][0]
     )
     cache = tiny_cache.build(tmp_path / "cache")
     name, table = listed(cache, folder)

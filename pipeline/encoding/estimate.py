@@ -55,6 +55,7 @@ PROBE_S = 60.0
 
 _PROBED_BUCKETS = 3
 _UNIT = 2500  # bytes of a unit's commit document, and of its place in the plan and in the segment
+_PLAN = 9000  # bytes of a plan, its segment and their lists, with copies, beside their rows
 _SHARD = 4400  # bytes of a shard's head, of its table's frame and of its end
 
 
@@ -290,6 +291,7 @@ def sizes(
     text_units = -(-work.captions // config.encode.unit_captions) + work.null
     # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.
     index = work.images * (2 * _row("latent") + 128) + work.texts * (2 * _row("text") + 48)
+    index += _PLAN * (bool(image_units) + bool(text_units))
     index += (image_units + text_units) * _UNIT + work.caption_bytes + work.items * 96
     return Sizes(
         latents + image_units * _SHARD,

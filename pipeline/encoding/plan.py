@@ -15,6 +15,7 @@ is missing or truncated. Records and rejects of later plans win.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.config import EncodeConfig
+from pipeline.errors import IntegrityError
 from pipeline.images import buckets
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
@@ -319,6 +321,21 @@ def retryable_at_another_place(
     now = (tuple(row.values()) for row in rows.select(columns).to_pylist())
     rows = rows.filter(pa.array([place not in tried for place in now], pa.bool_()))
     return rows if len(rows) else None
+
+
+def with_current_places(cache: Cache, rows: pa.Table) -> pa.Table:
+    """Rows of a plan with the places of their pictures by the last scans: a picture may have moved since."""
+    if "part" not in rows.column_names:
+        return rows
+    now, wanted = dict[tuple[str, bytes], dict[str, Any]](), rows.column("digest").combine_chunks()
+    for source in pc.unique(rows.column("source")).to_pylist():
+        with suppress(IntegrityError):  # its table is damaged
+            if (scan := cache.last_scan(source)) is not None:
+                for part in batches(cache.table(scan["table"], ["item", "part", "where", "digest"])):
+                    same = part.filter(pc.is_in(part.column("digest"), value_set=wanted))
+                    now |= {(source, row["digest"]): row for row in same.to_pylist()}
+    placed = [{**row, **now.get((row["source"], row["digest"]), {})} for row in rows.to_pylist()]
+    return pa.Table.from_pylist(placed, schema=rows.schema)
 
 
 def _with_keys(work: pa.Table, keys: Iterable[str] | None) -> pa.Table:
