@@ -7,7 +7,6 @@ Price: every byte is read once. Documents are read one request after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache as run_once
 from functools import partial
@@ -18,8 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import copies, index, key_columns, prompts, shard
+from pipeline.cache import copies, index, key_columns, shard
 from pipeline.cache.contradictions import contradictions
+from pipeline.cache.files import Files
 from pipeline.cache.findings import (
     BUCKET,
     ENCODE,
@@ -33,7 +33,8 @@ from pipeline.cache.findings import (
     recipe_names,
     skip_damaged,
 )
-from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document, numbers_of
+from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
+from pipeline.cache.references import Reference, references, tables_of_head
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.errors import CacheError, IntegrityError
@@ -78,21 +79,23 @@ def verify_contents(
     """
     replaced = {} if replaced is None else replaced
     named = named_snapshots(cache)
-    yield from _verify_tables(cache, named, on_file_read)
+    yield from _verify_tables(cache, on_file_read)
     yield from _verify_shards(cache, named, replaced, on_file_read)
     joint_shards_read: set[str] = set()
     for name in filter(is_document, (f"snapshots/{head}" for head in cache.files.names("snapshots"))):
         yield from verify_snapshot(cache, name, replaced, named)
         yield from _verify_packed(cache, name, joint_shards_read, on_file_read)
-    yield from verify_prompts(cache, replaced)
 
 
 # ---------------------------------------------------------------- tables
 
 
-def _verify_tables(cache: Cache, named: Mapping[str, str], on_file_read: OnFileRead) -> Iterator[Finding]:
+def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
     files = cache.files
-    referring = _referring_documents(cache)
+    needed: dict[str, Reference] = {}
+    for reference in references(cache):
+        with skip_damaged():
+            needed.update((path, reference) for path in reference.files if path.startswith("tables/"))
     existing: set[str] = set()
     for entry in chain(files.walk("tables"), files.walk(Paths.copy("tables"))):
         existing.add(entry.name)
@@ -103,68 +106,19 @@ def _verify_tables(cache: Cache, named: Mapping[str, str], on_file_read: OnFileR
             problem = damage_only(error)
         if problem:
             table = entry.name.removeprefix("copies/")
-            yield Finding(entry.name, problem, fix=_fix_of_table(cache, table, referring.get(table), named))
+            yield Finding(entry.name, problem, fix=_fix_of_table(files, table, needed.get(table)))
         on_file_read(entry.size)
-    for table, document in sorted(referring.items()):
-        folder = document.partition("/")[0]
-        if folder == "snapshots" and table.endswith(".parquet"):
-            continue  # nothing but reports reads it
-        for name in (table,) if folder in ("units", "segments") else (table, Paths.copy(table)):
-            if name not in existing:
-                fix = _fix_of_table(cache, table, document, named)
-                yield Finding(name, f"is missing, and {document} refers to it", fix=fix)
+    for table, reference in sorted(needed.items(), key=lambda pair: pair[0]):
+        for name in {*(table, Paths.copy(table))[: reference.stored]} - existing:
+            fix = _fix_of_table(files, table, reference)
+            yield Finding(name, f"is missing, and {reference.document} refers to it", fix=fix)
 
 
-def _referring_documents(cache: Cache) -> dict[str, str]:
-    """Table -> a readable document that refers to it. Scans of forgotten sources do not count; of several documents a
-    snapshot comes last."""
-    forgotten: set[str] = set()
-    with skip_damaged():
-        forgotten = cache.forgotten_scans()
-    referring: dict[str, str] = {}
-    secondary: dict[str, str] = {}
-    for name, _ in copies.documents(cache.files):
-        if name in forgotten:
-            continue
-        with skip_damaged():
-            into = secondary if name.startswith("snapshots/") else referring
-            into.update(dict.fromkeys(_tables_of(cache, name), name))
-    return {**secondary, **referring}
-
-
-def _tables_of(cache: Cache, name: str) -> Iterator[str]:
-    """Paths of the tables that a document refers to; without the chunks of a head whose list of them is damaged."""
-    body, folder = cache.files.document(name), name.partition("/")[0]
-    if folder == "snapshots":
-        head = Head.parse(body).bound(cache.files)
-        yield from (Paths.table(table, "parquet") for table in head.sources.values())
-        yield from (Paths.table(table, "arrow") for table in sorted(head.lists()))
-        with suppress(IntegrityError):
-            yield from (Paths.table(table, "arrow") for table in sorted(head.tables()))
-    elif folder in ("sources", "plans"):
-        yield Paths.table(body["table"], "parquet")
-    elif folder in ("units", "segments"):
-        tables = [body["table"], *(commit["table"] for commit in body.get("commits", ()))]
-        yield from (Paths.table(table, "arrow") for table in tables if table)
-
-
-def _fix_of_table(cache: Cache, table: str, document: str | None, named: Mapping[str, str]) -> str:
-    """What repairs a table or its copy. document: refers to the table."""
-    if any(map(cache.files.is_intact, (table, Paths.copy(table)))):
+def _fix_of_table(files: Files, table: str, reference: Reference | None) -> str:
+    """What repairs a table or its copy. reference: to the table; None if nothing needs it."""
+    if any(map(files.is_intact, (table, Paths.copy(table)))):
         return REPAIR
-    if document is None:
-        return GC
-    folder, _, name = document.partition("/")
-    if folder == "snapshots" and table.endswith(".arrow"):
-        snapshot = named.get(PurePosixPath(name).stem)
-        return GC if snapshot is None else again(snapshot)
-    if folder == "sources" and document == _last_scan(cache, name.partition("/")[0]):
-        return ENCODE
-    return REPAIR
-
-
-def _last_scan(cache: Cache, source: str) -> str:
-    return Paths.numbered(Paths.scans(source), max(numbers_of(cache.files.names(Paths.scans(source)))))
+    return GC if reference is None else reference.fix
 
 
 # ---------------------------------------------------------------- joint shards of packed snapshots
@@ -202,7 +156,7 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
     """Hex keys of the damaged records of a joint shard."""
     readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
     numbers = {kind: names.index(digest) for kind, names in snapshot.shards.items() if digest in names}
-    latent, width = snapshot.latent_recipe, snapshot.text_recipe.width
+    width = snapshot.caption.width
 
     def damaged(kind: str, record: Any, into: np.ndarray) -> bool:
         try:
@@ -216,9 +170,7 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
         rows = np.flatnonzero(table.column("shard").to_numpy() == numbers.get("latent", -1))
         for row in (rows + first).tolist():
             sample = snapshot.sample(row)
-            bucket = snapshot.buckets[sample.bucket]
-            shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
-            if damaged("latent", sample, np.empty(shape, np.uint16)):
+            if damaged("latent", sample, np.empty(snapshot.latent_shape(sample.bucket), np.uint16)):
                 yield sample.key.hex()
             for caption, where in zip(sample.captions, snapshot.written(row), strict=True):
                 bad = damaged("text", caption, np.empty((caption.rows, width), np.uint16))
@@ -399,7 +351,7 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         named: snapshots that names point to -> one of the names.
     """
     try:
-        Head.read(cache.files, PurePosixPath(name).stem)
+        head = Head.read(cache.files, PurePosixPath(name).stem)
     except CacheError as error:
         damage_only(error)
         return  # `verify_documents` reports the damaged head
@@ -410,24 +362,15 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
                 fix = f"{again(named[snapshot.id])} --move"
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=fix)
             return
-        check_files(cache.files, snapshot.head)
-        for number in range(len(snapshot.head.chunks)):
+        check_files(cache.files, head)
+        for number in range(len(head.chunks)):
             snapshot.check_chunk(number)
     except CacheError as error:
-        tables = [table for table in _tables_of(cache, name) if table.endswith(".arrow")]
-        if not all(cache.files.is_intact(table) or cache.files.is_intact(Paths.copy(table)) for table in tables):
+        tables = tables_of_head(head)
+        if not all(any(map(cache.files.is_intact, (table, Paths.copy(table)))) for table in tables):
             return  # `_verify_tables` reports it, with the command that makes it again
         pointing = named.get(PurePosixPath(name).stem)
         yield Finding(name, damage_only(error), fix=(error.fix or REPAIR) if pointing is not None else GC)
-
-
-def verify_prompts(cache: Cache, replaced: Replaced) -> Iterator[Finding]:
-    """Prompt sets that refer to records that were made again. Unreadable ones are skipped."""
-    with skip_damaged():
-        for known in prompts.current(cache):
-            stale = [place for place in (known.empty, *known.places) if place.key in replaced.get(place.shard, ())]
-            if stale:
-                yield Finding(known.path, f"refers to {len(stale)} damaged records that were made again since")
 
 
 def rebuild_command(name: str) -> str:

@@ -23,16 +23,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import PurePosixPath
 
-from pipeline.cache import index, process_identity
+from pipeline.cache import process_identity
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.findings import damage_only, packs, recipe_names
+from pipeline.cache.findings import damage_only, packs
 from pipeline.cache.key_columns import Digests
-from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
+from pipeline.cache.references import references
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head
 from pipeline.errors import CacheError, IntegrityError
@@ -113,77 +113,46 @@ class Needed:
     """
 
     def __init__(self, cache: Cache, before: float):
-        self.cache = cache
         self.shards, self.tables = Digests(), Digests()
         self.heads: set[str] = set()
         self.merged: set[str] = set()
-        self.abandoned_packs: set[str] = set()
         young = (e for top in ("claims/fragments", "fragments") for e in cache.files.walk(top) if e.modified > before)
         self.being_scanned = {PurePosixPath(entry.name.removeprefix("claims/")).parts[1] for entry in young}
-        self._add_scans()
-        named = {cache.snapshot_of(name): name for name in cache.snapshot_names()}
-        packs_in_use = self._add_heads(named, before)
-        for recipe in recipe_names(cache):
-            self._add_recipe(recipe)
-        self._add_packs(named, packs_in_use)
+        self.abandoned_packs = self._add_heads(cache, before)
+        for reference in references(cache):
+            folder, owner = reference.document.split("/")[:2]
+            if owner in self.abandoned_packs or (folder == "snapshots" and reference.document not in self.heads):
+                continue
+            if folder == "segments":
+                self.merged.add(reference.document.replace(folder, "units", 1).removesuffix(".json"))
+            for path in reference.files:
+                kind, _, name = path.partition("/")
+                digest = name.rpartition("/")[2].partition(".")[0]
+                (self.shards if kind == "shards" else self.tables).add(digest)
 
-    def _add_scans(self) -> None:
-        forgotten = self.cache.forgotten_scans()
-        for source in self.cache.sources():
-            for number in self.cache.files.numbers(Paths.scans(source)):
-                name = Paths.numbered(Paths.scans(source), number)
-                if name not in forgotten:
-                    self.tables.add(self.cache.files.document(name)["table"])
-
-    def _add_heads(self, named: Mapping[str | None, str], before: float) -> dict[str | None, bool]:
-        """Returns the packs of all snapshots (None: of no pack), and whether one of the snapshots counts."""
-        files = self.cache.files
+    def _add_heads(self, cache: Cache, before: float) -> set[str]:
+        """Returns the packs that nothing needs. A pack is needed by its snapshots that count; a pack without a snapshot
+        is unfinished, and needed while a name points to the snapshot that it packs."""
+        files = cache.files
+        named = {cache.snapshot_of(name) for name in cache.snapshot_names()}
         packs_in_use: dict[str | None, bool] = {}
         written = {entry.name: entry.modified for entry in files.walk("snapshots")}
         for name in (f"snapshots/{entry}" for entry in files.names("snapshots")):
             snapshot_id = PurePosixPath(name).stem
             counts = snapshot_id in named or written.get(name, math.inf) > before  # inf: only its copy exists
             try:
-                head = Head.read(files, snapshot_id)
-                tables = head.tables()
-                shards = Digests(name for kind in head.shards for name in head.shard_names(kind))
+                folder = Head.read(files, snapshot_id).folder
             except CacheError as error:
                 damage_only(error)
                 if snapshot_id in named:
                     raise
                 continue
-            packs_in_use[head.folder] = packs_in_use.get(head.folder, False) or counts
-            if counts:
-                self.heads.add(name)
-                self.tables.update(tables | set(head.sources.values()))
-                self.shards.update(shards)
-        return packs_in_use
-
-    def _add_recipe(self, recipe: str) -> None:
-        files = self.cache.files
-        for plan in self.cache.plans(recipe):
-            self.tables.add(plan.table)
-            segment = Paths.segment(recipe, plan.number)
-            if files.exists(segment):
-                self.tables.add(files.document(segment)["table"])
-                self.merged.add(Paths.units(recipe, plan.number))
-            self._add_commits(recipe, plan.number)
-
-    def _add_packs(self, named: Collection[str | None], packs_in_use: dict[str | None, bool]) -> None:
-        """An unfinished pack (without a snapshot) is needed while a name points to the snapshot that it packs."""
-        for pack in packs(self.cache):
-            plan = self.cache.plan(pack, 0)
-            source = self.cache.table(plan.table).column("snapshot")[0].as_py()
-            if packs_in_use.get(pack, source in named):
-                self.tables.add(plan.table)
-                self._add_commits(pack, 0)
-            else:
-                self.abandoned_packs.add(pack)
-
-    def _add_commits(self, owner: str, plan: int) -> None:
-        for commit in index.each_commit(self.cache.files, owner, plan):
-            self.shards.update([commit.shard] if commit.shard else [])
-            self.tables.update([commit.table] if commit.table else [])
+            packs_in_use[folder] = packs_in_use.get(folder, False) or counts
+            self.heads.update([name] if counts else [])
+        for pack in packs(cache):
+            if pack not in packs_in_use:
+                packs_in_use[pack] = cache.table(cache.plan(pack, 0).table).column("snapshot")[0].as_py() in named
+        return {pack for pack, in_use in packs_in_use.items() if pack is not None and not in_use}
 
     def why_unneeded(self, name: str) -> str | None:
         """Why nothing needs a file; None if something needs it."""

@@ -2,7 +2,7 @@
 
 `rebuild_documents` restores a document from its copy. If both are damaged, it moves them to `damaged/` and derives a
 new one from other files:
-- commits and segments from shards,
+- commits and segments, or the lists of segments, from shards,
 - plans from commits,
 - recipes from snapshots,
 - a scan, a name or a prompt set that is no longer the last, from its successor.
@@ -28,10 +28,11 @@ from pipeline.cache.arrow import take_rows
 from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_last, of_halves
 from pipeline.cache.layout import PACKED, Paths
-from pipeline.cache.many_keys import latent_keys
+from pipeline.cache.recipes import CaptionRecipe, Recipe, recipe_class
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.encoding.plan import CAPTIONS, IMAGES
 from pipeline.errors import IntegrityError
+from pipeline.signals.latent import LatentRecipe
 
 LOST = "the document that said what became of it was lost"
 """Reason of a reject for a planned record that is missing in its unit's shard; the record is tried again."""
@@ -47,7 +48,7 @@ def rebuild_documents(cache: Cache) -> None:
     owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
     for name in filter(layout.is_document, (f"snapshots/{name}" for name in files.names("snapshots"))):
         for kind, values in files.document(name)["recipes"].items():
-            if (recipe := layout.RECIPES[kind].from_values(values)).name in owners:
+            if (recipe := recipe_class(kind).from_values(values)).name in owners:
                 cache.add_recipe(recipe)
     _unreadable_scans(cache)
     prompts = map(Paths.prompts, files.folders("prompts"))
@@ -55,6 +56,7 @@ def rebuild_documents(cache: Cache) -> None:
         _fill_gaps(cache, folder)
     for owner in sorted(owners):
         if owner.startswith(PACKED):
+            _unreadable_segments(cache, owner)
             _unreadable_plans(cache, owner)
             if _numbers(cache, Paths.plans(owner)):
                 _commits(cache, owner)
@@ -62,6 +64,7 @@ def rebuild_documents(cache: Cache) -> None:
             for name in files.unit_names(Paths.units(owner, 0)):  # only `bucket --pack` can plan them
                 files.set_aside(name)
         elif files.exists(Paths.recipe(owner)):
+            _unreadable_segments(cache, owner)
             _plans(cache, owner)
             _adopt(cache, owner, _commits(cache, owner))
             for plan in cache.plans(owner):
@@ -93,20 +96,32 @@ def _numbers(cache: Cache, folder: str) -> list[int]:
     return layout.numbers_of(cache.files.names(folder))
 
 
-def _readable(cache: Cache, table: str) -> bool:
-    return cache.files.duplicate(Paths.table(table, "parquet"))
+def _readable(cache: Cache, table: str, suffix: str = "parquet") -> bool:
+    return cache.files.duplicate(Paths.table(table, suffix))
+
+
+def _unreadable_segments(cache: Cache, owner: str) -> None:
+    """Set aside the segments whose list of commits is lost; the shards name their units."""
+    for number in layout.numbers_of(cache.files.names(f"segments/{owner}")):
+        name = Paths.segment(owner, number)
+        listed = cache.files.document(name)["commits"]["table"]
+        if not _readable(cache, listed, "arrow"):
+            cache.files.set_aside(name)
+            cache.files.set_aside(Paths.table(listed, "arrow"))
 
 
 # ---------------------------------------------------------------- plans
 
 
 def _unreadable_plans(cache: Cache, owner: str) -> None:
-    """Set aside the plans whose table is lost."""
+    """Set aside the plans of which a table is lost."""
     for number in _numbers(cache, Paths.plans(owner)):
-        table = cache.plan(owner, number).table
-        if not _readable(cache, table):
+        plan = cache.plan(owner, number)
+        tables = ((plan.table, "parquet"), (plan.units_table, "arrow"))
+        if lost := [table for table in tables if not _readable(cache, *table)]:
             cache.files.set_aside(Paths.numbered(Paths.plans(owner), number))
-            cache.files.set_aside(Paths.table(table, "parquet"))
+        for table in lost:
+            cache.files.set_aside(Paths.table(*table))
 
 
 def _plans(cache: Cache, recipe: str) -> None:
@@ -135,34 +150,34 @@ def _add_plan(cache: Cache, recipe: str, number: int, commits: list[Commit]) -> 
             start += table.num_rows
             yield table
 
-    if isinstance(known, layout.LatentRecipe):
+    if isinstance(known, LatentRecipe):
         table = _with_pictures(cache, known, cache.files.scratch.table(IMAGES, tables()))
     else:
         table = cache.files.scratch.table(CAPTIONS, tables())
     cache.add_plan(recipe, number, units, table)
 
 
-def _work(cache: Cache, recipe: layout.Recipe, reader: shard.ShardReader, commit: Commit) -> pa.Table:
+def _work(cache: Cache, recipe: Recipe, reader: shard.ShardReader, commit: Commit) -> pa.Table:
     """Rows of a plan's table for the records and rejects of a commit; see `_with_pictures`."""
     rows = list[dict[str, Any]]()
     if commit.shard is not None:
         for row in shard.read_table(cache.files, Paths.shard(recipe.name, commit.shard))[1].to_pylist():
             work = {"key": row["key"]}
-            if isinstance(recipe, layout.LatentRecipe):
+            if isinstance(recipe, LatentRecipe):
                 work |= {side: row[side] * recipe.compression for side in ("height", "width")}
-            elif row["key"] != layout.null_key(recipe.id):
+            elif isinstance(recipe, CaptionRecipe) and row["key"] != recipe.null_key:
                 at = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
                 work["caption"] = reader.caption(commit.shard, *at)
             rows.append(work)
     for reject in commit.rejects:
         rows.append({"key": bytes.fromhex(reject.key), "caption": reject.item, "item": reject.item})
-    return pa.Table.from_pylist(rows, schema=IMAGES if isinstance(recipe, layout.LatentRecipe) else CAPTIONS)
+    return pa.Table.from_pylist(rows, schema=IMAGES if isinstance(recipe, LatentRecipe) else CAPTIONS)
 
 
-_PICTURE = ["source", "item", "digest"]
+_PICTURE = ["source", "item", "part", "where", "digest"]
 
 
-def _with_pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -> pa.Table:
+def _with_pictures(cache: Cache, recipe: LatentRecipe, table: pa.Table) -> pa.Table:
     """Rows of `IMAGES` with the picture that a last scan has for their key; without one they are as they were."""
     scratch = cache.files.scratch
 
@@ -196,7 +211,7 @@ def _with_pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -
     return scratch.table(IMAGES, in_order)
 
 
-def _pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -> Iterator[pa.Table]:
+def _pictures(cache: Cache, recipe: LatentRecipe, table: pa.Table) -> Iterator[pa.Table]:
     """Rows of `IMAGES` for each picture of the last scans at each of the sizes of a plan's table."""
     seen = (part.select(["height", "width"]).drop_null().to_pylist() for part in arrow.batches(table))
     sizes = sorted({(row["height"], row["width"]) for rows in seen for row in rows})
@@ -204,11 +219,11 @@ def _pictures(cache: Cache, recipe: layout.LatentRecipe, table: pa.Table) -> Ite
         scan = cache.last_scan(source)
         if scan is None or scan["latent"] != recipe.name or not _readable(cache, scan["table"]):
             continue
-        for batch in arrow.batches(cache.table(scan["table"], ["item", "digest"])):
+        for batch in arrow.batches(cache.table(scan["table"], _PICTURE[1:])):
             usable = batch.filter(pc.is_valid(batch.column("digest")))
             digests, count = fixed(usable.column("digest")), len(usable)
             for number, (height, width) in enumerate(sizes):
-                keys = binary(latent_keys(recipe.id, digests, sizes, np.full(count, number)))
+                keys = binary(recipe.keys(digests, sizes, np.full(count, number)))
                 sides = (pa.array(np.full(count, side, np.int32)) for side in (height, width))
                 yield pa.table([keys, pa.repeat(pa.scalar(source), count), *usable.columns, *sides], schema=IMAGES)
 

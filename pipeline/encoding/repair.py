@@ -16,10 +16,11 @@ from functools import cache as run_once
 from functools import cached_property, partial
 from pathlib import PurePosixPath
 
-from pipeline.cache import audit, index, key_columns, layout, shard
+from pipeline.cache import audit, index, key_columns, shard
 from pipeline.cache.adopt import bring
 from pipeline.cache.findings import Finding, Replaced
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import unit_records
@@ -93,7 +94,7 @@ class Repairs:
 
     def _unit(
         self,
-        recipe: layout.Recipe,
+        recipe: Recipe,
         finding: Finding,
         replaced: Replaced,
         open_index: Callable[[], index.RecordIndex],
@@ -140,7 +141,7 @@ class Repairs:
 
 
 def _restored(
-    cache: Cache, recipe: layout.Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.EncodedRecord]
+    cache: Cache, recipe: Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.EncodedRecord]
 ) -> bool:
     """Write a shard from its intact records and the remade ones. Returns whether its bytes are the old ones."""
     assert commit.shard is not None
@@ -168,7 +169,7 @@ def _restored(
 
 def _replace(
     cache: Cache,
-    recipe: layout.Recipe,
+    recipe: Recipe,
     plan: WorkPlan,
     unit: Unit,
     commit: index.Commit,

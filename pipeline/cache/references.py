@@ -1,0 +1,137 @@
+"""References: the tables and shards that each document of a cache needs, and what makes lost tables again.
+
+`verify` names what is missing, and `gc` keeps what is needed, by these references.
+Price: every document is read, one request after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from pipeline.cache import index
+from pipeline.cache.findings import ENCODE, GC, PROMPTS, again, named_snapshots, skip_damaged
+from pipeline.cache.layout import REPAIR, Paths, is_document, numbers_of
+from pipeline.cache.root import FORGOTTEN, Cache
+from pipeline.cache.snapshot import Head
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Files that a document needs.
+
+    Attributes:
+        document: its path, or the folder of a plan's units for the commits in it.
+        files: paths of tables and shards. Going through them reads the document, and raises a CacheError if it is
+            damaged.
+        fix: what makes a lost table again.
+        stored: how often each table is: twice, once (it can be made from shards), or 0: it may be missing.
+    """
+
+    document: str
+    files: Iterable[str]
+    fix: str = REPAIR
+    stored: int = 2
+
+
+def references(cache: Cache) -> Iterator[Reference]:
+    """The references of every document: of snapshots without a name, of the other snapshots, then of the rest. Scans
+    and prompt sets from before they were forgotten have none."""
+    named = named_snapshots(cache)
+    heads = filter(is_document, (f"snapshots/{name}" for name in cache.files.names("snapshots")))
+    for pointing, name in sorted((named.get(PurePosixPath(name).stem, ""), name) for name in heads):
+        yield Reference(name, _scans_of_head(cache, name), stored=0)  # only reports read them
+        yield Reference(name, _files_of_head(cache, name), fix=again(pointing) if pointing else GC)
+    for source in cache.sources():
+        yield from _of_source(cache, source)
+    for set_name in cache.files.folders("prompts"):
+        yield from _of_prompts(cache, set_name)
+    for owner in owners(cache):
+        for number in plan_numbers(cache, owner):
+            yield Reference(Paths.numbered(Paths.plans(owner), number), _files_of_plan(cache, owner, number))
+            document = segment = Paths.segment(owner, number)
+            if cache.files.exists(segment):
+                yield Reference(segment, _list_of_commits(cache, segment))
+            else:
+                document = Paths.units(owner, number)
+            yield Reference(document, _files_of_commits(cache, owner, number), stored=1)
+
+
+def owners(cache: Cache) -> list[str]:
+    """Names of the recipes and packs with plans or commits."""
+    return sorted({name for folder in ("plans", "units", "segments") for name in cache.files.folders(folder)})
+
+
+def plan_numbers(cache: Cache, owner: str) -> list[int]:
+    """Numbers of the plans of a recipe or pack, and of commits whose plan is missing."""
+    files = cache.files
+    numbers = {*numbers_of(files.names(Paths.plans(owner))), *numbers_of(files.names(f"segments/{owner}"))}
+    without = {*numbers_of(files.folders(f"units/{owner}"), "")} - numbers
+    return sorted(numbers | {number for number in without if files.unit_names(Paths.units(owner, number))})
+
+
+def _scans_of_head(cache: Cache, name: str) -> Iterator[str]:
+    head = Head.read(cache.files, PurePosixPath(name).stem)
+    yield from (Paths.table(table, "parquet") for table in head.sources.values())
+
+
+def _files_of_head(cache: Cache, name: str) -> Iterator[str]:
+    head = Head.read(cache.files, PurePosixPath(name).stem)
+    yield from tables_of_head(head)
+    yield from (path for path, _ in head.each_shard_file())
+
+
+def tables_of_head(head: Head) -> Iterator[str]:
+    """Paths of a head's lists, then of its chunks, whose names are in a list."""
+    lists = head.lists()
+    yield from (Paths.table(table, "arrow") for table in sorted(lists))
+    yield from (Paths.table(table, "arrow") for table in sorted(head.tables() - lists))
+
+
+def _of_source(cache: Cache, source: str) -> Iterator[Reference]:
+    numbers = sorted(numbers_of(cache.files.names(Paths.scans(source))), reverse=True)
+    for number in numbers:
+        name = Paths.numbered(Paths.scans(source), number)
+        yield Reference(name, _files_of_scan(cache, name), fix=ENCODE if number == numbers[0] else REPAIR)
+        with skip_damaged():
+            if cache.files.document(name).get(FORGOTTEN):
+                return
+
+
+def _files_of_scan(cache: Cache, name: str) -> Iterator[str]:
+    yield Paths.table(cache.files.document(name)["table"], "parquet")
+
+
+def _of_prompts(cache: Cache, set_name: str) -> Iterator[Reference]:
+    for number in sorted(numbers_of(cache.files.names(Paths.prompts(set_name))), reverse=True):
+        name = Paths.numbered(Paths.prompts(set_name), number)
+        with skip_damaged():
+            if cache.files.document(name).get(FORGOTTEN):
+                return
+        yield Reference(name, _files_of_prompts(cache, name), fix=PROMPTS)
+
+
+def _files_of_prompts(cache: Cache, name: str) -> Iterator[str]:
+    yield Paths.table(cache.files.document(name)["rows"], "arrow")
+
+
+def _files_of_plan(cache: Cache, owner: str, number: int) -> Iterator[str]:
+    plan = cache.plan(owner, number)
+    yield Paths.table(plan.units_table, "arrow")
+    yield Paths.table(plan.table, "parquet")
+
+
+def _list_of_commits(cache: Cache, segment: str) -> Iterator[str]:
+    yield Paths.table(cache.files.document(segment)["commits"]["table"], "arrow")
+
+
+def _files_of_commits(cache: Cache, owner: str, number: int) -> Iterator[str]:
+    segment = Paths.segment(owner, number)
+    if cache.files.exists(segment):
+        yield Paths.table(cache.files.document(segment)["table"], "arrow")
+    for commit in index.each_commit(cache.files, owner, number):
+        if commit.table is not None:
+            yield Paths.table(commit.table, "arrow")
+        if commit.shard is not None:
+            yield Paths.shard(owner, commit.shard)
