@@ -17,6 +17,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -33,8 +34,6 @@ from pipeline.errors import CacheError
 
 SIGNALS = "pipeline.signals"
 """The folder whose modules declare the kinds of records."""
-BF16, BYTES = np.dtype("<u2"), np.dtype("u1")
-"""Element types of records: bits of bf16 (finite), or plain bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,11 @@ class Recipe:
         kind: the name of the kind.
         axes: names of a record's dimensions; they are columns of its table. First `channels`: a token is a position,
             else a row (see `pipeline.cache.codec`).
-        element: type of a record's values, `BF16` or `BYTES`.
         storage: how the values are stored; see `pipeline.cache.codec`.
     """
 
     kind: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
-    element: ClassVar[np.dtype[Any]] = BF16
     storage: str = "bf16"
 
     def values(self) -> dict[str, Any]:
@@ -91,12 +88,12 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class PictureRecipe(Recipe):
+class PictureRecipe(Recipe, ABC):
     """Of records that belong to a picture at a target resolution."""
 
+    @abstractmethod
     def shape(self, height: int, width: int) -> tuple[int, ...]:
         """The shape of a record. height, width: the target in pixels."""
-        raise NotImplementedError
 
     def key(self, image_digest: bytes, height: int, width: int, crop: str = "") -> bytes:
         """16-byte key of a record. height, width: the target in pixels; crop: "" for the recipe's rule."""

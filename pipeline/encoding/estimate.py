@@ -211,8 +211,7 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
 
 def latent_bytes(recipe: LatentRecipe, height: int, width: int) -> int:
     """Bytes of a latent in a shard, including its row of the shard's table. height, width: in pixels."""
-    shape = (recipe.channels, height // recipe.compression, width // recipe.compression)
-    return _record(recipe, shape)
+    return _record(recipe, recipe.shape(height, width))
 
 
 def text_bytes(recipe: TextRecipe, rows: int, caption: int) -> int:

@@ -14,6 +14,7 @@ is missing or truncated. Records and rejects of later plans win.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -175,7 +176,7 @@ def plan_images(
         for size in np.unique(target):
             rows = np.flatnonzero(target == size)
             h, w = int(size) >> 32, int(size) & 0xFFFFFFFF
-            record = 2 * recipe.channels * (h // recipe.compression) * (w // recipe.compression)
+            record = 2 * math.prod(recipe.shape(h, w))
             most = max(1, min(config.unit_images, (config.unit_mib << 20) // record))
             batch = images_of_batch(config, (h, w), fitting)
             yield from ((rows[first : first + most], batch) for first in range(0, len(rows), most))
