@@ -13,9 +13,9 @@ from pipeline.amounts import amount
 from pipeline.cache import audit, layout, prompts
 from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
 from pipeline.cache.layout import Paths
+from pipeline.cache.restore import restore_documents
 from pipeline.cache.root import Cache
 from pipeline.config import Config
-from pipeline.encoding import rebuild
 from pipeline.encoding.repair import Repairs, repair_table
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
 from pipeline.snapshots import packing
@@ -140,7 +140,7 @@ class _Report:
 
 def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) -> None:
     """Repair damaged documents; also write the copies that are missing, with or without findings."""
-    rebuild.rebuild_documents(cache)
+    restore_documents(cache)
     still = {finding.path for finding in audit.verify_documents(cache)} if findings else set()
     for finding in findings:
         if finding.path in still:

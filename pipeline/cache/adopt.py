@@ -83,7 +83,8 @@ def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dic
             units.append(replace(unit, unit=unit_id, start=start))
             rows.append(other.unit_rows(plan, unit))
             start += unit.count
-        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), units, pa.concat_tables(rows))
+        table = pa.concat_tables(rows, promote_options="default")  # a plan that was lost has no rows
+        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), units, table)
 
 
 def bring(files: Files, other: Files, name: str, digest: str) -> None:

@@ -80,14 +80,16 @@ class UnitEncoder:
         return commit
 
     def remake(
-        self, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes]
+        self, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes], rows: pa.Table
     ) -> Iterable[unit_records.Made]:
         """Encode again those batches of a committed unit that hold one of the keys, in the mode of its provenance.
 
         Loads no encoder if there is no such batch.
+
+        Args:
+            rows: the unit's.
         """
         recipe = self._recipe(plan.recipe)
-        rows = self.cache.unit_rows(plan, unit)
         if not any(key in only for key in rows.column("key").to_pylist()):
             return []
         if isinstance(recipe, layout.TextRecipe):
