@@ -29,7 +29,6 @@ from benchmarks.loader import build
 from benchmarks.memory import count, shape
 from benchmarks.report import finish, median, table
 from benchmarks.train_step import CPU, TINY, batch_of
-from pipeline.cache import layout
 from pipeline.config import TrainConfig, load
 from pipeline.gpus import card
 from pipeline.models import nvlabs
@@ -39,6 +38,8 @@ from pipeline.models.spec import reset_buffers
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.planning.predict import Data, Machine, predict
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.training import optimizers
 from pipeline.training.assemble import Trainable
 from pipeline.training.recipes.flow import Flow
@@ -150,8 +151,8 @@ def patched(spec: SanaConfig, base: dict[str, Tensor], path: Path) -> dict[str, 
 
 def checkpoint_bytes(folder: Path) -> tuple[int, int]:
     """Of a training's checkpoint, and of its adapter and the two moments; one block of Sana 0.6B's width."""
-    latent = layout.LatentRecipe(compression=8, channels=16)
-    build(folder / "cache", 24, buckets=TINY, batch=12, latent=latent, text=layout.TextRecipe(width=128))
+    latent = LatentRecipe(compression=8, channels=16)
+    build(folder / "cache", 24, buckets=TINY, batch=12, latent=latent, text=TextRecipe(width=128))
     wide = {"num_layers": 1, "num_attention_heads": 36, "attention_head_dim": 32}
     wide |= {"num_cross_attention_heads": 16, "cross_attention_head_dim": 72}
     given = [f"cache={folder / 'cache'}", f"train.output={folder / 'run'}", "train.steps=2", "train.ema=null"]

@@ -23,7 +23,6 @@ import torch
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.cache import layout
 from pipeline.cache.index import Commit
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
@@ -32,7 +31,9 @@ from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
 from pipeline.images import decoding
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
 from pipeline.sources.folder import FolderSource
+from pipeline.sources.source import Place
 from pipeline.work import engine
 from pipeline.work.claims import Claims
 from pipeline.work.progress import Progress
@@ -42,7 +43,7 @@ SIDE, BATCH = 256, 4
 UNIT, PICTURE_S = 16, 0.05
 """Pictures of a unit, and seconds that the sleeping encoder takes for one."""
 
-RECIPE = layout.LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=decoding.choose("auto"))
+RECIPE = LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=decoding.choose("auto"))
 
 
 class Real:
@@ -186,7 +187,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         source, longer = pictures(work / "pictures", count), pictures(work / "longer", many)
-        ready = [decoding.load(source.read(f"{i:05d}.jpg"), (SIDE, SIDE), decoder=RECIPE.decoder) for i in range(count)]
+        ready = [
+            decoding.load(source.read(Place(f"{i:05d}.jpg")), (SIDE, SIDE), decoder=RECIPE.decoder)
+            for i in range(count)
+        ]
         encoder = Real()
         encoder.encode(np.stack(ready[:BATCH]))
         bare, piped = [], []

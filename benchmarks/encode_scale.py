@@ -48,9 +48,10 @@ from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
 from pipeline.encoding.scan import SCAN
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
 from pipeline.work import engine
 
-RECIPE = layout.LatentRecipe(weights="scale", compression=8, channels=4)
+RECIPE = LatentRecipe(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]
 ROUNDS = 3
 GROWING = ("scan", "noop", "bucket", "folder", "s3", "dry", "grow", "filter")

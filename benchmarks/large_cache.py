@@ -34,8 +34,10 @@ from benchmarks.report import resident
 from pipeline.cache import arrow, audit, garbage, index, key_columns, layout, scratch
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import Recipe, records_schema
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import RECORDS, to_ipc
+from pipeline.cache.shard import to_ipc
+from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import estimate, unit_records
@@ -45,13 +47,14 @@ from pipeline.encoding.reading import Reading
 from pipeline.images import buckets
 from pipeline.loader import planner
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
 from pipeline.sources import remote
-from pipeline.sources import source as sources
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.source import Part
+from pipeline.sources.source import ListedItems, Part
 from pipeline.sources.tars import TarSource
 from pipeline.work import claims
 from pipeline.work.engine import Worker
@@ -70,7 +73,7 @@ PER_UNIT = 0
 """Records of a unit; 0: as the configuration says."""
 READ_S = 0.005
 BUFFERS = (
-    *((module, "ROWS") for module in (arrow, scanning, join, sources)),
+    *((module, "ROWS") for module in (arrow, scanning, join)),
     *((module, "CHUNK_ROWS") for module in (join, snapshots)),
     (remote, "DESCRIBED"),
     (key_columns, "BATCH"),
@@ -117,10 +120,10 @@ def configuration(folder: Path, *options: str) -> Config:
     return load(None, [f"cache={folder / 'cache'}", "encode.min_free_gib=0", *units, *options])
 
 
-def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
     values: dict[str, Any] = {"weights": "scale", "dtype": config.vae.dtype, "storage": config.encode.storage.latent}
-    latent = layout.LatentRecipe(**values, background=config.data.background)
-    return latent, layout.TextRecipe(
+    latent = LatentRecipe(**values, background=config.data.background)
+    return latent, TextRecipe(
         weights="scale",
         dtype=config.text.dtype,
         normalisation="nvlabs" if config.text.recipe == "nvlabs" else "diffusers",
@@ -150,7 +153,7 @@ def build(folder: Path, count: int) -> None:
             _commit(cache, recipe, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
 
 
-def scanned(folder: Path, count: int) -> tuple[Cache, layout.LatentRecipe, layout.TextRecipe, pa.Table]:
+def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, pa.Table]:
     """A cache in which the source is scanned, and the scan."""
     config = configuration(folder)
     cache = Cache.of(config, create=True)
@@ -197,14 +200,14 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
     return pa.table([columns[name] for name in scanning.SCAN.names], scanning.SCAN.names).cast(scanning.SCAN)
 
 
-def _commit(cache: Cache, recipe: layout.Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
+def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
     """The segment of a plan whose units are all made. units: (id, records)."""
     keys, counts = cache.table(table).column("key"), np.array([count for _, count in units])
     total, length = int(counts.sum()), 1 << 17
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
     fixed_columns = {"key": keys, "checksum": keys, "caption_checksum": keys, "offset": within * length}
     values = {"length": length, "channels": 32, "rows": 28, "width": 2304, "valid": 28, "caption_length": 60}
-    schema = RECORDS[recipe.kind]
+    schema = records_schema(recipe.kind)
     columns = [fixed_columns.get(name, np.full(total, values.get(name, 32))) for name in schema.names]
     digests = [layout.digest("shard", recipe.name, unit).hex() for unit, _ in units]
     shard = pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(units), dtype=np.int32), counts), digests)
@@ -217,7 +220,8 @@ def _commit(cache: Cache, recipe: layout.Recipe, plan: int, units: list[tuple[st
         path.touch()
         os.truncate(path, count * length)
         commits.append(index.Commit(unit, digest, count * length, count, digest, (), dict(made_by)))
-    body = {"recipe": recipe.name, "plan": plan, "records": total, "commits": [commit.body() for commit in commits]}
+    body = {"recipe": recipe.name, "plan": plan, "records": total}
+    body["commits"] = publish(cache.files, index.Commits.table_of(commits)).values()
     name = cache.files.put_content(to_ipc(records), "tables", "arrow")
     cache.files.put(Paths.segment(recipe.name, plan), layout.seal(body | {"table": name}))
 
@@ -255,8 +259,8 @@ def list_folder(folder: Path, count: int) -> None:
     """The listing of a folder, as every process of a scan makes it."""
     pictures = Folder(folder, CaptionRule.column("text"), count)
     pictures.scratch = Cache.of(configuration(folder)).files.scratch
-    runs = list(pictures.runs(Part(""), scanning.RUN))
-    if sum(run.count or 0 for run in runs) != count or pictures.ignored:
+    fragments = list(pictures.fragments(Part(""), scanning.RUN, ListedItems(pictures.scratch)))
+    if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored:
         raise RuntimeError("pictures or captions are missing")
 
 
@@ -276,8 +280,8 @@ def list_s3(folder: Path, count: int) -> None:
             files = remote.RemoteFilesystem(f"s3://{s3_listing.BUCKET}/{s3_listing.FOLDER}", 60.0)
             pictures = FolderSource(files, CaptionRule.column("text"))
             pictures.scratch = Cache.of(configuration(folder)).files.scratch
-            runs = list(pictures.runs(Part(""), scanning.RUN))
-            seen = sum(len(run.look()) for run in runs)
+            fragments = pictures.fragments(Part(""), scanning.RUN, ListedItems(pictures.scratch))
+            seen = sum(len(fragment.look()) for fragment in fragments)
             if seen != count or pictures.ignored:
                 raise RuntimeError("pictures or captions are missing")
         finally:

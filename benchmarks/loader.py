@@ -48,6 +48,8 @@ from pipeline.cache.snapshot import Policies
 from pipeline.loader import randomness
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.join import BucketTable, EncodedRecords, Joined, Resolution, assemble, join
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
@@ -64,8 +66,8 @@ def build(
     *,
     buckets: list[tuple[int, int]] = BUCKETS,
     batch: int = BATCH,
-    latent: layout.LatentRecipe | None = None,
-    text: layout.TextRecipe | None = None,
+    latent: LatentRecipe | None = None,
+    text: TextRecipe | None = None,
 ) -> Cache:
     """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join. Values are bf16
     between 1/8 and 1; recipes of Sana where none is given."""
@@ -73,7 +75,7 @@ def build(
 
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)
-    latent, text = latent or layout.LatentRecipe(), text or layout.TextRecipe()
+    latent, text = latent or LatentRecipe(), text or TextRecipe()
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     tokens = np.clip(rng.lognormal(np.log(70), 0.55, count), 8, 300).astype(int)
@@ -97,17 +99,17 @@ def build(
             unit = f"{start:032x}"
             with shard.ShardWriter(cache.files, recipe, unit) as writer:
                 if recipe is text and start == 0:
-                    writer.add(layout.null_key(text.id), _bits(rng, (300, text.width)), caption="", valid=1)
+                    writer.add(text.null_key, _bits(rng, (300, text.width)), caption="", valid=1)
                 for i in range(start, min(start + 256, count)):
                     height, width = buckets[i % len(buckets)]
                     if recipe is latent:
-                        key = layout.latent_key(latent.id, rows[i]["digest"], height, width)
+                        key = latent.key(rows[i]["digest"], height, width)
                         writer.add(
                             key,
                             _bits(rng, (latent.channels, height // latent.compression, width // latent.compression)),
                         )
                     else:
-                        key = layout.text_key(text.id, f"caption {i}")
+                        key = text.key(f"caption {i}")
                         writer.add(key, _bits(rng, (int(tokens[i]), text.width)), caption=f"caption {i}")
                 made = writer.finish()
             plan.append(index.commit_of(cache.files, unit, made))
@@ -133,7 +135,9 @@ def _bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 def samples(cache: Cache) -> Iterator[dict[str, np.ndarray]]:
     """Every sample of the snapshot, in its order: what the other formats are written from."""
     opened = cache.open_snapshot()
-    latents, texts = (shard.ShardReader(cache.files, r.name) for r in (opened.latent_recipe, opened.text_recipe))
+    latents, texts = (
+        shard.ShardReader(cache.files, r.name) for r in (opened.recipe(LatentRecipe), opened.recipe(TextRecipe))
+    )
     for row in range(len(opened)):
         sample = opened.sample(row)
         bucket, caption = opened.buckets[sample.bucket], sample.captions[0]

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.local_files import Handle
 from pipeline.cache.mirror import bound_before
@@ -34,6 +33,8 @@ from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.planner import BatchPlan, Planner
 from pipeline.loader.schedule import permute
 from pipeline.loader.shard_prefetch import THREADS, FetchQueue
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import packing
 
 CAPTION_BYTES = 400
@@ -209,7 +210,7 @@ class CountedSnapshot(Snapshot):
         files.shard_sizes = self.shard_files()
 
     def reader(self, kind: str, **options: Any) -> ShardReader:
-        return CountingReader(self.files, self.recipe(kind).name, folder=self.head.folder, **options)
+        return CountingReader(self.files, self.head.recipes_by_kind[kind].name, folder=self.head.folder, **options)
 
 
 # ---------------------------------------------------------------- a snapshot of any size
@@ -227,8 +228,8 @@ class Imagined:
 
     pairs: int
     batches: dict[tuple[int, int], int]
-    latent: layout.LatentRecipe
-    text: layout.TextRecipe
+    latent: LatentRecipe
+    text: TextRecipe
     blocks: tuple[int, ...] = ()
     window: int = BucketConfig().pack_window
     encode: EncodeConfig = field(default_factory=EncodeConfig)
@@ -294,7 +295,7 @@ class ImaginedSnapshot(CountedSnapshot):
         self.files, self.id, self.content = ModelFiles("/imagined", mirror), "imagined", content
         self.head = content.head
         self.buckets, self.null = self.head.buckets, self.head.null
-        self.latent_recipe, self.text_recipe = content.latent, content.text
+        self._picture, self.caption = content.latent, content.text
         self._starts = np.cumsum([0, *(bucket.samples for bucket in self.buckets)])
         self.files.shard_sizes = _Sizes(self)
         self._rows = caption_rows()

@@ -27,9 +27,11 @@ import pyarrow as pa
 
 from benchmarks.report import finish, table
 from pipeline.cache import index, layout, shard
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import MirrorConfig
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker, make_units, missing_units
 from pipeline.work.progress import Progress
@@ -117,7 +119,7 @@ def counting_server() -> Iterator[Counter[tuple[str, str]]]:
 class Maker:
     """Commits units with a shard of two small records."""
 
-    def __init__(self, cache: Cache, recipe: layout.Recipe):
+    def __init__(self, cache: Cache, recipe: Recipe):
         self.cache, self.recipe = cache, recipe
 
     def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
@@ -132,7 +134,7 @@ class Maker:
 def unit_requests(few: int = 10, many: int = 26) -> dict[tuple[str, str], float]:
     """Requests of one unit by operation and folder: of a plan of many units against one of few, which one process
     claims, makes and commits."""
-    recipe, seen = layout.LatentRecipe(weights="w", compression=8, channels=2), []
+    recipe, seen = LatentRecipe(weights="w", compression=8, channels=2), []
     bucket = f"requests-{uuid4().hex}"
     with counting_server() as requests, tempfile.TemporaryDirectory() as folder:
         fsspec.filesystem("s3").mkdir(bucket)

@@ -25,7 +25,7 @@ from benchmarks.reading_simulator import (
     nodes,
     simulate,
 )
-from pipeline.cache import codec, layout
+from pipeline.cache import codec
 from pipeline.cache.snapshot import CHUNK_ROWS
 from pipeline.config import Config, load
 from pipeline.encoding import estimate
@@ -35,6 +35,8 @@ from pipeline.parallel.mesh import Layout
 from pipeline.planning.cost import LINK, REACHED, Time
 from pipeline.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
 from pipeline.planning.recorder import MATMUL
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"
@@ -112,8 +114,8 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     """The cache of `pairs` pictures at 1024 px, each with one caption, equally many in each bucket."""
     config = configured(8)
     latent, text = (
-        layout.LatentRecipe(weights="scale", storage=storage),
-        layout.TextRecipe(weights="scale", storage=storage),
+        LatentRecipe(weights="scale", storage=storage),
+        TextRecipe(weights="scale", storage=storage),
     )
     shapes = list(Data.of(config).buckets)
     rows = [int(n) for n in caption_rows()]
@@ -274,7 +276,7 @@ FIRST = 1000
 def imagined(pairs: int, gpus: int, mib: int | None, window: int) -> Imagined:
     """A snapshot of so many pairs in the buckets and batches of a launch. mib: of packed shards; None: not packed."""
     batches = dict(Data.of(configured(gpus)).buckets)
-    latent, text = layout.LatentRecipe(weights="scale"), layout.TextRecipe(weights="scale")
+    latent, text = LatentRecipe(weights="scale"), TextRecipe(weights="scale")
     content = Imagined(pairs, batches, latent, text, window=window)
     return content if mib is None else content.packed(mib)
 

@@ -32,6 +32,8 @@ from pipeline.cache.root import Cache
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 BUCKETS = [(256, 256), (288, 224), (224, 288), (320, 192), (192, 320)]
 BATCH, RECORDS, STEPS = 32, 40, 200
@@ -41,7 +43,7 @@ def build(root: Path, count: int) -> None:
     """A snapshot of `count` samples over a few real records."""
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)
-    latent, text = layout.LatentRecipe(weights="scale"), layout.TextRecipe(weights="scale", width=256)
+    latent, text = LatentRecipe(weights="scale"), TextRecipe(weights="scale", width=256)
     for recipe in (latent, text):
         cache.add_recipe(recipe)
     tables, shards = {}, {}
@@ -52,7 +54,7 @@ def build(root: Path, count: int) -> None:
                 shape = (32, height // 32, width // 32) if recipe is latent else (8 + i, 256)
                 writer.add(layout.digest(recipe.name, str(i)), rng.integers(0, 0x7F80, shape, np.uint16), caption="x")
             if recipe is text:
-                writer.add(layout.null_key(text.id), np.zeros((300, 256), np.uint16), caption="", valid=1)
+                writer.add(text.null_key, np.zeros((300, 256), np.uint16), caption="", valid=1)
             name, size, tables[recipe.kind] = writer.finish()
         shards[recipe.kind] = (snapshot.ShardFile(name, size),)
     null = tables["text"].to_pylist()[-1]

@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.cache import codec, layout, shard
+from pipeline.cache import codec, shard
+from pipeline.cache.recipes import Recipe, recipe_class
 from pipeline.cache.root import Cache
 from pipeline.processes import run_and_exit
 
@@ -38,16 +39,14 @@ def values(count: int) -> dict[str, list[np.ndarray]]:
     }
 
 
-def write(
-    cache: Cache, recipe: layout.Recipe, arrays: list[np.ndarray], measured: Any = None
-) -> tuple[str, int, pa.Table]:
+def write(cache: Cache, recipe: Recipe, arrays: list[np.ndarray], measured: Any = None) -> tuple[str, int, pa.Table]:
     with shard.ShardWriter(cache.files, recipe, "unit", measured) as writer:
         for i, bits in enumerate(arrays):
             writer.add(i.to_bytes(16, "big"), bits, caption="x" * 400 if recipe.kind == "text" else None)
         return writer.finish()
 
 
-def read(cache: Cache, recipe: layout.Recipe, name: str, records: pa.Table, into: np.ndarray) -> None:
+def read(cache: Cache, recipe: Recipe, name: str, records: pa.Table, into: np.ndarray) -> None:
     reader = shard.ShardReader(cache.files, recipe.name)
     for row in records.to_pylist():
         reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
@@ -68,7 +67,7 @@ def main() -> None:
             for storage in codec.STORAGES:
                 spent = {"write": 0.0, "read": 0.0}
                 for kind, shape in SHAPES.items():
-                    recipe = layout.RECIPES[kind](storage=storage)  # type: ignore[call-arg]
+                    recipe = recipe_class(kind)(storage=storage)
                     cache.add_recipe(recipe)
                     start = time.process_time()
                     name, size, records = write(cache, recipe, arrays[kind])
@@ -82,7 +81,7 @@ def main() -> None:
                     seconds[way, storage].append(took)
         cache = Cache(f"{folder}/{rounds - 1}")
         for (storage, kind), one in measured.items():
-            write(cache, layout.RECIPES[kind](storage=storage), arrays[kind][:16], one)  # type: ignore[call-arg]
+            write(cache, recipe_class(kind)(storage=storage), arrays[kind][:16], one)
     gigabytes = sum(a.nbytes for kind in arrays.values() for a in kind) / 1e9
     rows: list[list[Any]] = [["padded to 300 rows, bf16", PADDED, 1.0, "", "", "", ""]]
     for storage in codec.STORAGES:

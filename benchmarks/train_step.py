@@ -29,7 +29,6 @@ from torch import Tensor
 import stages.train
 from benchmarks.loader import build
 from benchmarks.report import finish, median, table
-from pipeline.cache import layout
 from pipeline.config import Config, FlowConfig, load
 from pipeline.loader.loader import Batch
 from pipeline.models.objective import FlowMatching
@@ -37,6 +36,8 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.processes import run_and_exit
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.training import metrics
 from pipeline.training import optimizers as optim
 from pipeline.training.recipes.flow import Flow
@@ -115,8 +116,8 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
 
 def data_wait(folder: Path, steps: int) -> tuple[float, float]:
     """(share of the wall time waited, seconds a step) of a run on a snapshot, after its first rows."""
-    latent = layout.LatentRecipe(compression=8, channels=16)
-    build(folder / "cache", 240, buckets=TINY, batch=12, latent=latent, text=layout.TextRecipe(width=128))
+    latent = LatentRecipe(compression=8, channels=16)
+    build(folder / "cache", 240, buckets=TINY, batch=12, latent=latent, text=TextRecipe(width=128))
     settings = [
         f"cache={folder / 'cache'}",
         f"train.output={folder / 'run'}",

@@ -19,17 +19,20 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.amounts import amount
-from pipeline.cache import copies, layout
+from pipeline.cache import copies
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.arrow import batches
 from pipeline.cache.findings import fix_of_head
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
 from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.images import buckets
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import packing, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import (
@@ -174,7 +177,7 @@ def _made_again(config: Config, cache: Cache, head: Head) -> Head:
     bucket = bucket.model_copy(update={"sources": used})
     data = DataConfig.model_validate({**config.data.model_dump(), **options.get("data", {})})
     config = config.model_copy(update={"bucket": bucket, "data": data})
-    recipes = {"latent": head.latent.name, "text": head.text.name}
+    recipes = {"latent": head.recipe(LatentRecipe).name, "text": head.recipe(TextRecipe).name}
     scans = {source: _Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
     made, heldout, _ = _both(config, _inputs(config, [cache], scans))
     side = head.policies.heldout
@@ -490,9 +493,9 @@ def _print_id(report: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- recipes
 
 
-def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[LatentRecipe, TextRecipe]:
     """The recipes of the sources. They must be equal, and agree with the configuration."""
-    chosen: dict[str, layout.Recipe] = {}
+    chosen: dict[str, Recipe] = {}
     for kind in ("latent", "text"):
         by_source = {source: scan.cache.recipe(scan.recipes[kind]) for source, scan in scans.items()}
         first_source, first = next(iter(sorted(by_source.items())))
@@ -505,13 +508,13 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[layout.LatentReci
                 )
         chosen[kind] = first
     latent, text = chosen["latent"], chosen["text"]
-    assert isinstance(latent, layout.LatentRecipe)
-    assert isinstance(text, layout.TextRecipe)
+    assert isinstance(latent, LatentRecipe)
+    assert isinstance(text, TextRecipe)
     _check_settings(config, latent, text)
     return latent, text
 
 
-def _check_settings(config: Config, latent: layout.LatentRecipe, text: layout.TextRecipe) -> None:
+def _check_settings(config: Config, latent: LatentRecipe, text: TextRecipe) -> None:
     """Refuse settings of the encoders that differ from the cache's."""
     pairs: list[tuple[str, Any, Any]] = [
         ("vae.dtype", config.vae.dtype, latent.dtype),

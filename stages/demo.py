@@ -208,7 +208,7 @@ def _read(config: Config, folders: Sequence[Path]) -> tuple[list[np.ndarray], li
         items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
         captions += [text for item in items for text, _ in item.captions]
         for item in items:
-            content = source.read(item.key)
+            content = source.read(item.place)
             width, height = decoding.probe(content, *limits)
             scale = min(1.0, 4 * config.data.resolution / min(width, height))
             size = round(height * scale), round(width * scale)

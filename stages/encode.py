@@ -28,9 +28,10 @@ from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
 from pipeline.cache.arrow import batches
+from pipeline.cache.files import Files
 from pipeline.cache.index import RecordReject
 from pipeline.cache.local_files import cache_errors
-from pipeline.cache.objects import files_at
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import estimate, image_batch, unit_encoder
@@ -44,6 +45,8 @@ from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.metrics import trackers
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import reasons
 from pipeline.sources.filenames import is_url
 from pipeline.sources.filesystem import let_read
@@ -148,7 +151,7 @@ def dry_run(
         sizes = survey.sizes()
         times = estimate.times(survey.work, sizes, survey.probe(), config, tasks) if probe else None
         reserve = int(config.encode.min_free_gib * 2**30)
-        free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
+        free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(survey.source, survey.work, sizes, free, reserve, times)
         for line in [*estimate.lines(report, config.cache), *survey.fit_notes()]:
             click.echo(line)
@@ -170,7 +173,7 @@ class _TextRun:
 
     config: Config
     cache: Cache
-    text: layout.TextRecipe
+    text: TextRecipe
     worker: Worker
     engine: str
     sources: dict[str, Source]
@@ -188,7 +191,7 @@ class EncodeRun(_TextRun):
 
     source: Source
     reading: Reading
-    latent: layout.LatentRecipe
+    latent: LatentRecipe
     table: list[buckets.Shape]
 
 
@@ -254,8 +257,7 @@ class _Work:
         run, scratch = self._run, self._run.cache.files.scratch
         if kind == "text":
             return planning.caption_work(self.table(["captions", "reject"]), run.text, scratch, only)
-        table = self.table(["item", "digest", "height", "width", "reject"])
-        return planning.image_work(table, run.source.name, run.latent, run.table, scratch, only)
+        return planning.image_work(self.table(planning.SCANNED), run.source.name, run.latent, run.table, scratch, only)
 
 
 @dataclass(frozen=True)
@@ -451,9 +453,8 @@ def _decisive(run: EncodeRun) -> bytes:
 
 
 def _opened(run: EncodeRun, planned: _Planned) -> _Work:
-    """What another process has planned, and the source ready to read its items."""
+    """What another process has planned."""
     run.source.ignored = Kinds(**planned.ignored)
-    run.source.recall(scanning.places_of(run.cache, planned.table))
     work = _Work(run, planned.table)
     for recipe, count in planned.plans.items():
         work.plans[recipe] = [run.cache.plan(recipe, number) for number in range(count)]
@@ -471,12 +472,11 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     cache.add_scan(
         source.name,
         {
-            "root": source.location,
             "table": digest,
             "latent": run.latent.name,
             "text": run.text.name,
             "buckets": [list(shape) for shape in run.table],
-            **({"source_format": source.format} if source.format != "folder" else {}),
+            **source.document(),
             **run.reading.document(),
         },
     )
@@ -566,7 +566,7 @@ def _encode(
         pictures = _encode_pictures(run, image_plans, missing, make)
         moved = None
         if not idle:
-            moved = planning.retryable_from_another_item(cache, run.latent, partial(work.of, run.latent.kind))
+            moved = planning.retryable_at_another_place(cache, run.latent, partial(work.of, run.latent.kind))
         if moved is not None:
             more = _encode_pictures(run, _plan_images(run, moved), missing, make)
             pictures = replace(pictures, records=pictures.records + more.records, left=pictures.left + more.left)
@@ -663,9 +663,7 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
     return ready
 
 
-def _unit_rejects(
-    cache: Cache, recipe: layout.Recipe, work_of: Callable[[Iterable[str]], pa.Table]
-) -> list[RecordReject]:
+def _unit_rejects(cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]], pa.Table]) -> list[RecordReject]:
     """Rejects of some work whose record no later unit has made. work_of: keys (hex) -> their rows."""
     index = cache.index(recipe.name)
     latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}
@@ -681,7 +679,7 @@ def _write_rejects(cache: Cache, name: str, rejects: _Rejects) -> str:
             rows.writerows(map(reasons.cell, row) for row in files.scratch.sorted_rows(rejects))
             sheet.flush()
             os.fsync(sheet.fileno())
-        files.replace_by(temporary, path)
+        files.replace(path, temporary)
     return path
 
 

@@ -23,10 +23,9 @@ import pyarrow.compute as pc
 import torch
 
 from pipeline.amounts import amount
-from pipeline.cache import layout
+from pipeline.cache.files import Files
 from pipeline.cache.key_columns import fixed
 from pipeline.cache.local_files import replacing
-from pipeline.cache.objects import files_at
 from pipeline.cache.root import check_source_name
 from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated
 from pipeline.encoding import estimate, scan, survey
@@ -39,9 +38,11 @@ from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.recommend import Choice, Facts, Recommendation
 from pipeline.planning.search import Search
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.selection import is_held_out
 from pipeline.sources.detect import open_source
-from pipeline.sources.source import Source
+from pipeline.sources.source import Place, Source
 
 PROMPTS = "prompts.txt"
 COUNTED = 200
@@ -157,8 +158,8 @@ def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
     digests = [
         digest
         for each in looked
-        for item in each.usable.column("item").to_pylist()
-        if (digest := scan.from_bytes(each.source, item, *limits).get("digest")) is not None
+        for place in each.usable.select(Place._fields).to_pylist()
+        if (digest := scan.from_bytes(each.source, Place(**place), *limits).get("digest")) is not None
     ]
     column = fixed(pa.array(digests, pa.binary(16)))
     return int(is_held_out(column, recommend.HELDOUT[-1][1]).sum()) if digests else 0
@@ -282,7 +283,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
     steps = extent.steps_of(config.train, data)
     count = 0 if steps is None else extent.kept_checkpoints(config.train, steps)
     kept = count * predict.checkpoint_bytes(shape, config.train)
-    free = files_at(config.cache, config.mirror, config.patience_s).free_bytes()
+    free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
     lines.append(f"the cache: about {amount(cache)}, without a tokenizer (sana-pipe encode --dry-run counts)")
     if free is not None and free < cache + kept:
         lines.append(
@@ -294,7 +295,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
 
 def _cache_bytes(config: Config, looked: _Looked) -> int:
     """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
-    latent, text = layout.LatentRecipe(), layout.TextRecipe(max_length=config.text.max_length)
+    latent, text = LatentRecipe(), TextRecipe(max_length=config.text.max_length)
     shapes = buckets.table(config.data, latent.compression)
     work = estimate.wanted(looked.table, None, latent, text, shapes)
     size = estimate.sizes(

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.cache.layout import LatentRecipe, TextRecipe
 from pipeline.cache.prompts import spread
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head
@@ -35,6 +34,8 @@ from pipeline.models.hub import resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
 from pipeline.reporting.source_pictures import SourcePictures
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.base_weights import first_weights, whole_weights
 
@@ -89,7 +90,7 @@ def run(
     opened = cache.open_snapshot(snapshot)
     stored = checkpoints.ModelTensors(folder, ema=ema)
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
-    channels, text_width = opened.latent_recipe.channels, opened.text_recipe.width
+    channels, text_width = opened.recipe(LatentRecipe).channels, opened.recipe(TextRecipe).width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or config.sample.count, len(opened))
     if wanted < (count or config.sample.count):
@@ -286,7 +287,7 @@ def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, Text
         cache = Cache.if_there(config)
         if cache is not None:
             head = Head.read(cache.files, snapshot)
-            return head.latent, head.text
+            return head.recipe(LatentRecipe), head.recipe(TextRecipe)
     except CacheError:
         pass
     _log(

@@ -40,6 +40,8 @@ from pipeline.planning.predict import Data, Machine
 from pipeline.processes import follow_with
 from pipeline.reporting import run_pictures
 from pipeline.retrying import TIMEOUT_S
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import heldout
 from pipeline.sources import caption_rules
 from pipeline.training import checkpoint, phases
@@ -459,7 +461,7 @@ def _prompts(
     config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, Sequence[PromptSet]]:
     """The prompt sets to draw, if any, and the configuration with the id of the set, or `CAPTIONS`."""
-    pictures, recipe = config.train.pictures, snapshot.text_recipe
+    pictures, recipe = config.train.pictures, snapshot.recipe(TextRecipe)
     if pictures is None:
         return config, ()
     name = pictures.prompts
@@ -484,9 +486,9 @@ def _prompts(
 
 def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndarray]:
     """Text rows of `train.preserve.prompt`."""
-    recipe, found = snapshot.text_recipe, []
+    recipe, found = snapshot.recipe(TextRecipe), []
     for prompt in [] if config.train.preserve is None else config.train.preserve.prompts:
-        rows = prompt_sets.find_rows(cache, recipe, caption_rules.normalise(prompt, recipe.normalisation))
+        rows = prompt_sets.find_rows(cache, recipe, prompt, caption_rules.normalise)
         if rows is None:
             raise ConfigError(
                 f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",
@@ -542,9 +544,9 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
     return TrainingTask(
         first_state=LoaderState(snapshot.id, train.seed, train.phase, 0, train.length_window),
         batch=max(bucket.batch for bucket in snapshot.buckets),
-        channels=snapshot.latent_recipe.channels,
-        text_width=snapshot.text_recipe.width,
-        sample_size=config.data.resolution // snapshot.latent_recipe.compression,
+        channels=snapshot.recipe(LatentRecipe).channels,
+        text_width=snapshot.recipe(TextRecipe).width,
+        sample_size=config.data.resolution // snapshot.recipe(LatentRecipe).compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
@@ -558,7 +560,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
 
 
 def _pictures(config: Config, snapshot: Snapshot, sets: Sequence[PromptSet]) -> DrawnPrompts:
-    settings, recipe = config.train.pictures or PicturesConfig(), snapshot.latent_recipe
+    settings, recipe = config.train.pictures or PicturesConfig(), snapshot.recipe(LatentRecipe)
     places = [(prompts, number) for prompts in sets for number in range(len(prompts))]
 
     def rows(number: int) -> torch.Tensor:

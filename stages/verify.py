@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from pipeline.amounts import amount
-from pipeline.cache import audit, layout, prompts
+from pipeline.cache import audit, layout
 from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
 from pipeline.cache.layout import Paths
-from pipeline.cache.restore import restore_documents
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.encoding.repair import Repairs, repair_table
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
@@ -50,7 +50,6 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
             error = _repair_contents(repairs, contents, replaced, report)
             report.late = _check_snapshots(cache, contents, replaced, report)
             report.add(finding for finding in report.late if finding not in contents)
-            _publish_prompts_again(cache, contents, replaced, report)
     left = report.left()
     if as_json:
         click.echo(json.dumps({"files": bar.done, "bytes": report.bytes, "ok": not left, "findings": report.rows()}))
@@ -192,14 +191,14 @@ def _is_table(path: str) -> bool:
 
 
 def _repair_content(repairs: Repairs, finding: Finding, replaced: Replaced) -> str | None:
-    """The outcome of a finding; None for snapshots and prompt sets, which come last."""
+    """The outcome of a finding; None for snapshots, which come last."""
     if _is_table(finding.path):
         return _repair_table(repairs.cache, finding)
     if finding.unit:
         return repairs.unit(finding, replaced)
     if finding.path.startswith(f"shards/{layout.PACKED}"):
         return _repair_packed(repairs.cache, finding.path)
-    return None if finding.path.startswith(("snapshots/", "prompts/")) else FAILED
+    return None if finding.path.startswith("snapshots/") else FAILED
 
 
 def _repair_table(cache: Cache, finding: Finding) -> str:
@@ -229,17 +228,6 @@ def _repair_packed(cache: Cache, path: str) -> str:
         raise
     except CacheError as error:
         return f"failed: the snapshot that it was packed from cannot be read: {error}"
-
-
-def _publish_prompts_again(cache: Cache, findings: list[Finding], replaced: Replaced, report: _Report) -> None:
-    """Let prompt sets refer to the records that were made again, unless the old ones were restored."""
-    stale = {finding.path for finding in audit.verify_prompts(cache, replaced)}
-    for path in {finding.path for finding in findings if finding.path.startswith("prompts/")} - stale:
-        report.outcome(path, "restored")
-    for known in [known for known in prompts.current(cache) if known.path in stale]:
-        keys = [place.key for place in known.places]
-        if prompts.publish(cache, known.name, known.recipe, known.texts, keys) is not None:
-            report.outcome(known.path, "replaced")
 
 
 def _check_snapshots(cache: Cache, findings: list[Finding], replaced: Replaced, report: _Report) -> list[Finding]:

@@ -40,7 +40,7 @@ ROOMS = {
     "cache": (
         ["pipeline/cache/*"],
         "audit bucket cache cache_layout claims disk_space documents edges engines estimate unit_folders fuzz gc "
-        "golden integrity_law large_tables loader loader_laws long_lists missing_work objects pack pack_objects "
+        "golden integrity_law large_tables loader loader_laws missing_work objects pack pack_objects "
         "patience prompts reads repair scan scratch snapshot_chunks snapshot_head storage synced urls web_cache",
     ),
     "sources": (

@@ -23,12 +23,14 @@ from click.testing import CliRunner
 import stages.bucket
 import stages.encode
 import stages.snapshots
-from pipeline.cache import audit, compare, layout, many_keys, objects
+from pipeline.cache import audit, compare, index, layout, many_keys
+from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.key_columns import as_keys, key_bytes
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import BucketPart, Snapshot
+from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.cli import cli
 from pipeline.config import Config, load
@@ -37,6 +39,8 @@ from pipeline.images import buckets
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import filters, join, selection
 from tests.support import synthetic
 from tests.support.damage import flip
@@ -109,7 +113,11 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
     all_of = [*pictures(70), Picture("last.png", "last", 16, 32, (("x", 2.0), ("X ", 1.0), ("y", 0.5)))]
     cache = add(of, "one", all_of)
     opened = made(of)
-    latents, texts, text = cache.index(synthetic.LATENT.name), cache.index(opened.text_recipe.name), opened.text_recipe
+    latents, texts, text = (
+        cache.index(synthetic.LATENT.name),
+        cache.index(opened.recipe(TextRecipe).name),
+        opened.recipe(TextRecipe),
+    )
     known = {layout.sample_id("one", p.item): p for p in all_of}
     assert len(opened) == len(all_of)
     for row in range(len(opened)):
@@ -119,13 +127,13 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
         size = buckets.nearest(synthetic.TABLE, picture.height, picture.width)
         bucket = opened.buckets[sample.bucket]
         assert (bucket.height, bucket.width) == size
-        assert sample.key == layout.latent_key(synthetic.LATENT.id, layout.digest(picture.content), *size)
+        assert sample.key == synthetic.LATENT.key(layout.digest(picture.content), *size)
         at = int(latents.find(as_keys([sample.key]))[0])
         assert sample.shard == latents.shards[latents.columns["shard"][at]]
         assert sample.offset == latents.columns["offset"][at]
         assert len(sample.captions) == len(picture.texts)
         for caption, (written, weight) in zip(sample.captions, picture.texts, strict=True):
-            assert caption.key == layout.text_key(text.id, written.lower().strip())
+            assert caption.key == text.key(written.lower().strip())
             at = int(texts.find(as_keys([caption.key]))[0])
             assert caption.shard == texts.shards[texts.columns["shard"][at]]
             assert (caption.rows, caption.weight) == (texts.columns["valid"][at], np.float32(weight))
@@ -144,14 +152,14 @@ def test_a_snapshot_names_only_shards_that_it_needs(root: Path) -> None:
 def test_many_keys_are_the_keys_of_each() -> None:
     digests, sizes = [layout.digest(str(i)) for i in range(9)], [(16, 24), (512, 2048)]
     which = np.arange(9) % 2
-    latents = many_keys.latent_keys("ab" * 16, as_keys(digests), sizes, which)
-    each = [layout.latent_key("ab" * 16, d, *sizes[i]) for d, i in zip(digests, which, strict=True)]
+    latents = synthetic.LATENT.keys(as_keys(digests), sizes, which)
+    each = [synthetic.LATENT.key(d, *sizes[i]) for d, i in zip(digests, which, strict=True)]
     assert latents.tobytes() == b"".join(each)
     words = ["", "a cat", "é 日本", "x" * 500]
-    keys = b"".join(layout.text_key("cd", w) for w in words)
+    keys = b"".join(TextRecipe().key(w) for w in words)
     for kind in (pa.string(), pa.large_string()):
         column = pa.array(["left out", *words], kind)[1:]
-        assert many_keys.text_keys("cd", column).tobytes() == keys
+        assert TextRecipe().keys(column).tobytes() == keys
         ids = [layout.sample_id("photos", word) for word in words]
         assert many_keys.sample_ids("photos", column).tolist() == ids
     assert many_keys.item_keys(words).tobytes() == b"".join(
@@ -682,7 +690,7 @@ def test_two_resolutions_of_a_picture_in_one_snapshot(root: Path, capsys: pytest
     for row in range(len(snapshot)):
         sample, (_, item) = snapshot.sample(row), snapshot.source_item(row)
         size = snapshot.buckets[sample.bucket].height, snapshot.buckets[sample.bucket].width
-        assert sample.key == layout.latent_key(synthetic.LATENT.id, contents[item], *size)
+        assert sample.key == synthetic.LATENT.key(contents[item], *size)
     ids = [snapshot.sample_id(row) for row in range(len(snapshot))]
     assert len(set(ids)) == len(ids)
     assert {layout.sample_id("one", p.item) for p in all_of if p.reject is None} < set(ids)
@@ -711,7 +719,7 @@ def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
     add(of, "one", [Picture(f"{i}.png", f"{i}", captions=((f"a {i}", 1.0), (f"b {i}", 3.0))) for i in range(20)])
     snapshot = made(of)
     planner = Planner(snapshot, seed=0, phase=0)
-    rare = {layout.text_key(snapshot.text_recipe.id, f"a {i}") for i in range(20)}
+    rare = {snapshot.recipe(TextRecipe).key(f"a {i}") for i in range(20)}
     choices: dict[int, list[bool]] = {}
     for step in range(1000):
         plan = planner.step(step)
@@ -787,12 +795,13 @@ def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> N
     recipe = synthetic.LATENT
     [segment] = here.glob(f"segments/{recipe.name}/*.json")
     body = layout.unseal(segment.read_bytes(), str(segment))
-    [commit] = body["commits"]
-    empty = {**commit, "shard": None, "bytes": 0, "records": 0, "table": None}
+    [commit] = index.commits(Cache(here).files, recipe.name, 0)
+    empty = dataclasses.replace(commit, shard=None, bytes=0, records=0, table=None)
+    listed = publish(Cache(here).files, index.Commits.table_of([empty])).values()
     [table] = here.glob(f"tables/{body['table'][:2]}/{body['table']}.arrow")
     none = Cache(here).files.put_content(to_ipc(from_ipc(table.read_bytes(), "").slice(0, 0)), "tables", "arrow")
     for path in (segment, here / layout.Paths.copy(segment.relative_to(here).as_posix())):
-        path.write_bytes(layout.seal({**body, "table": none, "records": 0, "commits": [empty]}))
+        path.write_bytes(layout.seal({**body, "table": none, "records": 0, "commits": listed}))
     for path in here.glob("shards/latent-*/*/*.tar"):
         path.unlink()
     with pytest.raises(UserError, match="nothing is left"):
@@ -806,7 +815,7 @@ def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> N
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"])
 def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Stopped before publications, the next run makes the same snapshot, and nothing half done is left."""
-    from pipeline.cache.files import Files
+    from pipeline.cache.folder_store import FolderStore
 
     there = tmp_path / "there"
     add(config(there), "two", pictures(120, "two-"))
@@ -816,22 +825,22 @@ def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytes
 
     def attempt(root: Path, at: int) -> int:
         count = 0
-        real = Files.publish
+        real = FolderStore.create
 
-        def publish(self: Files, temporary: Path, name: str) -> bool:
+        def publish(self: FolderStore, name: str, data: bytes | Path) -> bool:
             nonlocal count
             if count == at:
                 raise Killed
             count += 1
-            return real(self, temporary, name)
+            return real(self, name, data)
 
-        monkeypatch.setattr(Files, "publish", publish)
+        monkeypatch.setattr(FolderStore, "create", publish)
         try:
             stages.bucket.run(config(root, f"bucket.caches=[{there}]"))
         except Killed:
             pass
         finally:
-            monkeypatch.setattr(Files, "publish", real)
+            monkeypatch.setattr(FolderStore, "create", real)
         return count
 
     add(config(tmp_path / "whole"), "one", pictures(10))
@@ -906,9 +915,9 @@ def test_caches_on_disks_and_in_object_stores_mix(
 
 
 def test_other_caches_are_waited_for_as_long_as_the_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, patience, files_at = with_another(tmp_path), dict[str, float](), objects.files_at
+    of, patience, files_of = with_another(tmp_path), dict[str, float](), Files
     monkeypatch.setattr(
-        "pipeline.cache.root.files_at", lambda at, *rest: [patience.update({at: rest[1]}), files_at(at, *rest)][1]
+        "pipeline.cache.root.Files", lambda at, *rest: [patience.update({at: rest[1]}), files_of(at, *rest)][1]
     )
     stages.bucket.run(of.model_copy(update={"patience_s": 7.0}))
     assert patience == {of.cache: 7.0, of.bucket.caches[0]: 7.0}
@@ -1161,7 +1170,7 @@ def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
     add(of, "old", pictures(8, "old-"))
     cache = Cache(root)
     cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": "latent-" + "0" * 32})
-    other = layout.LatentRecipe(weights="other")
+    other = LatentRecipe(weights="other")
     cache.add_recipe(other)
     cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": other.name})
     with pytest.raises(CacheError, match=naming("'old'", "'one'", "weights")):

@@ -25,21 +25,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cache import arrow, files, index, layout, shard
+from pipeline.cache import arrow, index, layout, local_files, shard
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import SortedKeys, as_keys, halves
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, IntegrityError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from tests.support import synthetic, tiny_cache
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.synthetic import LATENT as LATENTS
 from tests.support.synthetic import add, config, pictures
 
-LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4)
-TEXT = layout.TextRecipe(weights="w", width=6)
+LATENT = LatentRecipe(weights="w", compression=8, channels=4)
+TEXT = TextRecipe(weights="w", width=6)
 ROOT = Path(__file__).parent.parent
 
 
@@ -48,19 +51,19 @@ def bits(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return values.view(torch.int16).numpy().view(np.uint16)
 
 
-def write(root: Path, count: int = 3, recipe: layout.Recipe = LATENT, first: int = 0) -> tuple[Cache, str, pa.Table]:
+def write(root: Path, count: int = 3, recipe: Recipe = LATENT, first: int = 0) -> tuple[Cache, str, pa.Table]:
     cache = Cache(root, create=True)
     with shard.ShardWriter(cache.files, recipe, "unit") as writer:
         for i in range(first, first + count):
             if recipe.kind == "latent":
-                writer.add(layout.latent_key(recipe.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
+                writer.add(recipe.key(bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
             else:
-                writer.add(layout.text_key(recipe.id, f"caption {i}"), bits((3 + i, 6), i), caption=f"Caption {i} é")
+                writer.add(recipe.key(f"caption {i}"), bits((3 + i, 6), i), caption=f"Caption {i} é")
         name, _, table = writer.finish()
     return cache, name, table
 
 
-def read_all(cache: Cache, name: str, table: pa.Table, recipe: layout.Recipe = LATENT) -> list[np.ndarray]:
+def read_all(cache: Cache, name: str, table: pa.Table, recipe: Recipe = LATENT) -> list[np.ndarray]:
     reader = shard.ShardReader(cache.files, recipe.name)
     out = []
     for row in table.to_pylist():
@@ -190,7 +193,7 @@ def test_a_right_record_in_a_wrong_place_is_refused(tmp_path: Path) -> None:
         reader.read(name, rows[1]["offset"], rows[0]["key"], rows[0]["checksum"], into)
     with pytest.raises(IntegrityError):  # a shard of the same shape
         reader.read(foreign, rows[0]["offset"], rows[0]["key"], rows[0]["checksum"], into)
-    elsewhere = shard.ShardReader(cache.files, layout.LatentRecipe(weights="x").name)
+    elsewhere = shard.ShardReader(cache.files, LatentRecipe(weights="x").name)
     elsewhere.recipe = LATENT.name  # the same bytes under another recipe
     with pytest.raises(IntegrityError):
         elsewhere.read(name, rows[0]["offset"], rows[0]["key"], rows[0]["checksum"], into)
@@ -233,7 +236,7 @@ def test_a_newer_version_is_refused_with_a_message() -> None:
 def test_fields_at_their_default_stay_out_of_the_id() -> None:
     values = {"weights": "w", "compression": 8, "channels": 4}
     assert LATENT.id == layout.digest("recipe", "latent", layout.canonical(values)).hex()
-    assert layout.LatentRecipe(weights="w", compression=8, channels=4, tiling=False).id == LATENT.id
+    assert LatentRecipe(weights="w", compression=8, channels=4, tiling=False).id == LATENT.id
 
 
 def test_a_caption_with_half_a_character_has_a_digest() -> None:
@@ -257,9 +260,9 @@ def test_every_recipe_field_changes_the_id() -> None:
 
 def test_golden_identities() -> None:
     """Written down: changing one of these orphans every cache there is."""
-    assert layout.latent_key(LATENT.id, bytes(16), 64, 32).hex() == GOLDEN["latent"]
-    assert layout.text_key(TEXT.id, "a cat").hex() == GOLDEN["text"]
-    assert layout.null_key(TEXT.id).hex() == GOLDEN["null"]
+    assert LATENT.key(bytes(16), 64, 32).hex() == GOLDEN["latent"]
+    assert TEXT.key("a cat").hex() == GOLDEN["text"]
+    assert TEXT.null_key.hex() == GOLDEN["null"]
     assert layout.sample_id("photos", "a/b.jpg") == GOLDEN["sample"]
     assert layout.checksum(LATENT.id, bytes(16), b"payload").hex() == GOLDEN["checksum"]
 
@@ -330,7 +333,7 @@ def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path) -> None
 def test_what_is_read_back_comes_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No page of a written file is in memory when it is compared."""
     resident: list[bool] = []
-    real = files.check_digest
+    real = local_files.check_digest
 
     def check(path: Path, digest: str) -> None:
         with open(path, "rb") as file:
@@ -345,7 +348,7 @@ def test_what_is_read_back_comes_from_the_disk(monkeypatch: pytest.MonkeyPatch) 
 
     if not hasattr(os, "RWF_NOWAIT"):
         pytest.skip("this system cannot tell what is in memory")
-    monkeypatch.setattr(files, "check_digest", check)
+    monkeypatch.setattr(local_files, "check_digest", check)
     with tempfile.TemporaryDirectory() as folder:  # on a disk: pytest's folder may be in memory
         place = Files(Path(folder))
         assert place.put("names/a/00000000.json", layout.seal({"name": "a"}))
@@ -395,7 +398,7 @@ def test_a_folder_that_is_no_cache_is_refused(tmp_path: Path) -> None:
 def commit_unit(cache: Cache, plan: int, unit: str, first: int, count: int = 2) -> index.Commit:
     with shard.ShardWriter(cache.files, LATENT, unit) as writer:
         for i in range(first, first + count):
-            writer.add(layout.latent_key(LATENT.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
+            writer.add(LATENT.key(bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
         made = writer.finish()
     commit = index.commit_of(
         cache.files, unit, made, [index.RecordReject("00" * 16, "bad.jpg", "broken")], {"torch": "2"}
@@ -528,7 +531,7 @@ def test_the_later_plan_wins(tmp_path: Path) -> None:
     commit_unit(cache, 1, "cc", 1, count=1)
     result = cache.index(LATENT.name)
     assert len(result) == 2
-    row = result.find(as_keys([layout.latent_key(LATENT.id, bytes([1] * 16), 16, 24)]))[0]
+    row = result.find(as_keys([LATENT.key(bytes([1] * 16), 16, 24)]))[0]
     assert result.shards[result.columns["shard"][row]] == result.shards[1]
     assert not result.has(bytes(16))
 
@@ -539,7 +542,7 @@ def test_a_repaired_shard_is_published_only_if_it_has_the_same_bytes(tmp_path: P
         cache = Cache(tmp_path / only, create=True)
         with shard.ShardWriter(cache.files, LATENT, "unit") as writer:
             for i in range(3):
-                writer.add(layout.latent_key(LATENT.id, bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
+                writer.add(LATENT.key(bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
             assert writer.finish(only=only)[0] == name
         assert cache.files.exists(layout.Paths.shard(LATENT.name, name)) == (only == name)
 

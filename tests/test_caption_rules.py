@@ -19,7 +19,7 @@ from pipeline.encoding.fragments import Fragments
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
-from pipeline.sources.source import Item, Reject, Source
+from pipeline.sources.source import Item, Place, Reject, Source
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop
@@ -215,9 +215,9 @@ def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch
     monkeypatch.setattr(scanning, "RUN", 1)
     looked: list[str] = []
 
-    def look(source: Source, key: str, *limits: int) -> dict[str, Any]:
-        looked.append(key)
-        return scanning.from_bytes(source, key, *limits)
+    def look(source: Source, place: Place, *limits: int) -> dict[str, Any]:
+        looked.append(place.item)
+        return scanning.from_bytes(source, place, *limits)
 
     for _ in range(2):  # the second finds what the first, which was killed before it published the scan, has read
         source = open_source(str(tmp_path / "f"), DataConfig(caption_weights={"short": 1, "rare": 1}))

@@ -24,15 +24,17 @@ from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
-from pipeline.cache.restore import restore_documents
-from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.cache.snapshot_lists import ShardTable
+from pipeline.cache.recipes import Recipe
+from pipeline.cache.root import Cache, Unit, Units, WorkPlan
+from pipeline.cache.snapshot_lists import ShardTable, publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import repair, unit_records
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import IntegrityError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals.text import TextRecipe
 from tests.support import synthetic, tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -97,7 +99,7 @@ def config(small_cache_copy: Path, make_config: Callable[..., Config], tmp_path:
     """Of a copy of the small cache, as after `gc`, with a prompt set."""
     lose(small_cache_copy, "units/**/*.json")
     cache = Cache(small_cache_copy)
-    recipe = cache.open_snapshot().text_recipe
+    recipe = cache.open_snapshot().recipe(TextRecipe)
     keys = [key.tobytes() for key in cache.index(recipe.name).keys[:2]]
     assert prompts.publish(cache, "prompts", recipe, ["one", "two"], keys)
     return make_config(tmp_path)
@@ -109,9 +111,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     units: list[str] = []
     real = unit_records.write_unit
 
-    def encode(
-        cache: Cache, recipe: layout.Recipe, plan: WorkPlan, unit: Unit, *rest: Any, **named: Any
-    ) -> index.Commit:
+    def encode(cache: Cache, recipe: Recipe, plan: WorkPlan, unit: Unit, *rest: Any, **named: Any) -> index.Commit:
         units.append(unit.unit)
         return real(cache, recipe, plan, unit, *rest, **named)
 
@@ -387,8 +387,8 @@ def test_captions_of_a_lost_plan_are_read_from_its_shards(tiny: Cache) -> None:
             assert len(again) == (commit.records if kind == "text" else 0)
             for row in again.to_pylist():
                 caption = row["caption"]
-                null = layout.null_key(recipe.id)
-                assert row["key"] == (null if caption is None else layout.text_key(recipe.id, caption))
+                null = recipe.null_key
+                assert row["key"] == (null if caption is None else recipe.key(caption))
     path = next(tiny.root.glob("shards/latent-*/*/*.tar"))
     path.write_bytes(path.read_bytes()[:2000])
     outcomes = [repair.Repairs(config, tiny, {}).unit(f, {}) for f in audit.verify_contents(tiny) if f.unit]
@@ -590,10 +590,11 @@ def test_a_gap_in_the_plans_of_a_recipe_is_named(tmp_path: Path) -> None:
 def test_a_commit_that_its_plan_does_not_list_is_a_contradiction(tiny: Cache) -> None:
     recipe = tiny.recipes("text")[0].name
     plan = tiny.plan(recipe, 0)
+    listed = publish(tiny.files, Units.table_of(plan.units[1:])).values()
     lose(tiny.root, Paths.numbered(Paths.plans(recipe), 0))
     tiny.files.put(
         Paths.numbered(Paths.plans(recipe), 0),
-        layout.seal({"recipe": recipe, "number": 0, "table": plan.table, "units": [vars(u) for u in plan.units[1:]]}),
+        layout.seal({"recipe": recipe, "number": 0, "table": plan.table, "units": listed}),
     )
     [finding] = contradictions(tiny)
     assert finding.path == Paths.numbered(Paths.plans(recipe), 0) and finding.unit == plan.units[0].unit

@@ -25,6 +25,7 @@ from pipeline.encoding import unit_records
 from pipeline.encoding.scan import SCAN, check_unique, unchanged_row
 from pipeline.errors import UserError
 from pipeline.images import buckets
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, usable, without_policy
@@ -252,7 +253,7 @@ def work(keys: list[int]) -> pa.Table:
 
 def large(keys: list[int], height: int, width: int) -> pa.Table:
     sides = [pa.array([side] * len(keys), pa.int32()) for side in (height, width)]
-    return work(keys).set_column(4, "height", sides[0]).set_column(5, "width", sides[1])
+    return work(keys).set_column(6, "height", sides[0]).set_column(7, "width", sides[1])
 
 
 def planned(cache: Cache, keys: list[int], **options: Any) -> list[WorkPlan]:
@@ -307,7 +308,7 @@ def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) 
     rows = [{"key": bytes([n] * 16), "caption": text} for n, text in enumerate(texts)]
     work = pa.Table.from_pylist(rows, schema=planning.CAPTIONS)
     cache = Cache(tmp_path, create=True)
-    recipe = layout.TextRecipe(weights="w", width=6)
+    recipe = TextRecipe(weights="w", width=6)
     [plan] = planning.plan_captions(cache, recipe, work, EncodeConfig(unit_captions=3))
     captions = cache.table(plan.table).column("caption").to_pylist()
     units = [captions[unit.start : unit.start + unit.count] for unit in plan.units]
@@ -599,7 +600,7 @@ def test_a_sample_that_lacks_one_of_two_captions_stays_and_is_counted(
 def test_the_reject_of_a_second_caption_is_the_reason_where_the_first_is_absent(tmp_path: Path) -> None:
     of = config(tmp_path / "cache")
     cache, text = add(of, "one", pictures(2)), text_recipe(of)
-    key, plan = layout.text_key(text.id, "bad"), len(cache.plans(text.name))
+    key, plan = text.key("bad"), len(cache.plans(text.name))
     cache.add_plan(text.name, plan, [Unit("ff", 0, 1, 1)], pa.table({"key": pa.array([key], pa.binary(16))}))
     reject = index.RecordReject(key.hex(), "bad", "not finite")
     index.publish_commit(cache.files, text.name, plan, index.Commit("ff", None, 0, 0, None, (reject,), {}))

@@ -33,12 +33,14 @@ from pipeline.images import vips_decoder
 from pipeline.models import encoders
 from pipeline.models.frozen import NonFiniteOutputError
 from pipeline.models.text import TextEncoder
+from pipeline.signals.latent import LatentRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.source_files import Rows, make_tar
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -292,7 +294,7 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
         assert (done["images"], done["captions"]) == (0, 0)
         stages.bucket.run(again)
     assert [recipe.name for recipe in cache.recipes("latent")] == [old.name]
-    assert cache.open_snapshot().latent_recipe == old
+    assert cache.open_snapshot().recipe(LatentRecipe) == old
     damaged = next(path for path in (tmp_path / "cache").glob("shards/latent-*/*/*.tar"))
     whole = damaged.read_bytes()
     damaged.chmod(0o644)
@@ -605,6 +607,27 @@ def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
     assert stages.encode.run(start, data=str(source))["images"] == 0
 
 
+def test_pictures_that_moved_inside_a_tar_after_a_killed_run_are_encoded_by_the_next(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed run's plan names places of which others have the pictures now."""
+    for seed in range(3):
+        picture(tmp_path / f"{seed}.png", seed)
+    members: Rows = [
+        (f"{n}.{kind}", b"said" if kind == "txt" else (tmp_path / f"{n}.png").read_bytes())
+        for n in range(3)
+        for kind in ("png", "txt")
+    ]
+    config, tar = make_config(tmp_path), make_tar(tmp_path / "x.tar", members[2:])
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "load", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.encode.run(config, data=str(tar))
+    make_tar(tar, members)
+    done = stages.encode.run(config, data=str(tar))
+    assert (done["images"], done["rejects"], done["left"]) == (3, 0, 0)
+
+
 def test_claims_of_finished_units_are_swept(start: Config, source: Path) -> None:
     cache = Cache(start.cache)
     for recipe in (recipe.name for kind in ("latent", "text") for recipe in cache.recipes(kind)):
@@ -625,7 +648,7 @@ def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
     picture(source / "new.png", 1)
     monkeypatch.setitem(stages.encode.ENGINES, "local", engine)
     monkeypatch.setattr(
-        stages.encode.planning, "retryable_from_another_item", lambda cache, recipe, work_of: work_of([])
+        stages.encode.planning, "retryable_at_another_place", lambda cache, recipe, work_of: work_of([])
     )
     done = stages.encode.run(start, data=str(source))
     assert (done["captions"], done["images"], done["left"]) == (2, 4, 9)
@@ -684,7 +707,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
 ) -> None:
     """Every publication of a run in turn is the one at which the process dies; or every seventh, from a random one.
     The run that is killed and the next one have every limit lowered, the run that they are compared with has none."""
-    from pipeline.cache.files import Files
+    from pipeline.cache.folder_store import FolderStore
 
     small_units = ("encode.unit_images=3", "encode.unit_captions=6")
     whole = make_config(tmp_path / "whole", *small_units)
@@ -695,16 +718,16 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
     class Killed(BaseException):
         pass
 
-    real, count = Files.publish, 0
+    real, count = FolderStore.create, 0
 
-    def publish(self: Files, temporary: Path, name: str) -> bool:
+    def publish(self: FolderStore, name: str, data: bytes | Path) -> bool:
         nonlocal count
         count -= 1
         if count == 0:
             raise Killed
-        return real(self, temporary, name)
+        return real(self, name, data)
 
-    monkeypatch.setattr(Files, "publish", publish)
+    monkeypatch.setattr(FolderStore, "create", publish)
     originals = encoders.LatentEncoder.load, TextEncoder.load
     loaded = {
         kind: load(section, *rest, "cpu")

@@ -28,6 +28,8 @@ from pipeline.encoding.fragments import Fragments
 from pipeline.errors import RejectRateError, UserError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals.latent import LatentRecipe
+from pipeline.sources.source import Place
 from pipeline.sources.tars import TarSource
 from tests.support.http_server import serve
 from tests.support.lowered import lower_limits
@@ -367,7 +369,8 @@ def test_a_source_is_opened_again_for_reading_without_listing(
         elsewhere = Cache(tmp_path / f"{data}-adopted", create=True)
         adopted = scanning.reopen(elsewhere, "own", config.data, str(pictures / data))
         for row in rows:
-            assert layout.digest(source.read(row["item"])) == layout.digest(adopted.read(row["item"])) == row["digest"]
+            place = Place(row["item"], row["part"], row["where"])
+            assert layout.digest(source.read(place)) == layout.digest(adopted.read(place)) == row["digest"]
     with pytest.raises(UserError, match=naming(tmp_path / "gone")):
         scanning.reopen(cache, "own", config.data, str(tmp_path / "gone"))
     with pytest.raises(UserError, match=naming("'other'")):
@@ -389,7 +392,7 @@ def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
     body = cache.last_scan("tars")
     assert body is not None
     recipe = cache.recipe(body["latent"])
-    assert isinstance(recipe, layout.LatentRecipe)
+    assert isinstance(recipe, LatentRecipe)
     (plan,) = cache.plans(recipe.name)
     read = 0
     for unit in plan.units:

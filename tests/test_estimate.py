@@ -20,6 +20,7 @@ import stages.encode
 from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordReject
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config, EncodeConfig, dump, load
 from pipeline.encoding import estimate, unit_records
@@ -30,6 +31,8 @@ from pipeline.errors import CacheError, NoSpaceError, RejectRateError
 from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder, count_rows
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from pipeline.work.engine import missing_units
@@ -184,8 +187,8 @@ def test_a_header_at_a_glance_and_the_whole_file_agree(source: Path) -> None:
         (source / f"noise-{number}.txt").write_text("noise")
     folder = FolderSource(source, "text")
     for item in folder.items():
-        whole = scanning.from_bytes(folder, item.key, 10**9)
-        assert scanning.from_header(folder, item.key, 10**9) == {k: whole[k] for k in ("width", "height")}, item.key
+        whole = scanning.from_bytes(folder, item.place, 10**9)
+        assert scanning.from_header(folder, item.place, 10**9) == {k: whole[k] for k in ("width", "height")}, item.key
 
 
 def test_the_probe_measures_and_keeps_nothing(
@@ -245,7 +248,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
     config = make_config(tmp_path)
     latent, _ = recipes(config)
     folder = FolderSource(source, "text")
-    items = [item.key for item in folder.items()]
+    items = [item.place for item in folder.items()]
     decoded: list[float] = []
     encoder: Any = Encoder()
     result = estimate.probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)
@@ -359,7 +362,7 @@ def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: fl
     assert (result["device_hours"], result["decode_bound"]) == (None, False)
 
 
-def _encoded(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], shape: tuple[int, ...]) -> None:
+def _encoded(cache: Cache, recipe: Recipe, plans: list[WorkPlan], shape: tuple[int, ...]) -> None:
     """Of every three records one is made, one cannot be made, and one failed for a temporary cause."""
     for plan, unit in missing_units(cache, plans):
         rows = cache.unit_rows(plan, unit).to_pylist()
@@ -371,8 +374,8 @@ def _encoded(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], shape: 
 
 
 def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    latent = layout.LatentRecipe(weights="w", compression=8, channels=2)
-    text = layout.TextRecipe(weights="w", width=3, max_length=9)
+    latent = LatentRecipe(weights="w", compression=8, channels=2)
+    text = TextRecipe(weights="w", width=3, max_length=9)
     table = [(16, 16), (16, 24), (24, 16)]
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
@@ -401,7 +404,7 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
     expected = {"usable": 0, "undecided": 0, "unread": 0, "cached_latents": 0, "cached_captions": 0}
     pictures, captions, failed, seen = Counter[tuple[int, int]](), list[str](), 0, set[bytes]()
 
-    def state(recipe: layout.Recipe, key: bytes, cached: str) -> bool:
+    def state(recipe: Recipe, key: bytes, cached: str) -> bool:
         """Whether a record is new; others are counted."""
         nonlocal failed
         once = key not in seen
@@ -420,11 +423,11 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
         expected["unread"] += row["digest"] is None
         expected["undecided"] += row["width"] is None
         for caption in row["captions"]:
-            if state(text, layout.text_key(text.id, caption["text"]), "cached_captions"):
+            if state(text, text.key(caption["text"]), "cached_captions"):
                 captions.append(caption["text"])
         if row["width"] is not None:
             target = buckets.nearest(table, row["height"], row["width"])
-            key = row["digest"] and layout.latent_key(latent.id, row["digest"], *target)
+            key = row["digest"] and latent.key(row["digest"], *target)
             pictures[target] += key is None or state(latent, key, "cached_latents")
 
     for sample in (estimate.SAMPLE, 7):

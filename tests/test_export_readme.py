@@ -9,16 +9,16 @@ from typing import Any
 
 from PIL import Image
 
-from pipeline.cache import layout
 from pipeline.config import load
 from pipeline.models.adapters.lora import LoRA
 from pipeline.reporting.export_readme import copy_pictures, readme
+from pipeline.signals.latent import LatentRecipe
 from pipeline.training.checkpoint import Document
 from stages.export import first_drawing
 from tests.support.drawings import draw, paint
 from tests.support.hub_layouts import SMALL
 
-RECIPE = layout.LatentRecipe(compression=8, channels=4)
+RECIPE = LatentRecipe(compression=8, channels=4)
 
 
 def written(run: Path, folder: Path, step: int, *overrides: str) -> str:

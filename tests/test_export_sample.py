@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -35,6 +36,8 @@ from pipeline.reporting import draw_latents, encoder_process
 from pipeline.reporting import source_pictures as reading
 from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
 from pipeline.reporting.export_readme import call_arguments, readme
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
@@ -583,7 +586,7 @@ def test_new_prompts_are_drawn_as_in_training(
         assert picture.size == (48, 32)
 
     opened = Cache(trained.config.cache).open_snapshot()
-    text = TextEncoder.load(trained.config.text, opened.text_recipe.instruction, "cpu")
+    text = TextEncoder.load(trained.config.text, opened.recipe(TextRecipe).instruction, "cpu")
     captions = [from_bits(bits).float() for bits in text.encode([p.lower() for p in PROMPTS[:2]])]
     null, valid = text.null()
     del text
@@ -617,7 +620,7 @@ def test_how_the_cache_stores_text_is_no_other_text_recipe(
 ) -> None:
     """Prompts are stored in bf16, whatever the samples were."""
     head = Cache(trained.config.cache).open_snapshot().head
-    recipes = head.latent, replace(head.text, storage="int8")
+    recipes = head.recipe(LatentRecipe), replace(head.recipe(TextRecipe), storage="int8")
     monkeypatch.setattr(sample, "recipes_of", lambda *_: recipes)
     sample.run_prompts(trained.config, "auto", PROMPTS[:1], tmp_path / "samples")
     assert (tmp_path / "samples" / "0000.png").exists()
@@ -708,7 +711,9 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
     """A source that does not answer is asked once, not for every picture."""
     source = Mock(**{"read.side_effect": error})
     monkeypatch.setattr(reading, "reopen", lambda *_: source)
-    photos = reading.SourcePictures(trained.config, Mock())
+    places = pa.table({"item": ["a.png"], "part": [None], "where": [None]})
+    cache = Mock(**{"table.return_value": places, "last_scan.return_value": {"table": ""}})
+    photos = reading.SourcePictures(trained.config, cache)
     assert [photos.cropped("photos", "a.png", (48, 80)) for _ in range(2)] == [None, None]
     assert source.read.call_count == asked
 

@@ -20,6 +20,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import load
 from pipeline.errors import AwayError, RejectRateError
 from pipeline.launch import Launch
+from pipeline.signals.latent import LatentRecipe
 from pipeline.training import checkpoint, feeding, metrics
 from pipeline.training.trainer import fit
 from tests.support.damage import flip
@@ -109,7 +110,7 @@ def rotten(cache: Path) -> None:
         shortest[sample.bucket] = min(shortest.get(sample.bucket, (rows, row)), (rows, row))
     for row in {*range(len(snapshot))} - {row for _, row in shortest.values()}:
         sample = snapshot.sample(row)
-        path = cache / f"shards/{snapshot.latent_recipe.name}/{sample.shard[:2]}/{sample.shard}.tar"
+        path = cache / f"shards/{snapshot.recipe(LatentRecipe).name}/{sample.shard[:2]}/{sample.shard}.tar"
         flip(path, sample.offset)
 
 

@@ -84,7 +84,7 @@ def test_a_table_that_is_none(tmp_path: Path, data: bytes) -> None:
 
 
 def test_a_frame_that_says_it_is_huge(tmp_path: Path) -> None:
-    coder = codec.Codec("text", codec.LOSSLESS)
+    coder = codec.Codec(True, codec.LOSSLESS)
     bits, back = np.arange(18, dtype=np.uint16).reshape(3, 6), np.empty((3, 6), np.uint16)
     payload = coder.encode(bits)
     coder.decode(payload, back, "here")

@@ -30,6 +30,7 @@ import stages.pack
 import stages.snapshots
 import stages.train
 import stages.verify
+from pipeline import retrying
 from pipeline.cache import (
     adopt,
     audit,
@@ -37,7 +38,7 @@ from pipeline.cache import (
     index,
     layout,
     local_files,
-    objects,
+    object_store,
     process_identity,
     scratch,
     shard,
@@ -47,11 +48,12 @@ from pipeline.cache.files import Files
 from pipeline.cache.findings import damage_only, skip_damaged
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import STALE_TMP_S
-from pipeline.cache.restore import restore_documents
 from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
-from pipeline.config import Config, MirrorConfig, load
+from pipeline.config import Config, load
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
+from pipeline.signals.latent import LatentRecipe
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -85,10 +87,10 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def age(files: Files, *names: str) -> None:
     """Make files, or all, old."""
     for name in names or [entry.name for entry in files.walk("")]:
-        if isinstance(files, objects.ObjectFiles):
+        if not files.on_disk:
             from moto.s3.models import s3_backends
 
-            bucket, _, place = files.url.removeprefix("s3://").partition("/")
+            bucket, _, place = files.where("").removeprefix("s3://").partition("/")
             [of] = [
                 b
                 for account in s3_backends.values()
@@ -107,7 +109,7 @@ def a_shard(cache: Cache, seed: int = 0, unit: str = f"{0:032x}") -> str:
     latent, _ = tiny_cache.recipes()
     values = np.random.default_rng(seed).integers(0, 0x7F80, (2, 2, 2), np.uint16)
     with shard.ShardWriter(cache.files, latent, unit) as writer:
-        writer.add(layout.latent_key(latent.id, bytes(16), 16, 16), values)
+        writer.add(latent.key(bytes(16), 16, 16), values)
         return Paths.shard(latent.name, writer.finish()[0])
 
 
@@ -258,11 +260,11 @@ def test_what_says_nothing_about_a_file_is_no_damage(kind: type[CacheError]) -> 
 
 def test_a_limit_of_this_machine_is_no_fault_of_a_file(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot, files = cache.open_snapshot(), cache.files
-    path = next(entry.name for entry in files.walk("shards/" + snapshot.recipe("latent").name))
+    path = next(entry.name for entry in files.walk("shards/" + snapshot.recipe(LatentRecipe).name))
     table = next(entry.name for entry in files.walk("tables"))
     name, row = Path(path).stem, shard.read_table(files, path)[1].to_pylist()[0]
     into = np.empty((row["channels"], row["height"], row["width"]), np.uint16)
-    reader = shard.ShardReader(files, snapshot.recipe("latent").name)
+    reader = shard.ShardReader(files, snapshot.recipe(LatentRecipe).name)
     monkeypatch.setattr(scratch, "LIMIT", 0)
 
     def exhausted(*args: object) -> None:
@@ -308,15 +310,15 @@ def test_storage_that_does_not_answer_changes_no_finding(
     head = Paths.snapshot(unnamed(made))
     age(made.files)
     made.files.freshen(head)
-    expected, real, asked, k = look(Cache(made.root)), Files.when_reachable, [0], 1
+    expected, real, asked, k = look(Cache(made.root)), retrying.when_reachable, [0], 1
 
-    def when_reachable(files: Files, read: Callable[[], object]) -> object:
+    def when_reachable(read: Callable[[], object], *rest: Any) -> object:
         asked[0] += 1
         if asked[0] == k:
             raise error
-        return real(files, read)
+        return real(read, *rest)
 
-    monkeypatch.setattr(Files, "when_reachable", when_reachable)
+    monkeypatch.setattr(retrying, "when_reachable", when_reachable)
     failed, step = True, 1 if look is unneeded_or_contradiction else 3
     while failed:
         asked[0] = 0
@@ -631,7 +633,7 @@ def test_a_pack_is_in_use_while_one_of_its_snapshots_has_a_name(cache: Cache) ->
 
 def test_of_a_head_that_was_lost_the_copy_counts(cache: Cache) -> None:
     other = unnamed(cache)
-    cache.files._remove(Paths.snapshot(other))
+    cache.files.store.remove(Paths.snapshot(other))
     assert collect(cache) == [], "what it refers to stays"
     cache.point("mine", other)
     assert cache.open_snapshot("mine").id == other and not list(audit.verify(cache))
@@ -675,12 +677,12 @@ def test_an_object_goes_by_its_age_and_the_stores_clock(
     s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    files = objects.files_at(f"{s3_bucket}/{uuid4().hex}")
+    files = Files(f"{s3_bucket}/{uuid4().hex}")
     name, began, real = Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow"), time.time(), time.time
     monkeypatch.setattr(time, "time", lambda: real() + OLD)
     assert abs(files.now() - began) < 3600
     with monkeypatch.context() as patch:
-        patch.setattr(objects, "CHANGE_TIMES", ())
+        patch.setattr(object_store, "CHANGE_TIMES", ())
         assert not files.discard(name, began + 3600), "of unknown age: never old"
     age(files, name)
     assert files.freshen(name)
@@ -780,30 +782,6 @@ def test_new_folders_outlive_a_loss_of_power(tmp_path: Path, monkeypatch: pytest
     for folder in (tmp_path, tmp_path / "a", files.root, files.root / "claims", files.root / "claims/r"):
         assert folder in synced
     assert synced[-1] == files.root / "claims/r/00000000"
-
-
-def test_a_put_that_is_asked_twice_accuses_nobody(
-    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answer to a put is lost: the second attempt finds what the first one stored."""
-    from pipeline import retrying
-
-    monkeypatch.setattr(retrying, "PAUSE_S", 0)
-    files = objects.files_at(f"{s3_bucket}/{uuid4().hex}", MirrorConfig(path=str(tmp_path)))
-    assert isinstance(files, objects.ObjectFiles)
-    real, lost = files.fs.pipe_file, []
-
-    def pipe_file(path: str, data: bytes, **more: object) -> None:
-        real(path, data, **more)
-        if path not in lost:
-            lost.append(path)
-            raise TimeoutError("the answer was lost")
-
-    monkeypatch.setattr(files.fs, "pipe_file", pipe_file)
-    files.probe()
-    assert files.put("a", b"mine")
-    assert not files.put("a", b"another")
-    assert files.read("a") == b"mine"
 
 
 # ---------------------------------------------------------------- names
@@ -970,7 +948,7 @@ def test_another_users_file_is_freshened_by_a_copy_that_is_synced(
     assert files.freshen("a")
     assert calls == ["sync", "replace", "sync"], "the file before it is renamed, the folder behind it"
     assert (tmp_path / "a").stat().st_ino != before and (tmp_path / "a").read_bytes() == b"data"
-    monkeypatch.setattr(shutil, "copyfile", lambda source, target: Path(target).write_bytes(b"dat"))
+    monkeypatch.setattr(shutil, "copyfileobj", lambda source, target, *_: target.write(b"dat"))
     with pytest.raises(IntegrityError):
         files.freshen("a")
     assert (tmp_path / "a").read_bytes() == b"data"
@@ -1098,7 +1076,7 @@ def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
     recipe = cache.recipes("latent")[0].name
     before = cache.index(recipe)
     segment = cache.files.document(Paths.segment(recipe, 0))
-    names = [segment["table"], *(commit["table"] for commit in segment["commits"])]
+    names = [segment["table"], *(commit.table for commit in index.commits(cache.files, recipe, 0))]
     for name in names:
         cache.files.remove(Paths.table(name, "arrow"))
     for mends in (False, True):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from pipeline.cache import audit, layout
@@ -27,6 +28,8 @@ from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import NAMES, Snapshot
 from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import CacheError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
 from tests.support.damage import flip
@@ -127,7 +130,7 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
     while captions:  # until every caption has been seen
         captions -= {key.ljust(16, b"\0") for key in tested.planner.step(steps).texts["key"].tolist()}
         steps += 1
-    reader, rows = ShardReader(snapshot.files, snapshot.text_recipe.name), np.empty((9, 3), np.uint16)
+    reader, rows = ShardReader(snapshot.files, snapshot.recipe(TextRecipe).name), np.empty((9, 3), np.uint16)
 
     def reading() -> object:
         reader.read(null.shard, null.offset, null.key, null.checksum, rows)
@@ -162,8 +165,8 @@ def test_a_record_that_is_hit_is_named(copy: Path) -> None:
     snapshot = Cache(copy).open_snapshot()
     sample = snapshot.sample(1)
     for recipe, place, size in (
-        (snapshot.latent_recipe, sample, 16),
-        (snapshot.text_recipe, sample.captions[0], sample.captions[0].rows * 6),
+        (snapshot.recipe(LatentRecipe), sample, 16),
+        (snapshot.recipe(TextRecipe), sample.captions[0], sample.captions[0].rows * 6),
     ):
         path = copy / layout.Paths.shard(recipe.name, place.shard)
         reader, into = ShardReader(Files(copy), recipe.name), np.empty(size // 2, np.uint16)
@@ -399,7 +402,7 @@ def test_without_verification_there_are_silent_cases(copy: Path, monkeypatch: py
     truth = read(copy)
     snapshot = Cache(copy).open_snapshot()
     place = snapshot.sample(0)
-    path = copy / layout.Paths.shard(snapshot.latent_recipe.name, place.shard)
+    path = copy / layout.Paths.shard(snapshot.recipe(LatentRecipe).name, place.shard)
     flip(path, place.offset)
     with_it, without = Tally(truth), Tally(truth)
     assert with_it.judge("flip", lambda: read(copy), [path.stem])
@@ -418,12 +421,12 @@ def test_without_identity_swapped_records_would_be_silent(
     real = layout.checksum
     snapshot = Cache(copy).open_snapshot()
     one, two = snapshot.sample(0), snapshot.sample(1)
-    reader, into = ShardReader(Files(copy), snapshot.latent_recipe.name), np.empty((2, 2, 2), np.uint16)
+    reader, into = ShardReader(Files(copy), snapshot.recipe(LatentRecipe).name), np.empty((2, 2, 2), np.uint16)
     reader.read(one.shard, one.offset, one.key, one.checksum, into)
-    path = copy / layout.Paths.shard(snapshot.latent_recipe.name, one.shard)
+    path = copy / layout.Paths.shard(snapshot.recipe(LatentRecipe).name, one.shard)
     payload = path.read_bytes()[one.offset : one.offset + 16]
-    recipe = snapshot.latent_recipe.id
-    other = (recipe, two.key) if forgotten == "key" else (layout.LatentRecipe(weights="x").id, one.key)
+    recipe = snapshot.recipe(LatentRecipe).id
+    other = (recipe, two.key) if forgotten == "key" else (LatentRecipe(weights="x").id, one.key)
     assert real(*other, payload) != one.checksum
     weak = (lambda r, k, p: real(r, b"", p)) if forgotten == "key" else (lambda r, k, p: real("00" * 16, k, p))
     monkeypatch.setattr(layout, "checksum", weak)
@@ -450,14 +453,14 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
         monkeypatch.setattr("pipeline.cache.snapshot_lists.digest_of", lambda handle: name)
         reading = lambda: opened.head.parse(opened.head.values()).bound(Files(copy)).shard_names("latent")[:]  # noqa: E731
     elif guard == "the document's digest":
-        path, old = copy / layout.Paths.segment(opened.latent_recipe.name, 0), b'"records": 3'
+        path, old = copy / layout.Paths.segment(opened.recipe(LatentRecipe).name, 0), b'"records": 3'
         monkeypatch.setattr(layout, "unseal", lambda data, where: json.loads(data))
         reading = lambda: Cache(copy).files.document(path.relative_to(copy).as_posix())  # noqa: E731
     else:
-        table = Cache(copy).files.document(layout.Paths.segment(opened.latent_recipe.name, 0))["table"]
+        table = Cache(copy).files.document(layout.Paths.segment(opened.recipe(LatentRecipe).name, 0))["table"]
         path, old = copy / layout.Paths.table(table, "arrow"), opened.sample(0).key
-        monkeypatch.setattr(Files, "content", lambda self, name, digest: self.read(name))
-        reading = lambda: Cache(copy).index(opened.latent_recipe.name).keys.tolist()  # noqa: E731
+        monkeypatch.setattr(Files, "mapped", lambda self, name, digest: pa.py_buffer(self.read(name)))
+        reading = lambda: Cache(copy).index(opened.recipe(LatentRecipe).name).keys.tolist()  # noqa: E731
     tally = Tally(reading())
     data = path.read_bytes()
     assert old in data

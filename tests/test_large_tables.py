@@ -19,10 +19,11 @@ from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.scan import SCAN
 from pipeline.errors import CacheError
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
 from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 
-TEXT = layout.TextRecipe(weights="w")
+TEXT = TextRecipe(weights="w")
 
 
 def scan_table(count: int = 100) -> pa.Table:
@@ -153,11 +154,11 @@ def test_every_caption_and_picture_is_planned_once(
         assert sorted(planned.column(column).to_pylist(), key=str) == sorted(wanted, key=str)
         for row in planned.to_pylist():
             expected = (
-                layout.latent_key(LATENT.id, row["digest"], row["height"], row["width"])
+                LATENT.key(row["digest"], row["height"], row["width"])
                 if recipe is LATENT
-                else layout.null_key(TEXT.id)
+                else TEXT.null_key
                 if row["caption"] is None
-                else layout.text_key(TEXT.id, row["caption"].lower().strip())
+                else TEXT.key(row["caption"].lower().strip())
             )
             assert row["key"] == expected
 

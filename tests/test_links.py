@@ -36,7 +36,7 @@ from pipeline.sources.source import Item
 from tests.support import source_files
 from tests.support.link_server import LinkServer, serve_links
 from tests.support.lowered import lower_limits
-from tests.support.source_files import listed
+from tests.support.source_files import cut, listed
 
 MakeConfig = Callable[..., Config]
 COUNT = 6
@@ -316,7 +316,8 @@ def test_a_table_without_rows_among_others_is_reported(tmp_path: Path, table: st
 def test_a_folder_with_a_table_alone_is_that_table(tmp_path: Path, table: str) -> None:
     write(tmp_path / f"web.{table}", ["https://x/y.png"])
     (tmp_path / "notes.md").write_text("where they come from")
-    assert opened(tmp_path).format == table
+    [item] = listed(opened(tmp_path))[0].values()
+    assert item.part == f"web.{table}" and item.where
 
 
 def test_the_first_name_decides_what_a_table_holds(tmp_path: Path) -> None:
@@ -334,14 +335,12 @@ def test_a_link_that_changed_in_the_table_is_not_read_as_the_scanned_one(
     data = write(tmp_path / table, good(server))
     items = [item for item in opened(data).items() if isinstance(item, Item)]
     later = opened(data)
-    later.recall((item.key, table, item.where or "") for item in items)
-    assert [later.read(item.key) for item in items] == [picture(n) for n in range(COUNT)]
+    assert [later.read(item.place) for item in items] == [picture(n) for n in range(COUNT)]
     write(data, [*reversed(good(server)), None])
     later = opened(data)
-    later.recall((item.key, table, item.where or "") for item in items)
     for item in items:
         with pytest.raises(OSError, match="another link"):
-            later.read(item.key)
+            later.read(item.place)
 
 
 def test_a_row_group_that_is_cut_into_ranges_is_read_once(
@@ -357,7 +356,7 @@ def test_a_row_group_that_is_cut_into_ranges_is_read_once(
     monkeypatch.setattr(ParquetFile, "read_row_group", counted)
     source = opened(write(tmp_path / "t.parquet", good(server) + good(server), group=COUNT))
     [part] = source.parts()
-    ranges = list(source.runs(part, 2))
+    ranges = cut(source, part, 2)
     assert len(ranges) > 4
     assert len([item for items in ranges for item in items.items() if isinstance(item, Item)]) == 2 * COUNT
     assert reads == [0, 1]

@@ -31,6 +31,8 @@ from pipeline.loader import length_grouping, quarantine, randomness
 from pipeline.loader.loader import Loader, LoaderState, unpack
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
 from tests.support.consumed import loader, seen, sequence
 from tests.support.damage import flip
@@ -87,7 +89,9 @@ def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
     schedule = Schedule(
         [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1, small="carry"
     )
-    latents, texts = (ShardReader(snapshot.files, r.name) for r in (snapshot.latent_recipe, snapshot.text_recipe))
+    latents, texts = (
+        ShardReader(snapshot.files, r.name) for r in (snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe))
+    )
     for step, (batches, _) in enumerate(loader(cache, caption_drop=0.0, stop_step=6)):
         plan = schedule.step(step)
         rows = iter([(batch, i) for batch in batches for i in range(len(batch.sample_ids))])
@@ -337,7 +341,7 @@ def test_a_buffer_is_as_large_as_the_largest_part(tmp_path: Path) -> None:
     large = tiny_cache.build(tmp_path / "cache", {(128, 64): 12, (64, 64): 12}, batch=2000)
     for world in (1, 2):
         reading = loader(large, world=world, microbatch=2000)
-        text = reading.snapshot.text_recipe
+        text = reading.snapshot.recipe(TextRecipe)
         parts = []
         for [batch], _ in reading:
             count = len(batch.sample_ids)
@@ -553,7 +557,7 @@ def rotten(tmp_path: Path, cache: Cache) -> tuple[Cache, set[int]]:
     root = Path(shutil.copytree(cache.root, tmp_path / "cache"))
     snapshot = Cache(root).open_snapshot()
     one, two = snapshot.sample(3), snapshot.sample(11)
-    for recipe, place in ((snapshot.latent_recipe, one), (snapshot.text_recipe, two.captions[0])):
+    for recipe, place in ((snapshot.recipe(LatentRecipe), one), (snapshot.recipe(TextRecipe), two.captions[0])):
         path = root / f"shards/{recipe.name}/{place.shard[:2]}/{place.shard}.tar"
         flip(path, place.offset)
     return Cache(root), {one.sample_id, two.sample_id}

@@ -26,6 +26,7 @@ FATES = ("made", "refused", "failed")
 def work_of(keys: np.ndarray) -> pa.Table:
     columns = {"key": binary(keys), "source": pa.repeat("photos", len(keys)), "digest": binary(keys)}
     items = {"item": [f"{key_bytes(key).hex()}.png" for key in keys]}
+    items |= {name: pa.nulls(len(keys), pa.string()) for name in ("part", "where")}  # type: ignore[dict-item]
     sides = {side: pa.array(np.full(len(keys), 16, np.int32)) for side in ("height", "width")}
     return pa.table({**columns, **items, **sides}).select(planning.IMAGES.names).cast(planning.IMAGES)
 
@@ -106,7 +107,7 @@ def test_a_record_that_failed_for_a_time_is_planned_until_its_end_is_known(cache
         index.merge(cache.files, LATENT.name, run, [unit.unit for unit in plan.units])
     assert len(plans_of(cache, work_of(keys))) == 3
     assert planning.count_missing(cache, LATENT, work_of(keys)) == (0, 3 if fate == "made" else 2)
-    assert planning.retryable_from_another_item(cache, LATENT, lambda _: work_of(keys)) is None
+    assert planning.retryable_at_another_place(cache, LATENT, lambda _: work_of(keys)) is None
 
 
 def finished_plans(cache: Cache, count: int) -> pa.Table:

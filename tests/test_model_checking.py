@@ -37,17 +37,19 @@ from hypothesis.stateful import (
 )
 from PIL import Image, ImageDraw
 
-from pipeline.cache.files import Files
+from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 KILLED = -int(signal.SIGKILL)
 SIZES = ((64, 64), (80, 48))
 WORDS = ("a red ball", "a blue boat on the sea", "Two  dogs")
-WRITES = ("put", "publish", "replace", "remove")
-"""The methods of `Files` that change what readers see."""
+WRITES = ("create", "replace", "move", "remove")
+"""The operations of a `Store` that change what readers see."""
 
 NAMES = st.sampled_from("abcdef")
 DAMAGE = ("flip", "cut", "lose", "swap")
@@ -105,7 +107,7 @@ def dying(work: Callable[[], Any], at: int, before: bool) -> Callable[[], Any]:
             return write
 
         for name in WRITES:
-            setattr(Files, name, watched(getattr(Files, name)))
+            setattr(FolderStore, name, watched(getattr(FolderStore, name)))
         return work()
 
     return run
@@ -120,7 +122,7 @@ def replace(path: Path, data: bytes) -> None:
 def read_sample(snapshot: Snapshot, row: int) -> None:
     """Read and verify everything that training reads of a sample."""
     sample, bucket = snapshot.sample(row), snapshot.buckets[snapshot.sample(row).bucket]
-    latent, width = snapshot.latent_recipe, snapshot.text_recipe.width
+    latent, width = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe).width
     shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
     snapshot.reader("latent").read(
         sample.shard, sample.offset, sample.key, sample.checksum, np.empty(shape, np.uint16), sample.length

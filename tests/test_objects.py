@@ -31,7 +31,7 @@ from pipeline import retrying
 from pipeline.cache import copies, drivers, layout, scratch
 from pipeline.cache import mirror as mirrors
 from pipeline.cache.files import Files
-from pipeline.cache.objects import ObjectFiles, files_at
+from pipeline.cache.object_store import ObjectStore
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardWriter
 from pipeline.cache.snapshot import Snapshot
@@ -58,14 +58,17 @@ def mirror(tmp_path: Path) -> MirrorConfig:
 
 
 @pytest.fixture
-def objects(place: str, mirror: MirrorConfig) -> ObjectFiles:
-    result = files_at(place, mirror)
-    assert isinstance(result, ObjectFiles)
-    return result
+def objects(place: str, mirror: MirrorConfig) -> Files:
+    return Files(place, mirror)
 
 
-def put_raw(files: ObjectFiles, name: str, data: bytes) -> None:
-    files.fs.pipe_file(f"{files.url.removeprefix('s3://')}/{name}", data)
+def store_of(files: Files) -> ObjectStore:
+    assert isinstance(files.store, ObjectStore)
+    return files.store
+
+
+def put_raw(files: Files, name: str, data: bytes) -> None:
+    store_of(files).fs.pipe_file(f"{files.where(name).removeprefix('s3://')}", data)
 
 
 # ---------------------------------------------------------------- the same operations
@@ -73,7 +76,7 @@ def put_raw(files: ObjectFiles, name: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", ["disk", "objects"])
 def test_documents_exist_twice_in_both_stores(kind: str, tmp_path: Path, place: str, mirror: MirrorConfig) -> None:
-    files = Files(tmp_path / "disk") if kind == "disk" else files_at(place, mirror)
+    files = Files(tmp_path / "disk") if kind == "disk" else Files(place, mirror)
     name, copy, body = "names/a/00000000.json", "copies/names/a/00000000.json", {"name": "a", "snapshot": "one"}
     assert files.put(name, layout.seal(body)) and files.read(copy) == files.read(name)
     assert files.put("claims/a.json", b"1") and not files.has_file("copies/claims/a.json")
@@ -81,7 +84,7 @@ def test_documents_exist_twice_in_both_stores(kind: str, tmp_path: Path, place: 
     assert files.document(name) == body and list(files.damage) == [name] and files.read(name) == b"damaged"
     files.repairs = True
     assert list(files.documents([name, name])) == [body, body] and files.read(name) == layout.seal(body)
-    files._remove(name)
+    files.store.remove(name)
     assert files.exists(name) and not files.has_file(name)
     assert files.names("names/a") == ["00000000.json"] and files.folders("names") == ["a"]
     assert files.numbers("names/a") == [0] and not files.put(name, layout.seal({**body, "snapshot": "two"}))
@@ -101,7 +104,7 @@ def test_both_stores_answer_alike(
     kind: str, tmp_path: Path, place: str, mirror: MirrorConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drivers, "PAGE", 1)
-    files = Files(tmp_path / "disk") if kind == "disk" else files_at(place, mirror)
+    files = Files(tmp_path / "disk") if kind == "disk" else Files(place, mirror)
     assert files.names("") == [] and list(files.walk("a")) == [] and not files.exists("a/b.json")
     assert files.put("a/00000000.json", b"zero") and files.put("a/b/00000001.json", b"one")
     assert not files.put("a/00000000.json", b"other") and files.read("a/00000000.json") == b"zero"
@@ -133,7 +136,7 @@ def test_both_stores_answer_alike(
 
 @pytest.mark.parametrize("limit", [1, 1 << 20])
 def test_a_table_is_checked_and_a_large_one_is_in_a_file_without_a_name(
-    objects: ObjectFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+    objects: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     monkeypatch.setattr(scratch, "LIMIT", limit)
     data = b"some bytes" * 10
@@ -153,7 +156,7 @@ def test_a_table_is_checked_and_a_large_one_is_in_a_file_without_a_name(
         objects.mapped(name, digest)
 
 
-def test_a_damaged_namesake_is_replaced(objects: ObjectFiles) -> None:
+def test_a_damaged_namesake_is_replaced(objects: Files) -> None:
     digest = layout.content_digest(b"right")
     name = layout.Paths.table(digest, "npy")
     put_raw(objects, name, b"wrong")
@@ -161,7 +164,7 @@ def test_a_damaged_namesake_is_replaced(objects: ObjectFiles) -> None:
     assert objects.read(name) == b"right"
 
 
-def test_one_of_many_that_put_wins(objects: ObjectFiles) -> None:
+def test_one_of_many_that_put_wins(objects: Files) -> None:
     for turn in range(5):
         with ThreadPoolExecutor(8) as pool:
             wins = list(pool.map(lambda own, t=turn: objects.put(f"race/{t}", b"%d" % own), range(8)))
@@ -186,22 +189,22 @@ def test_a_store_that_overwrites_is_refused_at_once(
         Cache(place + "-2", create=True, mirror=mirror)
 
 
-def test_a_shard_that_is_given_up_leaves_nothing(objects: ObjectFiles) -> None:
+def test_a_shard_that_is_given_up_leaves_nothing(objects: Files) -> None:
     import numpy as np
 
     with pytest.raises(RuntimeError), ShardWriter(objects, tiny_cache.recipes()[0], "u") as writer:
         writer.add(b"k" * 16, np.zeros((32, 4, 4), np.uint16))
         raise RuntimeError
-    assert list(objects.walk("")) == [] and list(objects.mirror.root.glob("tmp/*")) == []
+    assert list(objects.walk("")) == [] and list(store_of(objects).mirror.root.glob("tmp/*")) == []
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_breaks_off_leaves_nothing(objects: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard of several parts of which one cannot be sent: no object, and no upload that is left open."""
     import s3fs
 
     monkeypatch.setattr(retrying, "PAUSE_S", 0.1)
     monkeypatch.setattr(retrying, "TIMEOUT_S", 0.0)  # however long an attempt takes here
-    objects.connection.patience_s = 0.5
+    store_of(objects).connection.patience_s = 0.5
     real, parts = s3fs.S3FileSystem._call_s3, 0
 
     async def call(self: object, method: str, *args: object, **options: object) -> object:
@@ -216,14 +219,14 @@ def test_an_upload_that_breaks_off_leaves_nothing(objects: ObjectFiles, monkeypa
     with objects.temporary() as path:
         path.write_bytes(bytes(101 << 20))
         with pytest.raises(AwayError, match=r"shards/x\.tar: .*OSError: connection reset"):
-            objects.publish(path, "shards/x.tar")
+            objects.store.create("shards/x.tar", path)
         assert parts >= 4, "it was tried again"
         assert not objects.exists("shards/x.tar")
-        bucket = objects.url.removeprefix("s3://").partition("/")[0]
-        assert objects.fs.list_multipart_uploads(bucket) == []
+        bucket = store_of(objects).url.removeprefix("s3://").partition("/")[0]
+        assert store_of(objects).fs.list_multipart_uploads(bucket) == []
 
 
-def test_a_server_that_fails_now_and_then_is_asked_again(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_fails_now_and_then_is_asked_again(objects: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     import s3fs
 
     monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
@@ -241,13 +244,13 @@ def test_a_server_that_fails_now_and_then_is_asked_again(objects: ObjectFiles, m
     assert objects.read("a") == b"1"
     assert len(asked) == fine
     asked.clear()
-    fine, objects.connection.patience_s = 10**9, 1.0
+    fine, store_of(objects).connection.patience_s = 10**9, 1.0
     with pytest.raises(AwayError, match="503 slow down"):
         objects.read("a")
     assert len(asked) > 1
 
 
-def test_a_put_whose_answer_is_lost_is_ours(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_whose_answer_is_lost_is_ours(objects: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second attempt finds the object of the first: neither another writer's nor a store that is unfit."""
     import s3fs
 
@@ -291,12 +294,11 @@ def test_no_such_bucket_and_no_such_scheme_are_reported(s3_bucket: str, mirror: 
 
 def test_the_mirror_fetches_once_heals_itself_and_stays_in_its_bound(place: str, tmp_path: Path) -> None:
     folder = tmp_path / "mirror"
-    files = files_at(place, MirrorConfig(path=str(folder), gib=25_000 / 2**30))
-    assert isinstance(files, ObjectFiles)
+    files = Files(place, MirrorConfig(path=str(folder), gib=25_000 / 2**30))
     names = [layout.Paths.table(files.put_content(bytes([n]) * 10_000, "tables", "npy"), "npy") for n in range(4)]
     fetched: list[str] = []
-    real = files.fs.get_file
-    files.fs.get_file = lambda path, *args: (fetched.append(path), real(path, *args))  # type: ignore[method-assign]
+    real = store_of(files).fs.get_file
+    store_of(files).fs.get_file = lambda path, *args: (fetched.append(path), real(path, *args))  # type: ignore[method-assign]
     try:
         for _ in range(3):
             assert bytes(files.open(names[0]).map()) == bytes([0]) * 10_000
@@ -315,7 +317,7 @@ def test_the_mirror_fetches_once_heals_itself_and_stays_in_its_bound(place: str,
             big = files.put_content(bytes(30_000), "tables", "npy")
             files.open(layout.Paths.table(big, "npy"))
     finally:
-        del files.fs.get_file
+        del store_of(files).fs.get_file
     assert list(folder.glob("tmp/*")) == []
 
 
@@ -426,10 +428,10 @@ def test_a_copy_is_checked_once_on_a_machine(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(mirrors, "digest_of", lambda handle: (checked.append(handle), real(handle))[1])
 
     def open_copy(trust: bool) -> bytes:
-        return bytes(files_at(place, mirror).open(name, trust=trust).map())
+        return bytes(Files(place, mirror).open(name, trust=trust).map())
 
     good = bytes([7]) * 10_000
-    name = layout.Paths.table(files_at(place, mirror).put_content(good, "tables", "npy"), "npy")
+    name = layout.Paths.table(Files(place, mirror).put_content(good, "tables", "npy"), "npy")
     for trust in (False, True, True):
         assert open_copy(trust) == good
     assert len(checked) == 1
@@ -440,10 +442,10 @@ def test_a_copy_is_checked_once_on_a_machine(tmp_path: Path, monkeypatch: pytest
     os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))  # only its time of change differs
     assert open_copy(True) == good and len(checked) == 4, "found damaged, and fetched again"
     assert open_copy(True) == good and len(checked) == 4
-    mark = files_at(place, mirror).mirror.mark_of(copy)  # type: ignore[attr-defined]
+    mark = store_of(Files(place, mirror)).mirror.mark_of(copy)
     mark.unlink()
     assert open_copy(True) == good and len(checked) == 5 and mark.exists()
-    files_at(place, mirror).mirror.drop(name)  # type: ignore[attr-defined]
+    store_of(Files(place, mirror)).mirror.drop(name)
     assert not mark.exists() and not copy.exists()
 
 
@@ -475,64 +477,65 @@ def test_a_trusted_copy_that_is_damaged_heals(tmp_path: Path, monkeypatch: pytes
 class Disk:
     """The mirror's disk: `capacity` bytes, of which `shown` says what it may."""
 
-    def __init__(self, files: ObjectFiles, capacity: int, honest: bool, patch: pytest.MonkeyPatch):
+    def __init__(self, files: Files, capacity: int, honest: bool, patch: pytest.MonkeyPatch):
         self.files, self.capacity, self.fetches = files, capacity, 0
-        real = files.fs.get_file
+        real = store_of(files).fs.get_file
 
         def get_file(remote: str, local: str) -> None:
             self.fetches += 1
             Path(local).write_bytes(b"part")
-            if self.free() < files.fs.info(remote)["size"]:
+            if self.free() < store_of(files).fs.info(remote)["size"]:
                 raise OSError(errno.ENOSPC, "No space left on device")
             real(remote, local)
 
-        patch.setattr(files.fs, "get_file", get_file)
+        patch.setattr(store_of(files).fs, "get_file", get_file)
         patch.setattr(mirrors, "free_at", lambda root: self.free() if honest else 2**40)
         patch.setattr(mirrors, "SPARE", 2_000)
 
     def free(self) -> int:
-        return self.capacity - sum(path.stat().st_size for path in self.files.mirror.root.glob("??/*"))
+        return self.capacity - sum(path.stat().st_size for path in store_of(self.files).mirror.root.glob("??/*"))
 
 
 @pytest.mark.parametrize("honest", [True, False], ids=["free space is known", "a quota"])
 def test_a_full_mirror_disk_gives_up_copies_and_then_says_so(
-    objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch, honest: bool
+    objects: Files, monkeypatch: pytest.MonkeyPatch, honest: bool
 ) -> None:
     names = [layout.Paths.table(objects.put_content(bytes([n]) * 10_000, "tables", "npy"), "npy") for n in range(5)]
     disk = Disk(objects, 36_000, honest, monkeypatch)
     for turn in range(2):
         for n, name in enumerate(names):
             assert bytes(objects.open(name).map()) == bytes([n]) * 10_000
-        left = [path.name for path in objects.mirror.root.glob("??/*")]
+        left = [path.name for path in store_of(objects).mirror.root.glob("??/*")]
         assert len(left) == 3 and {Path(name).name for name in names[2:]} == set(left), f"turn {turn}"
-    assert objects.mirror.room == (17_000 if honest else objects.mirror.limit)
+    assert store_of(objects).mirror.room == (17_000 if honest else store_of(objects).mirror.limit)
+    assert objects.duplicate(names[0]), "copies go for a file that is fetched to be stored twice, too"
     objects.close_readers()
     disk.capacity = 9_000
-    monkeypatch.setattr(objects.connection, "is_web", True)  # whose ranges `digest` does not trust
+    monkeypatch.setattr(store_of(objects).connection, "is_web", True)  # whose ranges `digest` does not trust
     for read in (objects.open, lambda name: objects.mapped(name, Path(name).stem), objects.digest):
         disk.fetches = 0
-        with pytest.raises(NoSpaceError, match=naming(objects.mirror.root)) as caught:
+        with pytest.raises(NoSpaceError, match=naming(store_of(objects).mirror.root)) as caught:
             read(names[0])
         assert caught.value.exit_code == 6 and "mirror.path" in (caught.value.fix or "")
         assert disk.fetches <= 4, "nothing is fetched again and again"
-        assert not list(objects.mirror.root.glob("tmp/*"))
+        assert not list(store_of(objects).mirror.root.glob("tmp/*"))
 
 
-def test_a_part_of_the_mirrors_disk_stays_free(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_mirrors_disk_stays_free(objects: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(objects, 31_000, True, monkeypatch)
     for n in range(3):
         objects.open(layout.Paths.table(objects.put_content(bytes([n]) * 10_000, "tables", "npy"), "npy"))
-    assert len(list(objects.mirror.root.glob("??/*"))) == 2 and disk.free() >= mirrors.SPARE
+    assert len(list(store_of(objects).mirror.root.glob("??/*"))) == 2 and disk.free() >= mirrors.SPARE
 
 
 @pytest.mark.slow
 def test_processes_share_one_mirror(place: str, tmp_path: Path) -> None:
-    files = files_at(place, MirrorConfig(path=str(tmp_path)))
+    files = Files(place, MirrorConfig(path=str(tmp_path)))
     digest = files.put_content(os.urandom(3_000_000), "tables", "npy")
     code = (
-        "import sys, fsspec\nfrom pipeline.cache.objects import files_at\nfrom pipeline.config import MirrorConfig\n"
-        "f = files_at(sys.argv[1], MirrorConfig(path=sys.argv[2])); count = []\n"
-        "real = f.fs.get_file; f.fs.get_file = lambda *a: (count.append(1), real(*a))\n"
+        "import sys, fsspec\nfrom pipeline.cache.files import Files\nfrom pipeline.config import MirrorConfig\n"
+        "f = Files(sys.argv[1], MirrorConfig(path=sys.argv[2])); count = []\n"
+        "real = f.store.fs.get_file; f.store.fs.get_file = lambda *a: (count.append(1), real(*a))\n"
         "assert len(f.open(sys.argv[3]).map()) == 3_000_000; print(len(count))"
     )
     argv = [sys.executable, "-c", code, place, str(tmp_path), layout.Paths.table(digest, "npy")]
@@ -562,7 +565,6 @@ def test_encode_bucket_load_verify_repair_over_s3(
     assert stages.encode.run(config, data=str(photos))["images"] == 12
     stages.bucket.run(config)
     here = Cache.of(config)
-    assert isinstance(here.files, ObjectFiles)
     assert content(here.files) == content(Files(small_cache))
     assert stages.encode.run(config, data=str(photos))["images"] == 0
     assert stages.status.run(config) == 0 and stages.verify.run(config) == 0
@@ -638,7 +640,7 @@ def test_killed_over_s3_then_finished(
     assert content(seen) == content(Files(tmp_path / "whole" / "cache"))
 
 
-def test_nothing_of_a_disk_is_reached_by_mistake(objects: ObjectFiles) -> None:
+def test_nothing_of_a_disk_is_reached_by_mistake(objects: Files) -> None:
     with pytest.raises(TypeError, match="not on a disk"):
         objects.path("x")
     with pytest.raises(TypeError, match="not on a disk"):
@@ -650,7 +652,7 @@ def test_a_driver_that_looks_first_and_writes_then_is_refused(tmp_path: Path, mi
         Cache(f"local://{tmp_path}/cache", create=True, mirror=mirror)
 
 
-def test_the_store_compares_what_it_gets_with_a_checksum(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_compares_what_it_gets_with_a_checksum(objects: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read back: each put and each part carries a checksum of its bytes, which S3 verifies."""
     from moto.s3.responses import S3Response
 
@@ -665,29 +667,29 @@ def test_the_store_compares_what_it_gets_with_a_checksum(objects: ObjectFiles, m
     objects.put("names/a/00000000.json", layout.seal({"name": "a"}))
     with objects.temporary() as path:
         path.write_bytes(bytes(1 << 20))
-        objects.publish(path, "shards/x.tar")
+        objects.store.create("shards/x.tar", path)
     assert len(sent) == 3 and all(sent)
 
 
-def test_without_checksums_what_is_stored_is_looked_at(objects: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_checksums_what_is_stored_is_looked_at(objects: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """AWS_REQUEST_CHECKSUM_CALCULATION=when_required ends them; drivers of other stores send none."""
-    real = objects.fs.pipe_file
+    real = store_of(objects).fs.pipe_file
 
     def cut(path: str, data: bytes, **options: Any) -> None:
         real(path, data[:-1], **options)
 
-    assert objects.connection.sends_checksums
-    monkeypatch.setattr(objects.fs.s3.meta.config, "request_checksum_calculation", "when_required")
-    assert not objects.connection.sends_checksums and objects.put("a/whole", b"bytes")
-    monkeypatch.setattr(objects.fs, "pipe_file", cut)
+    assert store_of(objects).connection.sends_checksums
+    monkeypatch.setattr(store_of(objects).fs.s3.meta.config, "request_checksum_calculation", "when_required")
+    assert not store_of(objects).connection.sends_checksums and objects.put("a/whole", b"bytes")
+    monkeypatch.setattr(store_of(objects).fs, "pipe_file", cut)
     with pytest.raises(IntegrityError, match=naming("a/cut", "reads back other bytes")):
         objects.put("a/cut", b"bytes")
     monkeypatch.setattr(
-        objects.fs, "put_file", lambda local, path, mode: cut(path, Path(local).read_bytes(), mode=mode)
+        store_of(objects).fs, "put_file", lambda local, path, mode: cut(path, Path(local).read_bytes(), mode=mode)
     )
     with objects.temporary() as path, pytest.raises(IntegrityError, match=naming("a/file", "5 bytes")):
         path.write_bytes(b"bytes")
-        objects.publish(path, "a/file")
+        objects.store.create("a/file", path)
 
 
 def test_requests_of_a_unit(s3_bucket: str) -> None:

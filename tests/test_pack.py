@@ -31,14 +31,15 @@ from pipeline.cache import audit, compare, index, layout
 from pipeline.cache.findings import packs
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.layout import Paths
-from pipeline.cache.restore import restore_documents
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import IntegrityError, UserError
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
+from pipeline.signals.latent import LatentRecipe
 from pipeline.snapshots import heldout, packing
 from tests.support import synthetic, tiny_cache
 from tests.support.consumed import loader, sequence
@@ -67,7 +68,7 @@ def copy(both: tuple[Cache, Snapshot, Snapshot], tmp_path: Path) -> Cache:
 def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
     """Everything that is said of each sample, and every byte of its records."""
     readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
-    recipe, result = snapshot.latent_recipe, {}
+    recipe, result = snapshot.recipe(LatentRecipe), {}
     for row in range(len(snapshot)):
         sample = snapshot.sample(row)
         bucket = snapshot.buckets[sample.bucket]
@@ -99,7 +100,10 @@ def test_a_shard_has_about_the_size_asked_for(tmp_path: Path, storage: str, monk
     for row in range(len(source)):
         sample = source.sample(row)
         pixels = source.buckets[sample.bucket].height * source.buckets[sample.bucket].width
-        latent = sample.length or 2 * source.latent_recipe.channels * pixels // source.latent_recipe.compression**2
+        latent = (
+            sample.length
+            or 2 * source.recipe(LatentRecipe).channels * pixels // source.recipe(LatentRecipe).compression ** 2
+        )
         texts = [caption.length or 2 * 3 * caption.rows for caption in sample.captions]
         bytes_of_bucket[sample.bucket] += latent + sum(texts) + 100 * (1 + 2 * len(texts))
     for samples in (1.4, 2.6, 5.3):
@@ -422,7 +426,7 @@ def test_a_damaged_record_is_never_packed(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     source = cache.open_snapshot()
     sample = source.sample(9)
-    path = cache.root / layout.Paths.shard(source.latent_recipe.name, sample.shard)
+    path = cache.root / layout.Paths.shard(source.recipe(LatentRecipe).name, sample.shard)
     flip(path, sample.offset)
     with pytest.raises(IntegrityError, match=f"record {sample.key.hex()}"):
         pack(cache)

@@ -15,7 +15,7 @@ from uuid import uuid4
 import pytest
 
 from pipeline.cache import audit
-from pipeline.cache.objects import ObjectFiles
+from pipeline.cache.object_store import ObjectStore
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import MirrorConfig
@@ -77,15 +77,15 @@ class Watched:
         self.cache = Cache(place, mirror=MirrorConfig(path=str(folder), gib=size / 2**30))
         self.fetched: Counter[str] = Counter()
         self.most, self.folder = 0, folder
-        lock, real = threading.Lock(), ObjectFiles._fetch
+        lock, real = threading.Lock(), ObjectStore.fetch
 
-        def fetch(files: ObjectFiles, name: str, path: Path) -> None:
+        def fetch(store: ObjectStore, name: str, path: Path) -> None:
             with lock:
                 self.fetched[name] += 1
                 self.most = max(self.most, self.size())
-            real(files, name, path)
+            real(store, name, path)
 
-        patch.setattr(ObjectFiles, "_fetch", fetch)
+        patch.setattr(ObjectStore, "fetch", fetch)
 
     def size(self) -> int:
         return sum(path.stat().st_size for path in self.folder.glob("??/*") if path.exists())
@@ -238,21 +238,21 @@ def test_damage_here_is_healed_and_damage_there_is_named(
     step = Schedule.of(packed.head, seed=5, phase=1).step(0)
     sample = packed.sample(packed.row(step.bucket, int(step.positions[0])))
     files = here.cache.files
-    assert isinstance(files, ObjectFiles)
+    assert isinstance(files.store, ObjectStore)
     name = next(name for name in packed.shard_files() if sample.shard in name)
     right = files.read(name)
     wrong = bytearray(right)
     wrong[sample.offset] ^= 1
     try:
-        files.fs.pipe_file(f"{place.removeprefix('s3://')}/{name}", bytes(wrong))
-        files.mirror.drop(name)
+        files.store.fs.pipe_file(f"{place.removeprefix('s3://')}/{name}", bytes(wrong))
+        files.store.mirror.drop(name)
         with pytest.raises(IntegrityError, match=rf"s3://.*{sample.shard}[\s\S]*record {sample.key.hex()}"):
             list(consume(here.cache.open_snapshot()))
         finding = next(iter(audit.verify(here.cache)))
         assert (finding.path, finding.records) == (name, (sample.key.hex(),))
         assert packing.restored(here.cache, name)
     finally:
-        files.fs.pipe_file(f"{place.removeprefix('s3://')}/{name}", right)
+        files.store.fs.pipe_file(f"{place.removeprefix('s3://')}/{name}", right)
     assert not list(audit.verify(here.cache))
 
 

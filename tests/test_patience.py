@@ -19,11 +19,12 @@ import pytest
 from pipeline import retrying
 from pipeline.cache import layout
 from pipeline.cache.files import Files
-from pipeline.cache.objects import ObjectFiles
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import RecordError, ShardReader, read_head, read_table
 from pipeline.config import MirrorConfig
 from pipeline.errors import AwayError, CacheError, ResourceError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.work.stop import Stop, Stopped
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
@@ -104,8 +105,8 @@ def line(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def files_of(s3_bucket: str, tmp_path: Path, patience_s: float) -> ObjectFiles:
-    return ObjectFiles(f"{s3_bucket}/{uuid4().hex}", MirrorConfig(path=str(tmp_path / "mirror")), patience_s)
+def files_of(s3_bucket: str, tmp_path: Path, patience_s: float) -> Files:
+    return Files(f"{s3_bucket}/{uuid4().hex}", MirrorConfig(path=str(tmp_path / "mirror")), patience_s)
 
 
 def test_a_store_that_comes_back_in_time_is_waited_for_and_named(
@@ -141,7 +142,7 @@ def test_a_store_that_stays_away_is_given_up_in_time(
     assert 1.5 < time.monotonic() - began < 10, "patience, and at most one attempt more"
     assert caught.value.exit_code == 75 and "patience_s" in (caught.value.fix or "")
     assert len(said) == 1 and "at most 2 s" in said[0]
-    assert not files.mirror.root.exists() or not list(files.mirror.root.glob("tmp/*"))
+    assert not files.store.local.exists() or not list(files.store.local.glob("tmp/*"))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +322,7 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
     gone.append(errno.ENOTCONN)
     cache.files.patience_s = 0.3
     sample = cache.open_snapshot().sample(0)
-    reader = ShardReader(cache.files, cache.open_snapshot().latent_recipe.name)
+    reader = ShardReader(cache.files, cache.open_snapshot().recipe(LatentRecipe).name)
     with pytest.raises(AwayError, match="not connected"):
         reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, 16)
 
@@ -331,7 +332,7 @@ def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
 ) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     snapshot = cache.open_snapshot()
-    sample, recipe = snapshot.sample(0), snapshot.latent_recipe
+    sample, recipe = snapshot.sample(0), snapshot.recipe(LatentRecipe)
     bucket = snapshot.buckets[sample.bucket]
     length = 2 * recipe.channels * (bucket.height // recipe.compression) * (bucket.width // recipe.compression)
     real, tries, cache.files.patience_s = os.preadv, [0], 3.0
@@ -356,7 +357,7 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
 ) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     snapshot = cache.open_snapshot()
-    first, recipe = snapshot.sample(0), snapshot.latent_recipe
+    first, recipe = snapshot.sample(0), snapshot.recipe(LatentRecipe)
     name, length = first.shard, 2 * np.empty(snapshot.latent_shape(first.bucket)).size
     beside = next(
         s for s in map(snapshot.sample, range(1, len(snapshot))) if (s.shard, s.bucket) == (name, first.bucket)
@@ -374,7 +375,7 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
         reader.stored(name, sample.offset, sample.key, sample.checksum, length)
     assert len(opened) == 1
     text, caption = cache.open_snapshot().reader("text"), first.captions[0]
-    table = read_table(cache.files, layout.Paths.shard(snapshot.text_recipe.name, caption.shard))[1].to_pylist()
+    table = read_table(cache.files, layout.Paths.shard(snapshot.recipe(TextRecipe).name, caption.shard))[1].to_pylist()
     row = next(row for row in table if row["key"] == caption.key)
     opened.clear()
     for _ in range(2):
@@ -444,7 +445,7 @@ def test_listings_and_looks_at_a_disk_that_is_away_wait_too(tmp_path: Path, monk
         expected = look()
         gone.append(errno.ESTALE)
         assert look() == expected and not gone
-    files.patience_s = 0
+    files.store.patience_s = 0
     gone += [errno.EIO] * 3
     with pytest.raises(CacheError):
         files.has_file("a")

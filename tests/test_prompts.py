@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import stages.encode
@@ -17,18 +16,18 @@ import stages.forget
 import stages.gc
 import stages.status
 import stages.verify
-from pipeline.cache import audit, index, layout, prompts, shard
+from pipeline.cache import audit, layout, prompts
 from pipeline.cache.contradictions import contradictions
-from pipeline.cache.objects import files_at
-from pipeline.cache.root import Cache, Unit
+from pipeline.cache.files import Files
+from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, Weights, load
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import survey, unit_encoder, unit_records
-from pipeline.encoding.repair import Repairs
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders, hub
 from pipeline.models.text import TextEncoder
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from tests.support import tiny_cache
 from tests.support.messages import naming
@@ -45,17 +44,17 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> tuple[Cache, layout.TextRecipe, list[bytes]]:
+def tiny(tmp_path: Path) -> tuple[Cache, TextRecipe, list[bytes]]:
     """A cache without models, its text recipe and the keys of its captions."""
     cache = tiny_cache.build(tmp_path / "tiny", {(16, 16): 6})
     recipe = tiny_cache.recipes()[1]
     keys = [key.tobytes() for key in cache.index(recipe.name).keys]
-    return cache, recipe, [key for key in keys if key != layout.null_key(recipe.id)]
+    return cache, recipe, [key for key in keys if key != recipe.null_key]
 
 
-def recipe_of(cache: Cache) -> layout.TextRecipe:
+def recipe_of(cache: Cache) -> TextRecipe:
     (recipe,) = cache.recipes("text")
-    assert isinstance(recipe, layout.TextRecipe)
+    assert isinstance(recipe, TextRecipe)
     return recipe
 
 
@@ -70,7 +69,7 @@ def test_a_home_folder_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatc
     place = "~nosuchuser/x"
     calls: list[Callable[[], object]] = [
         lambda: prompting.read(f"{place}.txt", 60.0),
-        lambda: files_at("memory://home", MirrorConfig(path=place)),
+        lambda: Files("memory://home", MirrorConfig(path=place)),
         lambda: hub.resolve(Weights(id=place)),
         lambda: hub.is_file(Weights(id=place)),
         lambda: hub.is_local(Weights(id=place)),
@@ -81,7 +80,7 @@ def test_a_home_folder_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatc
             call()
     monkeypatch.setattr(os.path, "expanduser", str)
     with pytest.raises(UserError, match=naming("HOME")):
-        files_at("memory://home", MirrorConfig())
+        Files("memory://home", MirrorConfig())
 
 
 def test_prompts_alone_are_encoded_once_and_without_the_vae(
@@ -125,8 +124,8 @@ def test_with_a_source_a_prompt_that_is_a_caption_is_not_encoded_again(
     assert (done["captions"], done["images"], done["prompts"]["new"]) == (1, 0, 1)
     cache = Cache.of(config)
     snapshot = cache.open_snapshot()
-    opened = prompts.open_prompts(cache, "prompts", snapshot.text_recipe)
-    assert opened.empty == snapshot.null, "the same null record"
+    opened = prompts.open_prompts(cache, "prompts", snapshot.recipe(TextRecipe))
+    assert opened.null()[1].sum() == snapshot.null.valid, "the same null record"
     assert opened.texts[0] == caption.strip().upper()
 
 
@@ -152,7 +151,7 @@ def test_captions_of_a_packed_snapshot_are_prompts_too(tmp_path: Path) -> None:
         for number, text in enumerate(made.texts):
             row = next(row for row in range(len(opened)) if text in opened.captions(row, reader))
             place = opened.sample(row).captions[opened.captions(row, reader).index(text)]
-            assert made.rows(number).shape == (place.rows, opened.text_recipe.width)
+            assert made.rows(number).shape == (place.rows, opened.recipe(TextRecipe).width)
 
 
 def test_prompts_do_not_change_the_units_of_the_captions(
@@ -205,7 +204,7 @@ def test_other_workers_finish_and_publish(
 
 
 def test_repeated_prompts_are_reported_and_drawn_once() -> None:
-    recipe = layout.TextRecipe()
+    recipe = TextRecipe()
     made, repeated = prompting.of([(1, "A cat"), (4, "a dog"), (7, "a CAT")], recipe)
     assert made.texts == ("A cat", "a dog") and len(made.work) == 3
     (line,) = repeated
@@ -243,14 +242,14 @@ def test_a_file_without_prompts_is_refused_before_a_model_is_read(
 
 
 def test_five_prompts_are_shipped() -> None:
-    made, repeated = prompting.of(prompting.read("default", 0), layout.TextRecipe())
+    made, repeated = prompting.of(prompting.read("default", 0), TextRecipe())
     assert len(made.texts) == 5 and not repeated
 
 
 # ---------------------------------------------------------------- sets
 
 
-def test_sets_are_opened_by_name_recipe_and_id(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+def test_sets_are_opened_by_name_recipe_and_id(tiny: tuple[Cache, TextRecipe, list[bytes]]) -> None:
     cache, recipe, keys = tiny
     with pytest.raises(CacheError, match="--prompts FILE"):
         prompts.open_prompts(cache, None, recipe)
@@ -271,7 +270,7 @@ def test_sets_are_opened_by_name_recipe_and_id(tiny: tuple[Cache, layout.TextRec
         prompts.publish(cache, "../x", recipe, ["one"], keys[:1])
 
 
-def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, TextRecipe, list[bytes]]) -> None:
     cache, recipe, keys = tiny
     made = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
     prompts.forget(cache, "prompts")
@@ -286,7 +285,7 @@ def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, layout.TextRe
     assert prompts.open_prompts(cache, None, recipe).texts == ("one",)
 
 
-def test_a_set_in_the_place_of_another_is_damage(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
+def test_a_set_in_the_place_of_another_is_damage(tiny: tuple[Cache, TextRecipe, list[bytes]]) -> None:
     cache, recipe, keys = tiny
     for name, key in (("a", keys[0]), ("b", keys[1])):
         prompts.publish(cache, name, recipe, [name], [key])
@@ -299,19 +298,46 @@ def test_a_set_in_the_place_of_another_is_damage(tiny: tuple[Cache, layout.TextR
     assert "prompts/b" in status(cache)["damaged"]
 
 
-def test_a_wrong_byte_of_a_prompt_is_an_error_that_names_it(tiny: tuple[Cache, layout.TextRecipe, list[bytes]]) -> None:
-    cache, recipe, keys = tiny
-    opened = prompts.publish(cache, "prompts", recipe, ["one"], keys[:1])
-    assert opened is not None
-    place = opened.places[0]
-    path = cache.root / layout.Paths.shard(recipe.name, place.shard)
+def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[place.offset] ^= 1
+    data[len(data) // 2] ^= 1
     path.chmod(0o644)
     path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=place.key.hex()):
-        opened.rows(0)
-    opened.null()
+
+
+def test_a_wrong_byte_of_a_set_is_an_error_that_names_it_and_is_repaired(
+    small_cache_copy: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path)
+    cache = Cache.of(config)
+    recipe, key = recipe_of(cache), cache.index(recipe_of(cache).name).keys[0].tobytes()
+    opened = prompts.publish(cache, "prompts", recipe, ["one"], [key])
+    assert opened is not None
+    rows = opened.rows(0)
+    table = layout.Paths.table(cache.files.document(opened.path)["rows"], "arrow")
+    damage(cache.root / table)
+    with pytest.raises(IntegrityError, match=naming(table)):
+        prompts.open_prompts(cache, None, recipe).rows(0)
+    assert table in [finding.path for finding in audit.verify(cache)]
+    assert stages.verify.run(config, repair=True) == 0
+    assert np.array_equal(prompts.open_prompts(cache, None, recipe).rows(0), rows)
+
+
+def test_a_set_that_is_lost_with_its_copy_is_made_again_by_encode(
+    make_config: MakeConfig, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    stages.encode.run(config, None, prompts=str(file))
+    cache = Cache.of(config)
+    opened = prompts.open_prompts(cache, None, recipe_of(cache))
+    rows, table = opened.rows(1), layout.Paths.table(cache.files.document(opened.path)["rows"], "arrow")
+    for name in (table, layout.Paths.copy(table)):
+        (cache.root / name).unlink()
+    assert stages.verify.run(config, repair=True) != 0
+    assert "sana-pipe encode --prompts FILE" in capsys.readouterr().out
+    assert stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
+    assert stages.verify.run(config) == 0
+    assert np.array_equal(prompts.open_prompts(cache, None, opened.recipe).rows(1), rows)
 
 
 def test_a_lost_number_is_a_contradiction_and_filled(
@@ -347,63 +373,3 @@ def test_gc_leaves_the_records_of_prompts(
     after = prompts.open_prompts(Cache.of(config), None, before.recipe)
     assert all(np.array_equal(after.rows(number), rows[number]) for number in range(len(rows)))
     assert after.null()[1].any() and stages.verify.run(config) == 0
-
-
-def test_repair_lets_a_set_refer_to_the_records_that_were_made_again(
-    make_config: MakeConfig, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(tmp_path)
-    stages.encode.run(config, None, prompts=str(file))
-    cache = Cache.of(config)
-    before = prompts.open_prompts(cache, None, recipe_of(cache))
-    path = cache.root / layout.Paths.shard(before.recipe.name, before.places[1].shard)
-    data = bytearray(path.read_bytes())
-    data[before.places[1].offset] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(data)
-    from pipeline.encoding import repair
-
-    monkeypatch.setattr(repair, "_restored", lambda *args: False)  # as where hardware gives other bytes
-    assert stages.verify.run(config, repair=True) == 0
-    after = prompts.open_prompts(Cache.of(config), None, before.recipe)
-    assert after.id == before.id and after.places[1].shard != before.places[1].shard
-    assert after.rows(1).any() and list(prompts.current(Cache.of(config))) == [after]
-    name = before.recipe.name
-    made = [one for plan in cache.plans(name) for one in index.commits(cache.files, name, plan.number)]
-    modes = {one.provenance.get("text_mode") for one in made}
-    assert len(cache.plans(name)) == 2 and len(modes) == 1 and None not in modes, "a later repair uses it"
-
-
-def test_a_set_whose_lost_shard_is_restored_is_right_again(
-    tiny: tuple[Cache, layout.TextRecipe, list[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """`encode` had made its record again; the first repair called the set damaged, without a fix."""
-    cache, recipe, keys = tiny
-    known = prompts.publish(cache, "mine", recipe, ["one"], keys[:1])
-    assert known is not None
-    place = known.places[0]
-    reader = shard.ShardReader(cache.files, recipe.name)
-    with shard.ShardWriter(cache.files, recipe, "a" * 32) as writer:
-        values = np.empty((place.rows, recipe.width), np.uint16)
-        reader.read(place.shard, place.offset, place.key, place.checksum, values, place.length)
-        writer.add(place.key, values, caption="one")
-        commit = index.commit_of(cache.files, "a" * 32, writer.finish())
-    cache.add_plan(recipe.name, 1, [Unit("a" * 32, 0, 1, 1)], pa.table({"key": pa.array(keys[:1], pa.binary(16))}))
-    index.publish_commit(cache.files, recipe.name, 1, commit)
-    lost = cache.root / layout.Paths.shard(recipe.name, place.shard)
-    whole = lost.read_bytes()
-    lost.unlink()
-    assert known.path in [finding.path for finding in audit.verify(cache)]
-
-    def restored(_: object, finding: object, replaced: dict[str, set[bytes]]) -> str:
-        lost.write_bytes(whole)
-        replaced.pop(place.shard, None)
-        return "restored"
-
-    monkeypatch.setattr(Repairs, "unit", restored)
-    assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 0
-    out = capsys.readouterr().out
-    assert f"{known.path}: restored" in out and "failed" not in out
-    assert list(prompts.current(cache)) == [known]

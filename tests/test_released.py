@@ -24,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline import cli
+from pipeline.cache.index import commits
+from pipeline.cache.root import Cache
 from pipeline.config import Config, VaeConfig, dump, load
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub, nvlabs
@@ -782,10 +784,11 @@ def test_a_run_takes_the_full_precision_and_says_so(run: SimpleNamespace) -> Non
     rows = [json.loads(line) for line in (run.root / "run" / "metrics.jsonl").read_text().splitlines()]
     [row] = [row for row in rows if "loss" in row]
     assert 0 < row["loss"] < 100
-    commits = [
-        json.loads(path.read_text()) for path in (run.root / "cache").glob("segments/*/*.json")
-    ]  # what was encoded knows where its encoders came from
-    origins = {(c["provenance"]["model"], c["provenance"]["revision"]) for one in commits for c in one["commits"]}
+    files = Cache(run.root / "cache").files
+    owners = [path.parent.name for path in (run.root / "cache").glob("segments/*/*.json")]
+    # what was encoded knows where its encoders came from
+    made_by = [commit.provenance for owner in owners for commit in commits(files, owner, 0)]
+    origins = {(each["model"], each["revision"]) for each in made_by}
     assert origins == {(SMALL, run.config.vae.revision)}
 
 

@@ -23,7 +23,7 @@ import pytest
 
 from pipeline import retrying
 from pipeline.cache import drivers, scratch
-from pipeline.cache.objects import ObjectFiles
+from pipeline.cache.files import Files
 from pipeline.config import DataConfig, MirrorConfig
 from pipeline.encoding.prompts import read as read_prompts
 from pipeline.errors import AwayError, CacheError, NoSpaceError, UserError
@@ -31,8 +31,7 @@ from pipeline.sources import detect, range_prefetch, remote
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.remote import RemoteFilesystem
-from pipeline.sources.source import Item, Reject, Source, Unreadable
-from pipeline.sources.tars import TarSource
+from pipeline.sources.source import Item, Place, Reject, Source, Unreadable
 from tests.support.http_server import Server, serve
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -95,7 +94,11 @@ def opened(address: str, patience_s: float = 60.0, **config: Any) -> Source:
 def content(source: Source) -> dict[str, tuple[bytes, tuple[tuple[str, float], ...]]]:
     result = list(source.items())
     assert not [entry for entry in result if isinstance(entry, Reject)]
-    return {item.key: (source.read(item.key), item.captions) for item in result if isinstance(item, Item)}
+    return {item.key: (source.read(item.place), item.captions) for item in result if isinstance(item, Item)}
+
+
+def places(source: Source) -> list[Place]:
+    return [item.place for item in source.items() if isinstance(item, Item)]
 
 
 def everything(root: str, data: Path) -> None:
@@ -103,10 +106,10 @@ def everything(root: str, data: Path) -> None:
         there, here = opened(f"{root}/{name}"), opened(f"{data}/{name}")
         assert content(there) == content(here), name
         assert len(content(here)) == COUNT
-        for key in content(here):
-            assert there.stat(key)[0] == here.stat(key)[0]
-            assert there.stat(key) == there.stat(key)
-            assert 0 <= there.stat(key)[1] < 2**63
+        for place in places(here):
+            assert there.stat(place)[0] == here.stat(place)[0]
+            assert there.stat(place) == there.stat(place)
+            assert 0 <= there.stat(place)[1] < 2**63
         assert there.name == here.name
         assert [p.stamp for p in there.parts()] == [p.stamp for p in there.parts()]
 
@@ -116,13 +119,11 @@ def test_http_is_the_same_as_a_disk(server: Server, data: Path) -> None:
 
 
 def test_a_member_is_read_by_its_range(ranged_server: Server) -> None:
-    first = opened(f"{ranged_server.url}/tars/s-0.tar")
-    places = [(item.key, "s-0.tar", item.where or "") for item in first.items() if isinstance(item, Item)]
+    [place] = [p for p in places(opened(f"{ranged_server.url}/tars/s-0.tar")) if p.item == "s-0.tar/4.jpg"]
     source = opened(f"{ranged_server.url}/tars/s-0.tar")
-    source.recall(places)
     ranged_server.ranges.clear()
     ranged_server.sent = 0
-    assert source.read("s-0.tar/4.jpg") == picture(4)
+    assert source.read(place) == picture(4)
     assert len(ranged_server.ranges) == 1
     assert ranged_server.sent == len(picture(4))
 
@@ -199,31 +200,27 @@ def test_a_server_without_ranges_sends_a_tar_once_not_per_member(plain_server: S
     size = (data / "tars" / "s-0.tar").stat().st_size
     assert plain_server.sent <= 2 * size  # once to find out, once to keep
     later = opened(f"{plain_server.url}/tars/s-0.tar")
-    later.recall((i.key, "s-0.tar", i.where or "") for i in source.items() if isinstance(i, Item))
-    assert {key: later.read(key) for key in result} == {key: value[0] for key, value in result.items()}
+    assert {place.item: later.read(place) for place in places(source)} == {
+        key: value[0] for key, value in result.items()
+    }
 
 
 def test_too_many_bytes_never_pass_for_a_range(plain_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard is what makes the difference: without it the beginning of the file would be the picture."""
     source = opened(f"{plain_server.url}/tars/s-0.tar")
-    keys = list(content(source))
+    there = places(source)
     monkeypatch.setattr(
         remote.RemoteFilesystem, "_fetch", lambda self, name, offset, length: self.fs.cat_file(self.path(name))
     )
     later = opened(f"{plain_server.url}/tars/s-0.tar")
-    later.recall((i.key, "s-0.tar", i.where or "") for i in source.items() if isinstance(i, Item))
-    for key in keys:
+    for place in there:
         with pytest.raises(Unreadable, match="gave"):
-            later.read(key)
+            later.read(place)
 
 
-def again(url: str) -> tuple[Source, list[str]]:
-    """The source as another process reads it: nothing is kept of the listing but the places. And its keys."""
-    first = opened(url)
-    items = [item for item in first.items() if isinstance(item, Item)]
-    later = opened(url)
-    later.recall((item.key, item.key.partition(".tar")[0] + ".tar", item.where or "") for item in items)
-    return later, [item.key for item in items]
+def again(url: str) -> tuple[Source, list[Place]]:
+    """The source as another process reads it: nothing is kept of the listing but the places."""
+    return opened(url), places(opened(url))
 
 
 def test_neighbours_in_a_tar_are_fetched_together(
@@ -238,7 +235,7 @@ def test_neighbours_in_a_tar_are_fetched_together(
         source, keys = again(url)
         ranged_server.ranges.clear()
         with source.reading(keys) as read:
-            assert {key: read(key) for key in keys} == truth
+            assert {key.item: read(key) for key in keys} == truth
         counts.append(len(ranged_server.ranges))
         for asked in ranged_server.ranges:
             first, _, last = (asked or "").removeprefix("bytes=").partition("-")
@@ -248,7 +245,7 @@ def test_neighbours_in_a_tar_are_fetched_together(
     source, keys = again(url)
     with source.reading(keys[:3]) as read:  # out of order, not named, and twice
         for key in (keys[2], keys[5], keys[0], keys[0]):
-            assert read(key) == truth[key]
+            assert read(key) == truth[key.item]
 
 
 def test_no_more_than_the_window_is_fetched_before_it_is_needed(
@@ -258,7 +255,7 @@ def test_no_more_than_the_window_is_fetched_before_it_is_needed(
     monkeypatch.setattr(range_prefetch, "WINDOW", len(picture(0)) + len(picture(2)) + len(picture(4)))
     source, keys = again(f"{ranged_server.url}/tars/s-0.tar")
     ranged_server.ranges.clear()
-    order = sorted(keys, key=lambda key: int(key.partition("/")[2].partition(".")[0]))
+    order = sorted(keys, key=lambda key: int(key.item.partition("/")[2].partition(".")[0]))
     with source.reading(order) as read:
         read(order[0])
         until(lambda: len(ranged_server.ranges) >= 3)
@@ -278,8 +275,10 @@ def test_small_objects_are_fetched_side_by_side(ranged_server: Server, data: Pat
     source = opened(f"{ranged_server.url}/list.jsonl")
     truth = {key: value[0] for key, value in content(source).items()}
     ranged_server.pause, ranged_server.at_once = 0.05, 0
-    with source.reading(truth) as read:
-        assert {key: read(key) for key in truth} == truth
+    keys = places(source)
+    ranged_server.at_once = 0
+    with source.reading(keys) as read:
+        assert {key.item: read(key) for key in keys} == truth
     assert ranged_server.at_once > 4
 
 
@@ -289,12 +288,11 @@ def test_a_request_that_fails_does_not_take_its_pictures_with_it(
     url = f"{ranged_server.url}/tars/s-0.tar"
     truth = {key: value[0] for key, value in content(opened(url)).items()}
     source, keys = again(url)
-    assert isinstance(source, TarSource)
-    source._place(keys[0], "s-0.tar", "999999999+10")
+    keys[0] = Place(keys[0].item, "s-0.tar", "999999999+10")
     with source.reading(keys) as read:
         with pytest.raises(Unreadable):
             read(keys[0])
-        assert {key: read(key) for key in keys[1:]} == {key: truth[key] for key in keys[1:]}
+        assert {key: read(key) for key in keys[1:]} == {key: truth[key.item] for key in keys[1:]}
 
 
 def test_a_server_without_ranges_is_found_out_by_one_request(
@@ -306,7 +304,7 @@ def test_a_server_without_ranges_is_found_out_by_one_request(
     source, keys = again(url)
     plain_server.sent, plain_server.pause = 0, 0.05
     with source.reading(keys) as read:
-        assert {key: read(key) for key in keys} == truth
+        assert {key.item: read(key) for key in keys} == truth
     assert plain_server.sent <= 2 * (data / "tars" / "s-0.tar").stat().st_size
 
 
@@ -339,11 +337,8 @@ def test_a_disk_is_read_as_ever(data: Path) -> None:
 
 
 def test_a_hiccup_is_tried_again_and_a_store_that_is_away_is_no_bad_picture(ranged_server: Server) -> None:
-    source = opened(f"{ranged_server.url}/tars/s-0.tar")
-    keys = list(content(source))
+    keys = places(opened(f"{ranged_server.url}/tars/s-0.tar"))
     source = opened(f"{ranged_server.url}/tars/s-0.tar", PATIENCE_S)
-    first = opened(f"{ranged_server.url}/tars/s-0.tar")
-    source.recall((i.key, "s-0.tar", i.where or "") for i in first.items() if isinstance(i, Item))
     ranged_server.fail = 3
     assert source.read(keys[0]) and not ranged_server.fail
     ranged_server.fail = 10**6
@@ -385,7 +380,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
     ranged_server.broken, ranged_server.how = "/folder", how
     with pytest.raises(UserError, match="cannot be listed"):
         list(source.items())
-    cache = ObjectFiles(ranged_server.url, MirrorConfig(path=str(tmp_path)), PATIENCE_S)
+    cache = Files(ranged_server.url, MirrorConfig(path=str(tmp_path)), PATIENCE_S)
     with pytest.raises(CacheError):
         list(cache.walk(""))
     with pytest.raises(UserError, match="cannot be listed"):  # captions and scores beside the tars are files, too
@@ -466,7 +461,7 @@ def test_credentials_come_from_the_driver_and_not_from_the_address(
             opened(refused)
         assert not re.search("sec/?ret", str(error.value))
     with pytest.raises(CacheError) as error:
-        ObjectFiles(address, MirrorConfig(path=str(tmp_path)))
+        Files(address, MirrorConfig(path=str(tmp_path)))
     assert "secret" not in str(error.value)
     [fix] = re.findall(r"FSSPEC_HTTP='(.*)'", str(error.value.fix))
     ranged_server.login = "Basic " + base64.b64encode(b"user:secret").decode()
@@ -529,11 +524,11 @@ def test_an_object_that_changes_has_another_stamp(s3: str) -> None:
     fs.pipe_file("bucket/other/a.txt", b"said")
     source = opened("s3://bucket/other")
     assert content(source) == {"a.png": (b"one", (("said", 1.0),))}
-    before = source.stat("a.png")
+    before = source.stat(Place("a.png"))
     fs.pipe_file("bucket/other/a.png", b"two")
     source = opened("s3://bucket/other")
     assert content(source)["a.png"][0] == b"two"
-    assert source.stat("a.png") != before
+    assert source.stat(Place("a.png")) != before
 
 
 def test_hostile_object_names_are_refused(s3: str) -> None:
@@ -547,7 +542,7 @@ def test_hostile_object_names_are_refused(s3: str) -> None:
     result = list(source.items())
     assert [type(entry) for entry in result] == [Reject, Item]
     with pytest.raises(Unreadable, match="climbs"):
-        source.read("../set/t.parquet")
+        source.read(Place("../set/t.parquet"))
 
 
 def test_the_names_in_a_folder_are_those_of_its_files(s3: str) -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 import stages.bucket
+import stages.encode
 import stages.gc
 import stages.status
 import stages.verify
@@ -32,10 +33,13 @@ from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
 from tests.support.damage import flip
+from tests.support.source_files import make_tar
 from tests.support.synthetic import with_another
 
+MakeConfig = Callable[..., Config]
 MOVED = "sana-pipe bucket --again latest --move"
 
 
@@ -374,7 +378,7 @@ def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
 ) -> None:
     cache = Cache(small_cache_copy)
     recipe = cache.recipes("text")[0]
-    assert isinstance(recipe, layout.TextRecipe)
+    assert isinstance(recipe, TextRecipe)
     other = dataclasses.replace(recipe, weights="0" * 32)
     cache.add_recipe(other)
     plan = cache.plans(recipe.name)[0]
@@ -465,3 +469,36 @@ def test_where_an_adopted_shard_is_is_said_beside_where_its_source_may_be(
     with pytest.raises(UserError) as raised:
         stages.verify.run(of.model_copy(update={"bucket": bucket}), repair=True)
     assert "--data two=" in str(raised.value.fix) and "bucket.caches=" in str(raised.value.fix)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_a_picture_that_has_moved_is_repaired_from_its_new_place(
+    kind: str, make_config: MakeConfig, photos: Path, tmp_path: Path
+) -> None:
+    """Another name in a folder; another offset in a tar."""
+    data, config = tmp_path / "photos", make_config(tmp_path)
+    stems = [path.stem for path in sorted(photos.glob("*.txt"))[:2]]
+    contents = {path.name: path.read_bytes() for path in sorted(photos.iterdir()) if path.stem in stems}
+
+    def put(names: dict[str, bytes]) -> None:
+        data.mkdir(exist_ok=True)
+        if kind == "tar":
+            make_tar(data / "0.tar", names.items())
+            return
+        for path in data.iterdir():
+            path.unlink()
+        for name, content in names.items():
+            (data / name).write_bytes(content)
+
+    put(contents)
+    stages.encode.run(config, str(data))
+    put({f"0{name}" if kind == "folder" else name: contents[name] for name in sorted(contents, reverse=True)})
+    assert stages.encode.run(config, str(data))["images"] == 0
+    cache = Cache.of(config)
+    recipe = cache.recipes("latent")[0].name
+    commit = index.commits(cache.files, recipe, 0)[0]
+    path = cache.root / layout.Paths.shard(recipe, str(commit.shard))
+    whole = path.read_bytes()
+    flip(path, audit.record_rows(cache, commit)[0]["offset"])
+    assert stages.verify.run(config, repair=True) == 0
+    assert path.read_bytes() == whole

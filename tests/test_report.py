@@ -171,7 +171,7 @@ def test_caption_lengths_and_bytes_are_those_of_the_records(made: Made) -> None:
     assert captions["at_max_length"] == 1 and captions["share_at_max_length"] == pytest.approx(1 / len(rows))
     storage = data_figures.snapshot_figures(cache, snapshot)["storage"]
     for kind in ("latent", "text"):
-        folder = made.root / "cache" / "shards" / snapshot.recipe(kind).name
+        folder = made.root / "cache" / "shards" / snapshot.head.recipes_by_kind[kind].name
         assert storage[kind]["bytes"] == sum(path.stat().st_size for path in folder.rglob("*.tar"))
 
 

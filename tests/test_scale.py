@@ -37,6 +37,8 @@ from pipeline.loader import randomness, schedule
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.planning.predict import Data
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
 from tests.support.loading import loader_settings
 from tests.support.packed import pack
@@ -116,7 +118,7 @@ def real_run(disk: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
         snapshot = Snapshot(opened_once.files, source.id)
         snapshot.columns(np.arange(len(snapshot)))  # the index comes through the same mirror
         snapshot.shard_files()  # and so do the lists
-        snapshot.files.mirror.drop(next(iter(snapshot.head.tables())))  # type: ignore[attr-defined]
+        snapshot.files.store.mirror.drop(next(iter(snapshot.head.tables())))  # type: ignore[attr-defined]
         for path in (tmp_path / "mirror").glob("??/*"):
             path.unlink()
         loaders = []
@@ -196,7 +198,7 @@ def test_another_model_counts_something_else(disk: Cache, real_run: Any, monkeyp
 
 def test_an_imagined_snapshot_lies_as_a_packed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rows of a real one's captions: the same shards, offsets, rows and sizes."""
-    latent, text = layout.LatentRecipe(weights="w", compression=8, channels=2), layout.TextRecipe(weights="w", width=3)
+    latent, text = LatentRecipe(weights="w", compression=8, channels=2), TextRecipe(weights="w", width=3)
     cache = build(tmp_path / "cache", 250, buckets=[(64, 64), (32, 128)], batch=12, latent=latent, text=text)
     real = pack(cache, 24, window=3)
     every = [np.arange(b.samples) + real.row(i, 0) for i, b in enumerate(real.buckets)]
@@ -221,9 +223,7 @@ def test_an_imagined_snapshot_lies_as_a_packed_one(tmp_path: Path, monkeypatch: 
 
 
 def test_an_imagined_unpacked_snapshot_has_each_place_once() -> None:
-    content = Imagined(
-        3000, {(64, 64): 16, (32, 128): 16}, layout.LatentRecipe(weights="w"), layout.TextRecipe(weights="w")
-    )
+    content = Imagined(3000, {(64, 64): 16, (32, 128): 16}, LatentRecipe(weights="w"), TextRecipe(weights="w"))
     whole = ImaginedSnapshot(content, MirrorModel(1 << 40))
     parts = [whole.columns(np.arange(bucket * 1500, bucket * 1500 + 1500)) for bucket in (0, 1)]
     for kind in ("samples", "captions"):
@@ -260,7 +260,7 @@ def test_waits_follow_from_the_store(disk: Cache) -> None:
 def test_bytes_are_those_of_the_estimate() -> None:
     million, billion = scale.cache_of(10**6), scale.cache_of(10**9)
     assert billion.total == pytest.approx(1000 * million.total)
-    latent, text = layout.LatentRecipe(weights="w"), layout.TextRecipe(weights="w")
+    latent, text = LatentRecipe(weights="w"), TextRecipe(weights="w")
     mean = np.mean([estimate.text_bytes(text, int(rows), simulate.CAPTION_BYTES) for rows in simulate.caption_rows()])
     assert million.text / 1e6 == pytest.approx(mean, rel=0.002)
     shapes = Data.of(scale.configured(8)).buckets

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -38,14 +37,13 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, Part, Source, SpilledItems
+from pipeline.sources.source import Item, Part, Place, Source
 from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
 from tests.support.failing_reads import fail_reads
-from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.workers.scanning import RUN
 
@@ -93,10 +91,10 @@ class Counted(FolderSource):
         self.reads: list[str] = []
         self.then = then
 
-    def read(self, key: str) -> bytes:
+    def read(self, place: Place) -> bytes:
         self.then(len(self.reads))
-        self.reads.append(key)
-        return super().read(key)
+        self.reads.append(place.item)
+        return super().read(place)
 
 
 class CountedTars(TarSource):
@@ -111,9 +109,14 @@ class CountedTars(TarSource):
         self.listed.append(name)
         return super().part(name)
 
-    def read(self, key: str) -> bytes:
-        self.reads.append(key)
-        return super().read(key)
+    def read(self, place: Place) -> bytes:
+        self.reads.append(place.item)
+        return super().read(place)
+
+
+def place_of(table: pa.Table, row: int) -> Place:
+    """Where the item of a row of a scan is."""
+    return Place(*(table.column(name)[row].as_py() for name in Place._fields))
 
 
 def scanned(
@@ -281,30 +284,29 @@ def test_of_tars_each_is_a_fragment_and_is_neither_listed_nor_read_twice(tars: l
     assert second.listed == ["2.tar", "3.tar"]
     assert len(second.reads) == 6
     assert second.ignored.total == 12, "those of the fragments that were taken over count, too"
-    assert second.read("0.tar/0.png") == picture(0), "where the bytes are was learnt from the fragments"
+    assert second.read(place_of(table, 0)) == picture(0), "where the bytes are stands in the fragments"
 
 
-def test_places_of_a_source_that_is_opened_again_are_beside_the_cache(
+def test_a_source_is_opened_again_without_its_table(
     tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = scanned(CountedTars(tars), cache, publish=False)
-    body = {"root": str(tars[0].parent), "source_format": "webdataset", "table": cache.put_table(table)}
-    cache.add_scan("photos", body | {"latent": "l", "text": "t"})
-    lower_limits(monkeypatch)
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
-    source = scanning.reopen(cache, "photos", DataConfig())
-    for row in table.to_pylist():
-        assert layout.digest(source.read(row["item"])) == row["digest"]
+    source = CountedTars(tars)
+    table = scanned(source, cache, publish=False)
+    cache.add_scan("photos", source.document() | {"table": "00" * 16, "latent": "l", "text": "t"})
+    monkeypatch.setattr(Cache, "table", lambda *_: 1 / 0)
+    again = scanning.reopen(cache, "photos", DataConfig())
+    for row in range(len(table)):
+        assert layout.digest(again.read(place_of(table, row))) == table.column("digest")[row].as_py()
 
 
 @pytest.mark.parametrize("kind", ["folder", "tars"])
-def test_a_source_that_was_not_scanned_here_is_listed_where_it_is_said_to_be(
-    folder: Path, tars: list[Path], kind: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+def test_a_source_that_was_not_scanned_here_is_opened_where_it_is_said_to_be(
+    folder: Path, tars: list[Path], kind: str, cache: Cache, tmp_path: Path
 ) -> None:
-    lower_limits(monkeypatch)
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
-    where, key = (folder, "007.png") if kind == "folder" else (tars[0].parent, "2.tar/7.png")
-    assert scanning.reopen(cache, "photos", DataConfig(), str(where)).read(key) == picture(7)
+    source: Source = Counted(folder) if kind == "folder" else CountedTars(tars)
+    place = place_of(scanned(source, Cache(tmp_path / "other", create=True)), 7)
+    where = folder if kind == "folder" else tars[0].parent
+    assert scanning.reopen(cache, "photos", DataConfig(), str(where)).read(place) == source.read(place)
     with pytest.raises(UserError, match=naming("'photos'")):
         scanning.reopen(cache, "photos", DataConfig())
 
@@ -324,12 +326,10 @@ def test_an_unchanged_source_of_tars_is_neither_joined_nor_sorted(
     tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = scanned(CountedTars(tars), cache)
-    sort = Scratch.sorted_by_key
     monkeypatch.setattr(Scratch, "sorted_by_key", lambda *_: 1 / 0)
     source = CountedTars(tars)
     assert scanned(source, cache).equals(table)
-    monkeypatch.setattr(Scratch, "sorted_by_key", sort)
-    assert source.read("0.tar/0.png") == picture(0), "places are sorted when an item is read"
+    assert source.read(place_of(table, 0)) == picture(0), "reading needs no look-up"
 
 
 def test_equal_sample_ids_are_noticed_when_another_limit_lets_a_picture_in(
@@ -478,7 +478,7 @@ def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
     source = Counted(folder)
     scanned(source, cache)
     assert len(source.reads) == 4
-    assert all(one.rows and not (one.run or one.stats or one.before) for one in pieces)
+    assert all(one.rows and not (one.fragment or one.stats or one.before) for one in pieces)
 
 
 def test_rehash_trusts_no_fragment_of_another_scan(folder: Path, cache: Cache, truth: str) -> None:
@@ -608,19 +608,18 @@ def test_items_of_tables_that_name_files_are_not_in_memory(
     truth = pa.Table.from_pylist(
         [{"item": item.key, "where": item.where} for item in source().items() if isinstance(item, Item)]
     )
-    items, listed = list[int](), list[int]()
+    items = list[int]()
     read = ParquetSource.read
 
-    def counted(self: ParquetSource, key: str) -> bytes:
+    def counted(self: ParquetSource, place: Place) -> bytes:
         gc.collect()
         items.append(sum(isinstance(one, Item) for one in gc.get_objects()))
-        listed.append(len(self._listed))
-        return read(self, key)
+        return read(self, place)
 
     monkeypatch.setattr(ParquetSource, "read", counted)
     table = scanned(source(), cache, shared=shared)
     assert table.select(["item", "where"]).equals(truth) and not table.column("digest").null_count
-    assert len(items) == COUNT and max(items) <= 2 * RUN and max(listed) <= 2 * RUN
+    assert len(items) == COUNT and max(items) <= 2 * RUN
     assert scanned(source(), cache, shared=shared).equals(table) and len(items) == COUNT
 
 
@@ -738,25 +737,6 @@ def test_rejects_that_came_from_failed_reads_are_tried_again(
     cache.add_scan("photos", {"root": source.location, "table": cache.put_table(old), "latent": "l", "text": "t"})
     assert scanned(source, cache).equals(truth if again else old)
     assert source.listed == ["1.tar"] * again
-
-
-def test_items_that_find_no_disk_space_are_the_same_error_for_every_reader(tmp_path: Path) -> None:
-    class Full:
-        def add(self, table: Any) -> tuple[int, int]:
-            return 0, table.num_rows
-
-        def finish(self) -> Any:
-            self.finish = lambda: pytest.fail("closed already")
-            raise NoSpaceError("no space")
-
-    class FullScratch(Scratch):
-        def table_writer(self, *args: Any) -> Any:
-            return Full()
-
-    load = SpilledItems(FullScratch(tmp_path)).add([])
-    for _ in range(2):
-        with pytest.raises(NoSpaceError):
-            load()
 
 
 # ---------------------------------------------------------------- one process makes the table, the others help

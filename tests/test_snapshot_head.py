@@ -57,4 +57,4 @@ def test_a_recipe_with_unknown_fields_is_refused(tmp_path: Path) -> None:
     values = head_of(tmp_path / "cache")
     values["recipes"] = {**values["recipes"], "latent": {**values["recipes"]["latent"], "new": 1}}
     with pytest.raises(CacheError, match="new"):
-        _ = Head.parse(values).latent
+        _ = Head.parse(values).recipes_by_kind

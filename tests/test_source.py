@@ -35,7 +35,7 @@ from pipeline.sources.filenames import stem
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.metadata_files import RowReader
-from pipeline.sources.source import Item, Reject, Source, Unreadable
+from pipeline.sources.source import Item, Place, Reject, Source, Unreadable
 from tests.support.failing_reads import disconnect
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -386,7 +386,7 @@ def test_a_linked_root_works(tmp_path: Path) -> None:
     items, rejects = listed(tmp_path / "link")
     assert set(items) == {"a.png"}
     assert not rejects
-    assert FolderSource(tmp_path / "link", "text").read("a.png") == b"A"
+    assert FolderSource(tmp_path / "link", "text").read(Place("a.png")) == b"A"
 
 
 def test_pipes_and_sockets_do_not_hang(tmp_path: Path) -> None:
@@ -406,9 +406,9 @@ def test_pipes_and_sockets_do_not_hang(tmp_path: Path) -> None:
     assert "not a regular file" in reasons["b.txt"]
     assert "no caption" in reasons["b.png"]
     with pytest.raises(Unreadable, match="not a regular file"):
-        source.read("pipe.png")
+        source.read(Place("pipe.png"))
     with pytest.raises(Unreadable, match="not a regular file"):
-        source.stat("pipe.png")
+        source.stat(Place("pipe.png"))
 
 
 LISTING = """
@@ -487,7 +487,7 @@ def test_a_network_file_system_that_goes_away_is_waited_for(
     def content() -> list[object]:
         source = open_source(str(tmp_path), DataConfig(), patience_s=30)
         entries = list(source.items())
-        read = [(source.read(e.key), source.stat(e.key)) for e in entries if isinstance(e, Item)]
+        read = [(source.read(e.place), source.stat(e.place)) for e in entries if isinstance(e, Item)]
         return [entries, read, sorted(LocalFilesystem(tmp_path).find()), LocalFilesystem(tmp_path).names("")]
 
     truth = content()
@@ -524,7 +524,7 @@ def test_a_source_that_is_away_from_the_start_is_waited_for(tmp_path: Path, monk
     with pytest.raises(AwayError):
         open_source(str(tmp_path), DataConfig(), patience_s=0.01)
     with pytest.raises(AwayError):
-        reopen(str(tmp_path), "webdataset", ["a.tar"], DataConfig(), "x", patience_s=0.01)
+        reopen({"root": str(tmp_path), "source_format": "webdataset"}, DataConfig(), "x", patience_s=0.01)
 
 
 def test_a_place_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,15 +547,15 @@ def test_read_and_stat(tmp_path: Path) -> None:
     put(tmp_path, sub__a_dot_png=b"12345", sub__a_dot_txt="x")
     source = FolderSource(tmp_path, "text")
     [item] = source.items()
-    assert source.read(item.key) == b"12345"
-    size, mtime = source.stat(item.key)
+    assert source.read(item.place) == b"12345"
+    size, mtime = source.stat(item.place)
     assert (size, mtime) == (5, (tmp_path / "sub/a.png").stat().st_mtime_ns)
     os.utime(tmp_path / "sub/a.png", ns=(mtime + 1, mtime + 1))
-    assert source.stat(item.key) == (5, mtime + 1)
+    assert source.stat(item.place) == (5, mtime + 1)
     (tmp_path / "sub/a.png").unlink()
     for call in (source.read, source.stat):
         with pytest.raises(Unreadable, match="No such file"):
-            call(item.key)
+            call(item.place)
 
 
 @pytest.mark.parametrize("key", ["../secret", "/etc/passwd", "a/../../secret", "a\\b", "a\0b", "", "leaves/secret"])
@@ -567,7 +567,7 @@ def test_keys_that_leave_the_root_are_refused(tmp_path: Path, key: str) -> None:
     source = FolderSource(root, "text")
     for call in (source.stat, source.read):
         with pytest.raises(Unreadable):
-            call(key)
+            call(Place(key))
 
 
 # --- whole folders -------------------------------------------------------------------------------------------------
@@ -606,8 +606,8 @@ def test_photographs() -> None:
         key: [text] for key, text in expected.items()
     }
     for item in actual[::10]:
-        data = source.read(item.key)
-        assert len(data) == source.stat(item.key)[0]
+        data = source.read(item.place)
+        assert len(data) == source.stat(item.place)[0]
         width, height = probe(data)
         assert min(width, height) > 256
         assert load(data, (64, 64)).std() > 5
@@ -748,7 +748,7 @@ def test_names_in_another_unicode_form(tmp_path: Path) -> None:
         }
         write(tmp_path, f"{root}.jsonl", rows({"path": f"{root}/{other}.jpg", "text": "listed"}))
         source = open_source(str(tmp_path / f"{root}.jsonl"), DataConfig())
-        assert [source.read(item.key) for item in source.items() if isinstance(item, Item)] == [b"pixels"]
+        assert [source.read(item.place) for item in source.items() if isinstance(item, Item)] == [b"pixels"]
     write(tmp_path, f"both/{composed}.jpg")
     write(tmp_path, f"both/{composed}.txt", "composed")
     write(tmp_path, f"both/{decomposed}.jpg")
@@ -777,7 +777,7 @@ def test_absolute_names_below_the_root(tmp_path: Path, kind: str) -> None:
     entries = list(source.items())
     items = [entry for entry in entries if isinstance(entry, Item)]
     assert {text for item in items for text, _ in item.captions} == {"t0", "t1", "t2"}
-    assert {source.read(item.key) for item in items} == {b"pixels"}
+    assert {source.read(item.place) for item in items} == {b"pixels"}
     assert len(entries) - len(items) == 2
 
 
@@ -800,10 +800,8 @@ def test_links_of_the_hub_cache_and_of_a_named_file(tmp_path: Path) -> None:
     for place, name in ((repository / "snapshots" / "tars", "x.tar"), (tmp_path / "elsewhere", "x.tar")):
         source = open_source(str(place / name), DataConfig())
         (item,) = source.items()
-        assert source.read(item.key) == b"pixels"
-        again = reopen(str(place), "webdataset", [name], DataConfig(), "x")
-        again.recall([(item.key, name, item.where or "")])
-        assert again.read(item.key) == b"pixels"
+        assert source.read(item.place) == b"pixels"
+        assert reopen(source.document(), DataConfig(), "x").read(item.place) == b"pixels"
     with pytest.raises(UserError):
         list(open_source(str(tmp_path / "elsewhere"), DataConfig()).items())
 
@@ -826,7 +824,7 @@ def test_pointers_in_place_of_files_are_named(tmp_path: Path, content: str, name
         with pytest.raises(UserError, match=named):
             list(open_source(str(tmp_path / kind), DataConfig()).items())
     with pytest.raises(Unreadable, match=named):
-        open_source(str(tmp_path / "pictures"), DataConfig()).read("a.jpg")
+        open_source(str(tmp_path / "pictures"), DataConfig()).read(Place("a.jpg"))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import re
 import shlex
 import tarfile
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,19 +29,18 @@ from pipeline.cache import scratch
 from pipeline.config import DataConfig
 from pipeline.errors import AwayError, UserError
 from pipeline.sources import detect, tables
-from pipeline.sources import source as sources
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
 from pipeline.sources.link_tables import LinkListing
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, Reject, Unreadable
+from pipeline.sources.source import Item, ListedItems, Place, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
 from tests.support.failing_reads import fail_reads
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
-from tests.support.source_files import Rows, listed, make_tar, opened
+from tests.support.source_files import Rows, cut, listed, make_tar, opened
 
 
 def texts(item: Item) -> list[str]:
@@ -76,7 +76,7 @@ def test_ranges_of_a_folder_hold_each_entry_once(tmp_path: Path) -> None:
         (tmp_path / f"away-{number}.png").symlink_to("/nowhere")
     source = opened(tmp_path)
     [part] = source.parts()
-    ranges = list(source.runs(part, 2))
+    ranges = cut(source, part, 2)
     entries = [[entry.key for entry in one.items()] for one in ranges]
     assert sorted(key for keys in entries for key in keys) == sorted(
         [f"{kind}{n}.png" for kind in ("", "away-") for n in range(5)]
@@ -85,27 +85,29 @@ def test_ranges_of_a_folder_hold_each_entry_once(tmp_path: Path) -> None:
     assert len({one.identity(one.look()) for one in ranges}) == len(ranges)
 
 
-def test_runs_share_a_temporary_table_until_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(6):
-        (tmp_path / f"{number}.png").write_bytes(b"x")
-    table = tmp_path / "pictures.parquet"  # its rows name files, so it has no stamp
-    pq.write_table(pa.table({"file_name": [f"{n}.png" for n in range(6)], "text": ["a caption"] * 6}), table)
-    made, make = list[object](), sources.SpilledItems
-
-    def counted(place: scratch.Scratch) -> sources.SpilledItems:
-        made.append(place)
-        return make(place)
-
-    monkeypatch.setattr(sources, "SpilledItems", counted)
-    source = opened(table)
-    [part] = source.parts()
-    runs = source.runs(part, 2)
-    first, second = next(runs), next(runs)
-    before = len(made)
-    keys = [[entry.key for entry in each.items()] for each in (first, second)]
-    keys.append([entry.key for entry in next(runs).items()])
-    assert before == 1 and len(made) == 2
-    assert keys == [[f"{table.name}/{row:09}" for row in (n, n + 1)] for n in (0, 2, 4)]
+def test_parts_without_a_stamp_share_a_temporary_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):  # their rows name files, so they have no stamp
+        (tmp_path / f"{name}.png").write_bytes(b"x")
+        columns = {"file_name": [f"{name}.png"] * 3, "text": ["a caption"] * 3, "day": [date(2026, 1, 1)] * 3}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    made, make = list[object](), scratch.Scratch.table_writer
+    monkeypatch.setattr(
+        scratch.Scratch,
+        "table_writer",
+        lambda *args: made.append(args) or make(*args),  # type: ignore[func-returns-value]
+    )
+    source, items = opened(tmp_path / "*.parquet"), ListedItems(scratch.Scratch())
+    ranges = [one for part in source.parts() for one in source.fragments(part, 2, items)]
+    items.finish()
+    assert len(made) == 1 and [one.count for one in ranges] == [2, 1, 2, 1]
+    keys = [entry.key for one in ranges for entry in one.items()]
+    assert keys == [f"{name}.parquet/{row:09}" for name in "ab" for row in range(3)]
+    [first, *_] = ranges[2].items()
+    assert isinstance(first, Item) and first.place == Place("b.parquet/000000000", "b.parquet", "=b.png")
+    assert first.captions == (("a caption", 1.0),) and first.meta == {"day": "2026-01-01"}
+    before = ranges[0].identity(ranges[0].look())
+    os.utime(tmp_path / "a.png", ns=(0, 0))
+    assert ranges[0].identity(ranges[0].look()) != before
 
 
 # --- tars ----------------------------------------------------------------------------------------------------------
@@ -120,9 +122,9 @@ def test_a_tar_written_by_webdataset(tmp_path: Path) -> None:
     assert not rejects
     assert list(items) == [f"a.tar/sub/{n:03d}.jpg" for n in range(5)]
     assert [texts(item) for item in items.values()] == [[f"caption {n}"] for n in range(5)]
-    for n, key in enumerate(items):
-        assert source.read(key) == b"picture %d" % n
-        assert source.stat(key) == (9, os.stat(tmp_path / "a.tar").st_mtime_ns)
+    for n, item in enumerate(items.values()):
+        assert source.read(item.place) == b"picture %d" % n
+        assert source.stat(item.place) == (9, os.stat(tmp_path / "a.tar").st_mtime_ns)
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -134,7 +136,7 @@ def test_long_and_foreign_names(tmp_path: Path, format: int) -> None:
     items, rejects = listed(source)
     assert not rejects
     assert set(items) == {f"a.tar/{name}.png" for name in names}
-    assert all(source.read(f"a.tar/{name}.png") == name.encode() for name in names)
+    assert all(source.read(items[f"a.tar/{name}.png"].place) == name.encode() for name in names)
 
 
 def test_a_caption_that_was_not_reached_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +186,10 @@ def test_equal_names_in_two_tars_are_two_items(tmp_path: Path) -> None:
         make_tar(tmp_path / f"{shard}.tar", [("0.jpg", shard), ("0.txt", shard)])
     source = opened(tmp_path / "s-{0..1}.tar")
     items, rejects = listed(source)
-    assert {key: source.read(key) for key in items} == {"s-0.tar/0.jpg": b"s-0", "s-1.tar/0.jpg": b"s-1"}
+    assert {key: source.read(item.place) for key, item in items.items()} == {
+        "s-0.tar/0.jpg": b"s-0",
+        "s-1.tar/0.jpg": b"s-1",
+    }
     assert not rejects
     assert list(listed(opened(tmp_path / "s-*.tar"))[0]) == list(items)
 
@@ -214,7 +219,7 @@ def test_every_shuffle_gives_whole_samples_or_rejects(tmp_path: Path) -> None:
         source = opened(make_tar(tmp_path / "x.tar", some))
         items, rejects = listed(source)
         for key, item in items.items():
-            assert source.read(key).decode() == texts(item)[0] == key[len("x.tar/")]
+            assert source.read(item.place).decode() == texts(item)[0] == key[len("x.tar/")]
         assert len(items) + len(rejects) == 6
         refused += len(rejects)
     assert refused
@@ -238,7 +243,7 @@ def test_hostile_member_names_are_refused_by_name(tmp_path: Path, name: str, rea
     (key,) = rejects
     assert reason in rejects[key]
     with pytest.raises(Unreadable):
-        source.read(f"x.tar/{name}")
+        source.read(Place(f"x.tar/{name}"))
 
 
 def test_links_specials_and_duplicates_are_refused_by_name(tmp_path: Path) -> None:
@@ -272,9 +277,9 @@ def test_links_specials_and_duplicates_are_refused_by_name(tmp_path: Path) -> No
 def test_the_head_of_a_member_ends_with_it(tmp_path: Path) -> None:
     make_tar(tmp_path / "x.tar", [("a.jpg", b"0123456789"), ("a.txt", "a"), ("b.jpg", b""), ("b.txt", "b")])
     source = opened(tmp_path / "x.tar")
-    listed(source)
+    items, _ = listed(source)
     for name, length, expected in (("a", 4, b"0123"), ("a", 40, b"0123456789"), ("b", 4, b"")):
-        assert source.head(f"x.tar/{name}.jpg", length) == expected
+        assert source.head(items[f"x.tar/{name}.jpg"].place, length) == expected
 
 
 def _cut(data: bytes) -> bytes:
@@ -409,17 +414,17 @@ def test_no_caption_at_all_names_the_columns_there_are(tmp_path: Path) -> None:
 def test_bytes_by_place_without_listing(tmp_path: Path) -> None:
     path = make_tar(tmp_path / "x.tar", [(f"{n}.{k}", f"{n}{k}") for n in range(20) for k in ("jpg", "txt")])
     first = opened(path)
-    places = [(item.key, "x.tar", item.where) for item in first.items() if isinstance(item, Item)]
+    places = [item.place for item in first.items() if isinstance(item, Item)]
     later = opened(path)
-    with pytest.raises(Unreadable, match="none of the tars"):
-        later.read("x.tar/3.jpg")
-    later.recall((key, part, where or "") for key, part, where in places)
+    for foreign in (Place("x.tar/3.jpg"), Place("x.tar/3.jpg", "x.tar", "0:3+2"), Place("3.jpg", None, "512+2")):
+        with pytest.raises(Unreadable, match="none of the files"):
+            later.read(foreign)
     random.Random(0).shuffle(places)
-    assert all(later.read(key) == key[6:].replace(".", "").encode() for key, _, _ in places)
-    assert all(later.stat(key) == first.stat(key) for key, _, _ in places)
+    assert all(later.read(place) == place.item[6:].replace(".", "").encode() for place in places)
+    assert all(later.stat(place) == first.stat(place) for place in places)
     os.truncate(path, 1000)
     with pytest.raises(Unreadable, match="cut or changed"):
-        later.read("x.tar/9.jpg")
+        later.read(next(place for place in places if place.item == "x.tar/9.jpg"))
 
 
 # --- NVlabs' layout ------------------------------------------------------------------------------------------------
@@ -449,7 +454,7 @@ def test_nvlabs_layout_without_scores_uses_the_prompt(tmp_path: Path) -> None:
     items, rejects = listed(source)
     assert not rejects
     assert items["0000.tar/1.png"].captions == (("prompt 1", 1.0),)
-    assert source.read("0000.tar/1.png") == b"picture 1"
+    assert source.read(items["0000.tar/1.png"].place) == b"picture 1"
 
 
 def test_nvlabs_several_captions_by_clip_score(tmp_path: Path) -> None:
@@ -565,11 +570,11 @@ def test_parquet_with_image_structs(tmp_path: Path) -> None:
     assert items[key].captions == (("caption 4", 1.0),)
     assert items[key].meta == {"label": 4, "path": "4.jpg"}
     later = opened(tmp_path)
-    later.recall((key, "data/train-00000-of-00001.parquet", item.where or "") for key, item in items.items())
     for key in random.Random(0).sample(sorted(items), len(items)):
-        assert later.read(key) == b"picture %d" % int(key[-9:])
-        assert later.stat(key) == source.stat(key)
-        assert later.head(key, 4)[:4] == b"pict"
+        place = items[key].place
+        assert later.read(place) == b"picture %d" % int(key[-9:])
+        assert later.stat(place) == source.stat(place)
+        assert later.head(place, 4)[:4] == b"pict"
 
 
 @pytest.mark.parametrize("rows", ["bytes", "one without"])
@@ -622,12 +627,12 @@ def test_parquet_of_names_reads_files_and_refuses_hostile_ones(tmp_path: Path) -
     pq.write_table(pa.table({"file_name": names, "text": ["said"] * 6}), tmp_path / "pictures" / "t.parquet")
     source = opened(tmp_path / "pictures", format="parquet")
     items, rejects = listed(source)
-    assert source.read("t.parquet/000000000") == b"A"
+    assert source.read(items["t.parquet/000000000"].place) == b"A"
     assert set(rejects) == {f"t.parquet/{n:09d}" for n in (1, 2, 3)}
     for key, reason in (("t.parquet/000000004", "leads out"), ("t.parquet/000000005", "No such file")):
         assert key in items
         with pytest.raises(Unreadable, match=reason):
-            source.stat(key)
+            source.stat(items[key].place)
     assert source.parts()[0].stamp is None, "its pictures may change without it"
 
 
@@ -696,8 +701,8 @@ def test_few_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tables, "GROUP_BYTES", 1)
     pq.write_table(hf_table(12), tmp_path / "a.parquet", row_group_size=2)
     source = opened(tmp_path / "a.parquet")
-    keys = list(listed(source)[0])
-    assert [source.read(key) for key in reversed(keys)] == [b"picture %d" % n for n in reversed(range(12))]
+    items = list(listed(source)[0].values())
+    assert [source.read(item.place) for item in reversed(items)] == [b"picture %d" % n for n in reversed(range(12))]
     assert isinstance(source, tables.ParquetSource)
     assert len(source._groups) == 1
 
@@ -728,7 +733,7 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     source = opened(tmp_path / f"list.{kind}")
     items, rejects = listed(source)
     assert {key: texts(item) for key, item in items.items()} == {"p/a.png": ["one", "two"], "p/b c.png": ["three"]}
-    assert source.read("p/b c.png") == b"b c.png"
+    assert source.read(Place("p/b c.png")) == b"b c.png"
     assert len(rejects) == 4 and "secret" not in str(rejects)
     assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
         "the name is absolute",
@@ -1001,7 +1006,7 @@ def test_a_table_that_names_files_wins_over_the_files(tmp_path: Path, name: str)
         (tmp_path / name).write_text(f"file_name;text\n{named};of the table\n")
     source = opened(tmp_path)
     [item] = listed(source)[0].values()
-    assert (texts(item), source.read(item.key)) == (["of the table"], JPEG)
+    assert (texts(item), source.read(item.place)) == (["of the table"], JPEG)
     assert source.ignored.examples == {".txt file": ["new/deep/0.txt"]}
 
 
@@ -1122,7 +1127,7 @@ def test_of_several_columns_the_best_known_is_taken_or_the_user_asked(
         items, rejects = listed(source)
         assert not rejects and source.picture_columns == {field or taken}
         if (field or taken) != "url" and columns.get("image") != ["gone.jpg"]:
-            assert [source.read(key) for key in items] == [JPEG]
+            assert [source.read(item.place) for item in items.values()] == [JPEG]
         assert [texts(item) for item in items.values()] == [["said"]]
 
 
@@ -1190,8 +1195,8 @@ def test_listings_of_other_programs(tmp_path: Path, name: str) -> None:
     items, rejects = listed(links)
     assert not rejects and [texts(item) for item in items.values()] == expected
     links.links = cast("Any", SimpleNamespace(read=str.encode))
-    for key in reversed(items):
-        assert links.read(key).decode() == f"http://höst/{ROWS[list(items).index(key)]['file_name']}"
+    for row, item in reversed(list(zip(ROWS, items.values(), strict=True))):
+        assert links.read(item.place).decode() == f"http://höst/{row['file_name']}"
 
 
 @pytest.mark.parametrize(

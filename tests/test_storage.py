@@ -22,12 +22,15 @@ import stages.encode
 import stages.gc
 import stages.verify
 from pipeline.cache import audit, codec, index, layout, shard, snapshot
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.loader.loader import Loader
 from pipeline.models.text import TextEncoder
 from pipeline.reporting import draw_latents
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
 
@@ -52,7 +55,7 @@ def finite_bits(shape: tuple[int, ...] | st.SearchStrategy) -> st.SearchStrategy
 @given(finite_bits(hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=7)))
 @settings(max_examples=150, deadline=None)
 def test_lossless_is_bit_exact(array: np.ndarray) -> None:
-    coder = codec.Codec("text", codec.LOSSLESS)
+    coder = codec.Codec(True, codec.LOSSLESS)
     back = np.empty_like(array)
     coder.decode(coder.encode(array), back, "record")
     assert np.array_equal(back, array)
@@ -61,7 +64,7 @@ def test_lossless_is_bit_exact(array: np.ndarray) -> None:
 def test_lossless_is_bit_exact_for_every_value() -> None:
     every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
     every = every[(every & 0x7F80) != 0x7F80]
-    coder = codec.Codec("text", codec.LOSSLESS)
+    coder = codec.Codec(True, codec.LOSSLESS)
     back = np.empty_like(every)
     coder.decode(coder.encode(every), back, "record")
     assert np.array_equal(back, every)
@@ -72,12 +75,14 @@ def test_lossless_is_bit_exact_for_every_value() -> None:
 def test_int8_keeps_its_bound(array: np.ndarray, kind: str) -> None:
     """|error| <= half a step of the token, in the channel's scale, and bf16's own rounding."""
     array = array if kind == "text" else np.ascontiguousarray(array.T).reshape(6, 5, 1)
-    coder = codec.Codec(kind, codec.INT8)
+    coder = codec.Codec(kind == "text", codec.INT8)
     back = np.empty_like(array)
     coder.decode(coder.encode(array), back, "record")
-    true = codec.tokens_of(codec.to_float(array), kind).astype(np.float64)
-    result = codec.tokens_of(codec.to_float(back), kind).astype(np.float64)
-    scale = codec.to_float(codec.channel_scales(codec.tokens_of(codec.to_float(array), kind))).astype(np.float64)
+    true = codec.tokens_of(codec.to_float(array), kind == "text").astype(np.float64)
+    result = codec.tokens_of(codec.to_float(back), kind == "text").astype(np.float64)
+    scale = codec.to_float(codec.channel_scales(codec.tokens_of(codec.to_float(array), kind == "text"))).astype(
+        np.float64
+    )
     largest = np.abs(true / scale).max(axis=1, keepdims=True)
     step = largest / 127 * (1 + 2**-7) + 2.0**-133
     bound = scale * step / 2 + np.abs(result) * 2**-8 + np.abs(true) * 2**-22 + 2.0**-133
@@ -87,15 +92,15 @@ def test_int8_keeps_its_bound(array: np.ndarray, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "shape"), [("text", (0, 6)), ("latent", (6, 0, 3)), ("text", (1, 6))])
 def test_int8_of_no_token_or_one(kind: str, shape: tuple[int, ...]) -> None:
-    array, coder = bits(shape), codec.Codec(kind, codec.INT8)
+    array, coder = bits(shape), codec.Codec(kind == "text", codec.INT8)
     back = np.empty_like(array)
     coder.decode(payload := coder.encode(array), back, "record")
-    assert len(payload) == codec.payload_bytes(codec.INT8, kind, shape)
+    assert len(payload) == codec.payload_bytes(codec.INT8, kind == "text", shape)
     assert np.array_equal(back, array), "one token: each channel's scale is its value"
 
 
 def test_the_worst_token_is_that_of_all_records_and_zeros_have_no_error() -> None:
-    coder, measured = codec.Codec("text", codec.INT8), codec.Measured()
+    coder, measured = codec.Codec(True, codec.INT8), codec.Measured()
     worst = []
     for record in (
         np.zeros((2, 64), np.uint16),
@@ -118,7 +123,7 @@ def test_channel_scales_are_what_keeps_int8_close(monkeypatch: pytest.MonkeyPatc
     true = codec.to_float(array)
 
     def channel_error() -> float:
-        coder, back = codec.Codec("text", codec.INT8), np.empty_like(array)
+        coder, back = codec.Codec(True, codec.INT8), np.empty_like(array)
         coder.decode(coder.encode(array), back, "record")
         noise = np.sqrt(((codec.to_float(back) - true) ** 2).mean(axis=0))
         return float((noise / np.sqrt((true**2).mean(axis=0))).max())
@@ -146,14 +151,12 @@ def test_rounding_is_to_nearest_even_and_never_to_infinity() -> None:
 # ---------------------------------------------------------------- shards
 
 
-def written(
-    root: Path, storage: str, kind: str = "latent", count: int = 1
-) -> tuple[Cache, layout.Recipe, str, pa.Table]:
-    recipe: layout.Recipe
+def written(root: Path, storage: str, kind: str = "latent", count: int = 1) -> tuple[Cache, Recipe, str, pa.Table]:
+    recipe: Recipe
     if kind == "latent":
-        recipe = layout.LatentRecipe(weights="w", channels=4, storage=storage)
+        recipe = LatentRecipe(weights="w", channels=4, storage=storage)
     else:
-        recipe = layout.TextRecipe(weights="w", width=6, storage=storage)
+        recipe = TextRecipe(weights="w", width=6, storage=storage)
     cache = Cache(root, create=True)
     cache.add_recipe(recipe)
     with shard.ShardWriter(cache.files, recipe, "unit") as writer:
@@ -222,10 +225,10 @@ def test_a_payload_is_not_decoded_as_something_else(storage: str, tmp_path: Path
     with pytest.raises(IntegrityError, match="not recorded"):
         reader.read(*where, np.empty((3, 6), np.uint16))
     payload = reader.stored(*where, row["length"])
-    other = codec.Codec("text", STORED[STORED.index(storage) - 1])
+    other = codec.Codec(True, STORED[STORED.index(storage) - 1])
     with pytest.raises(IntegrityError, match=naming("record", STORED[STORED.index(storage) - 1], (3, 6))):
         other.decode(payload, np.empty((3, 6), np.uint16), "record")
-    coder = codec.Codec("text", storage)
+    coder = codec.Codec(True, storage)
     for wrong in (payload[:-1], payload[:40], payload + b"\0" if storage == codec.INT8 else payload[:38]):
         with pytest.raises(IntegrityError):
             coder.decode(wrong, np.empty((3, 6), np.uint16), "record")
@@ -247,7 +250,7 @@ def test_webdataset_and_numpy_read_the_members(storage: str, tmp_path: Path) -> 
         member = np.load(io.BytesIO(sample["npy"]))
         assert member.dtype == np.uint8 and member.ndim == 1
         into = np.empty((3 + i, 6), np.uint16)
-        codec.Codec("text", storage).decode(member.tobytes(), into, "member")
+        codec.Codec(True, storage).decode(member.tobytes(), into, "member")
         if storage == codec.LOSSLESS:
             assert np.array_equal(into, bits((3 + i, 6), i))
         assert sample["txt"].decode() == f"Caption {i}"
@@ -273,15 +276,15 @@ def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_p
 
 
 def test_plain_storage_changes_no_id_and_no_schema() -> None:
-    assert layout.TextRecipe(weights="w", storage="bf16").id == layout.TextRecipe(weights="w").id
-    assert snapshot.samples_schema(layout.LatentRecipe(), layout.TextRecipe()) is snapshot.SAMPLES
-    ids = {layout.TextRecipe(weights="w", storage=storage).id for storage in codec.STORAGES}
+    assert TextRecipe(weights="w", storage="bf16").id == TextRecipe(weights="w").id
+    assert snapshot.samples_schema(LatentRecipe(), TextRecipe()) is snapshot.SAMPLES
+    ids = {TextRecipe(weights="w", storage=storage).id for storage in codec.STORAGES}
     assert len(ids) == 3
 
 
 def test_an_unknown_storage_is_refused() -> None:
     with pytest.raises(CacheError, match=naming("'fp4'")):
-        codec.codec_of(layout.TextRecipe(storage="fp4"))
+        codec.codec_of(TextRecipe(storage="fp4"))
     with pytest.raises(ConfigError, match=r"encode\.storage"):
         load("tiny", ["encode.storage=zstd"])
 

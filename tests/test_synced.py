@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import stages.encode
-from pipeline.cache import files as cache_files
-from pipeline.cache import local_files, long_lists
+from pipeline.cache import local_files
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from tests.support import tiny_cache
@@ -54,8 +53,7 @@ class Disk:
 
 
 def publish_everything(root: Path) -> None:
-    """Recipes, shards, plans, commits, scans, segments, tables, snapshots, packed shards, and a document whose list is
-    written in pieces."""
+    """Recipes, shards, plans, commits, scans, segments, tables, snapshots and packed shards."""
     cache = tiny_cache.build(root, {(256, 256): 12, (128, 256): 12}, batch=4, per_shard=6)
     pack(cache, 2)
     files = cache.files
@@ -70,7 +68,6 @@ def publish_everything(root: Path) -> None:
 
 
 def test_everything_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_lists, "ENTRIES", 2)
     disk = Disk(tmp_path / "cache", monkeypatch)
     publish_everything(tmp_path / "cache")
     assert not disk.unsynced
@@ -90,13 +87,12 @@ def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(
 
 @pytest.mark.parametrize(
     ("helper", "lost"),
-    [("write_synced", {"recipes", "tables", "claims"}), ("sync", {"plans", "tables"})],
+    [("write_synced", {"recipes", "tables", "claims"}), ("sync", {"tables"})],
 )
 def test_a_missing_sync_is_seen(helper: str, lost: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage."""
-    monkeypatch.setattr(long_lists, "ENTRIES", 2)
     disk = Disk(tmp_path / "cache", monkeypatch)
-    monkeypatch.setattr(cache_files, helper, lambda file, *data: file.write_bytes(*data) if data else None)
+    monkeypatch.setattr(local_files, helper, lambda file, *data: file.write_bytes(*data) if data else None)
     publish_everything(tmp_path / "cache")
     assert lost <= {name.partition("/")[0] for name in disk.unsynced}
 
@@ -116,7 +112,7 @@ def test_a_damaged_file_is_replaced_durably(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / Paths.table(files.put_content(b"data", "tables", "npy"), "npy")
     path.write_bytes(b"rot")
     synced: list[tuple[Path, bytes]] = []
-    monkeypatch.setattr("pipeline.cache.files.sync_path", lambda what: synced.append((what, path.read_bytes())))
+    monkeypatch.setattr("pipeline.cache.local_files.sync_path", lambda what: synced.append((what, path.read_bytes())))
     files.put_content(b"data", "tables", "npy")
     assert synced == [(path.parent, b"data")]
 

@@ -38,6 +38,8 @@ from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
 from pipeline.reporting import draw_latents
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.training import checkpoint, lock, metrics, throughput, trainer
 from pipeline.training import drawings as in_training
 from pipeline.training.task import Report, TrainingTask
@@ -367,12 +369,12 @@ def small(make_config: Callable[..., Config], small_cache_copy: Path) -> Callabl
     return make
 
 
-def publish(cache: Cache) -> tuple[layout.TextRecipe, list[bytes], prompts.PromptSet]:
+def publish(cache: Cache) -> tuple[TextRecipe, list[bytes], prompts.PromptSet]:
     """A set of three prompts that have the records of captions."""
     (recipe,) = cache.recipes("text")
-    assert isinstance(recipe, layout.TextRecipe)
+    assert isinstance(recipe, TextRecipe)
     index = cache.index(recipe.name)
-    keys = [key.tobytes() for key in index.keys if key.tobytes() != layout.null_key(recipe.id)][:3]
+    keys = [key.tobytes() for key in index.keys if key.tobytes() != recipe.null_key][:3]
     published = prompts.publish(cache, "prompts", recipe, ["one", "two", "three"], keys)
     assert published is not None
     return recipe, keys, published
@@ -395,7 +397,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert any(line == f"pictures: 3 prompts of set {published.id[:12]} every 1 steps" for line in printed)
     latents, description = drawn(output, 1)
     opened = cache.open_snapshot(snapshot)
-    resolution, latent = config.data.resolution, opened.latent_recipe
+    resolution, latent = config.data.resolution, opened.recipe(LatentRecipe)
     assert (description["height"], description["width"]) == (resolution, resolution)
     names = ("prompts", "prompt_set", "snapshot", "latent_recipe", "latent")
     known = (["one", "two", "three"], published.id, snapshot, latent.id, latent.values())
@@ -437,7 +439,10 @@ def test_without_a_prompt_set_captions_of_the_snapshot_are_drawn(small: Callable
 
     expected = prompts.of_snapshot(opened, 8)
     architecture, weights = checkpoint.load_model_state(output / "checkpoints/step-00000001")
-    shape = (opened.latent_recipe.channels, *[config.data.resolution // opened.latent_recipe.compression] * 2)
+    shape = (
+        opened.recipe(LatentRecipe).channels,
+        *[config.data.resolution // opened.recipe(LatentRecipe).compression] * 2,
+    )
     pictures = draw_latents.draw_prompts(config, architecture, weights, expected, shape, torch.device("cpu"))
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(pictures)}) <= 1e-5
 
@@ -466,12 +471,18 @@ def test_captions_of_a_snapshot_are_spread_without_repetitions_and_empty_ones() 
         def captions(self, row: int, reader: Any) -> list[str]:
             return ["rare", "" if row == 2 else f"{row // 2}", "as probable"]
 
-        def reader(self, kind: str) -> None: ...
+        def reader(self, kind: str) -> Any:
+            return SimpleNamespace(read=lambda shard, offset, key, checksum, into, length: into.fill(offset))
 
-        text_recipe, head, null, files = None, SimpleNamespace(folder="f"), None, None
+        caption, null = (
+            TextRecipe(width=2),
+            SimpleNamespace(shard="n", offset=7, rows=4, valid=1, key=b"", checksum=b""),
+        )
+        null.length = None
 
     made: Any = prompts.of_snapshot(Twice(), 8)  # type: ignore[arg-type]
-    assert len(made.texts) == 8 and made.texts[0] == "3" and "" not in made.texts and made.folder == "f"
+    assert len(made.texts) == 8 and made.texts[0] == "3" and "" not in made.texts
+    assert made.rows(0).tolist() in ([[6, 6]] * 3, [[7, 7]] * 3) and made.null()[0].tolist() == [[7, 7]] * 4
     assert len({*made.texts}) == 8 and max(map(int, made.texts)) >= 17
     assert prompts.of_snapshot(Twice(), 30).texts.count("19") == 1  # type: ignore[arg-type]
 
@@ -560,7 +571,7 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
     folder = output / "checkpoints/step-00000001"
     document = checkpoint.read_document(folder)
     trained = checkpoint.as_trained(small("train.precision=bf16"), document.config)
-    latent = cache.open_snapshot().latent_recipe
+    latent = cache.open_snapshot().recipe(LatentRecipe)
     shape = (latent.channels, *[config.data.resolution // latent.compression] * 2)
     expected = draw_latents.draw_prompts(
         trained, *checkpoint.load_model_state(folder), published, shape, torch.device("cpu")
@@ -586,13 +597,13 @@ def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config])
     stages.bucket.run(config)
     cache = Cache(config.cache)
     (recipe,) = cache.recipes("text")
-    assert isinstance(recipe, layout.TextRecipe)
+    assert isinstance(recipe, TextRecipe)
     ours = prompts.publish(cache, "ours", recipe, [], [])
     assert ours is not None
     other = replace(recipe, instruction="Draw: ")
     cache.add_recipe(other)
     place = layout.Paths.numbered(layout.Paths.prompts("prompts"), 0)
-    cache.files.put(place, layout.seal(replace(ours, name="prompts", recipe=other).body()))
+    cache.files.put(place, layout.seal({**cache.files.document(ours.path), "name": "prompts", "text": other.name}))
     with pytest.raises(CacheError, match=naming("text recipe", "instruction")):
         stages.train.run(config)
     assert not Path(config.train.output).exists()

@@ -10,12 +10,13 @@ import pytest
 
 from pipeline.cache import audit, contradictions, garbage, index, layout
 from pipeline.cache.layout import Paths
-from pipeline.cache.restore import restore_documents
 from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.encoding.restore import restore_documents
+from pipeline.signals.latent import LatentRecipe
 from pipeline.work import engine
 from tests.support import tiny_cache
 
-RECIPE = layout.LatentRecipe(weights="w")
+RECIPE = LatentRecipe(weights="w")
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import stages.sample
-from pipeline.cache import layout
 from pipeline.config import Config
 from pipeline.encoding import survey
 from pipeline.errors import ConfigError, UserError
@@ -25,6 +24,7 @@ from pipeline.models import encoders
 from pipeline.models.sana import SanaTransformer
 from pipeline.reporting import run_pictures
 from pipeline.reporting.run_pictures import Drawing, Watcher
+from pipeline.signals.latent import LatentRecipe
 from tests.support.drawings import draw
 from tests.support.messages import naming
 
@@ -37,7 +37,7 @@ def config(make_config: MakeConfig, tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def recipe(config: Config) -> layout.LatentRecipe:
+def recipe(config: Config) -> LatentRecipe:
     return survey.recipes(config)[0]
 
 
@@ -57,7 +57,7 @@ def decoded(path: Path) -> dict[str, Path | None]:
 
 
 def test_each_drawing_is_decoded_once_without_the_transformer(
-    config: Config, recipe: layout.LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, recipe: LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SanaTransformer, "__init__", refuse)
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
@@ -84,7 +84,7 @@ def test_each_drawing_is_decoded_once_without_the_transformer(
 
 
 def test_drawings_of_another_vae_are_refused(
-    config: Config, recipe: layout.LatentRecipe, run: Path, tiny_repo: Path, tmp_path: Path
+    config: Config, recipe: LatentRecipe, run: Path, tiny_repo: Path, tmp_path: Path
 ) -> None:
     vae = tmp_path / "other" / "vae"
     vae.mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_drawings_of_another_vae_are_refused(
 
 
 def test_a_latent_that_is_not_finite_has_no_picture(
-    config: Config, recipe: layout.LatentRecipe, run: Path, capsys: pytest.CaptureFixture[str]
+    config: Config, recipe: LatentRecipe, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = draw(run, 100, recipe)
     facts = Drawing.read(path).facts
@@ -122,7 +122,7 @@ def test_a_latent_that_is_not_finite_has_no_picture(
     assert "0000 has no picture" in capsys.readouterr().out
 
 
-def test_a_damaged_file_is_named_and_stops_no_other(config: Config, recipe: layout.LatentRecipe, run: Path) -> None:
+def test_a_damaged_file_is_named_and_stops_no_other(config: Config, recipe: LatentRecipe, run: Path) -> None:
     good = draw(run, 300, recipe)
     bad = [run / "pictures" / f"step-{step:08d}.safetensors" for step in (100, 200)]
     bad[0].write_bytes(good.read_bytes()[:-100])
@@ -133,7 +133,7 @@ def test_a_damaged_file_is_named_and_stops_no_other(config: Config, recipe: layo
 
 
 def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
-    config: Config, recipe: layout.LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, recipe: LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     made: list[bool] = []

@@ -14,8 +14,8 @@ import pytest
 
 import stages.status
 import stages.verify
-from pipeline.cache import objects
-from pipeline.cache.objects import ObjectFiles
+from pipeline.cache import object_store
+from pipeline.cache.object_store import ObjectStore
 from pipeline.cache.root import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, IntegrityError
@@ -66,7 +66,7 @@ def test_training_reads_the_same(served: tuple[Cache, str], tmp_path: Path, pack
 def test_verify_and_status(
     served: tuple[Cache, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "PIECE", 5000)  # a server that knows ranges would be asked for these
+    monkeypatch.setattr(object_store, "PIECE", 5000)  # a server that knows ranges would be asked for these
     cache, url = served
     assert stages.status.run(configured(url, tmp_path)) == 0
     assert "(packed)" in capsys.readouterr().out
@@ -99,10 +99,10 @@ def test_nothing_is_written_there(served: tuple[Cache, str], tmp_path: Path) -> 
 def test_a_server_that_does_not_answer_is_no_missing_file(served: tuple[Cache, str], tmp_path: Path) -> None:
     cache = Cache(served[1], mirror=MirrorConfig(path=str(tmp_path / "mirror")), patience_s=0.1)
     files = cache.files
-    assert isinstance(files, ObjectFiles)
+    assert isinstance(files.store, ObjectStore)
     with pytest.raises(FileNotFoundError):
         files.open("tables/00/" + "0" * 32 + ".arrow")
-    files._base = "http://127.0.0.1:9/cache"
+    files.store._base = "http://127.0.0.1:9/cache"
     for ask in (
         lambda: files.exists("format.json"),
         lambda: files.names("names"),

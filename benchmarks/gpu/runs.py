@@ -20,9 +20,10 @@ from benchmarks.gpu.sizes import GIB, Sizes
 from benchmarks.loader import BUCKETS, build
 from benchmarks.report import resident
 from benchmarks.train_step import TINY
-from pipeline.cache import layout
 from pipeline.config import load
 from pipeline.launch import set_tf32
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.training import metrics
 from pipeline.training.checkpoint import Saver
 
@@ -158,8 +159,8 @@ def trainer(sizes: Sizes, *, steps: int, save_every: int, batch: int) -> dict[st
         options += [f"train.save_every={save_every}", "train.log_every=1", "train.trackers=[]"]
         options += ["train.keep_checkpoints=1", "train.profile.start=3", "train.profile.steps=1"]
         if sizes.dry:
-            recipes: dict[str, Any] = {"latent": layout.LatentRecipe(compression=8, channels=16)}
-            build(place / "cache", 60, buckets=TINY, batch=12, text=layout.TextRecipe(width=128), **recipes)
+            recipes: dict[str, Any] = {"latent": LatentRecipe(compression=8, channels=16)}
+            build(place / "cache", 60, buckets=TINY, batch=12, text=TextRecipe(width=128), **recipes)
             config = load("tiny", options)
         else:
             build(place / "cache", 8 * batch, buckets=BUCKETS[:2], batch=batch)

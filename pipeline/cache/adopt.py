@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
@@ -83,8 +82,7 @@ def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dic
             units.append(replace(unit, unit=unit_id, start=start))
             rows.append(other.unit_rows(plan, unit))
             start += unit.count
-        table = pa.concat_tables(rows, promote_options="default")  # a plan that was lost has no rows
-        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), units, table)
+        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), units, pa.concat_tables(rows))
 
 
 def bring(files: Files, other: Files, name: str, digest: str) -> None:
@@ -93,13 +91,11 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
     Raises:
         IntegrityError: it is missing there, or its bytes are not those of its name.
     """
-    if files.freshen(name):
-        with suppress(OSError):  # missing again while `discard` checks its age
-            if files.digest(name) == digest:
-                return
+    if files.freshen_intact(name):
+        return
     with files.temporary() as path:
         linked = False
-        if type(files) is type(other) is Files:
+        if files.on_disk and other.on_disk:
             try:
                 os.link(other.path(name), path)
                 os.utime(path)  # it counts as new in this cache

@@ -164,7 +164,11 @@ class ParquetFile(pq.ParquetFile):
 
 WRITER = b"parquet-cpp-arrow version 26.0.1"
 """Writer that every Parquet file names. The ids of snapshots depend on the bytes of tables, so they must not depend on
-the installed pyarrow: from version 22 on its files differ in nothing else."""
+the installed pyarrow: from version 22 on its files differ in nothing else.
+
+Scans and the work of plans are Parquet and not Arrow IPC with zstd, because they are smaller: a scan of 200,000 items
+in tars has 4.2 MB as Parquet and 8.0 MB as IPC (13.3 MB with lz4), the work of its captions 4.1 and 4.6, of its
+pictures 7.1 and 8.0 (`benchmarks.large_cache`). Reading the scan takes 35 ms of CPU as Parquet, 13 ms as IPC."""
 
 
 GROUP_ROWS = 1 << 20

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import copies, index, key_columns, prompts, shard
+from pipeline.cache import copies, index, key_columns, shard
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import (
@@ -85,7 +85,6 @@ def verify_contents(
     for name in filter(is_document, (f"snapshots/{head}" for head in cache.files.names("snapshots"))):
         yield from verify_snapshot(cache, name, replaced, named)
         yield from _verify_packed(cache, name, joint_shards_read, on_file_read)
-    yield from verify_prompts(cache, replaced)
 
 
 # ---------------------------------------------------------------- tables
@@ -157,7 +156,7 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
     """Hex keys of the damaged records of a joint shard."""
     readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
     numbers = {kind: names.index(digest) for kind, names in snapshot.shards.items() if digest in names}
-    latent, width = snapshot.latent_recipe, snapshot.text_recipe.width
+    width = snapshot.caption.width
 
     def damaged(kind: str, record: Any, into: np.ndarray) -> bool:
         try:
@@ -171,9 +170,7 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
         rows = np.flatnonzero(table.column("shard").to_numpy() == numbers.get("latent", -1))
         for row in (rows + first).tolist():
             sample = snapshot.sample(row)
-            bucket = snapshot.buckets[sample.bucket]
-            shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
-            if damaged("latent", sample, np.empty(shape, np.uint16)):
+            if damaged("latent", sample, np.empty(snapshot.latent_shape(sample.bucket), np.uint16)):
                 yield sample.key.hex()
             for caption, where in zip(sample.captions, snapshot.written(row), strict=True):
                 bad = damaged("text", caption, np.empty((caption.rows, width), np.uint16))
@@ -374,15 +371,6 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
             return  # `_verify_tables` reports it, with the command that makes it again
         pointing = named.get(PurePosixPath(name).stem)
         yield Finding(name, damage_only(error), fix=(error.fix or REPAIR) if pointing is not None else GC)
-
-
-def verify_prompts(cache: Cache, replaced: Replaced) -> Iterator[Finding]:
-    """Prompt sets that refer to records that were made again. Unreadable ones are skipped."""
-    with skip_damaged():
-        for known in prompts.current(cache):
-            stale = [place for place in (known.empty, *known.places) if place.key in replaced.get(place.shard, ())]
-            if stale:
-                yield Finding(known.path, f"refers to {len(stale)} damaged records that were made again since")
 
 
 def rebuild_command(name: str) -> str:

@@ -12,7 +12,7 @@ its versions: equal values, other bytes; a repair on another machine may then en
 The payload begins with a header of 20 bytes: a magic, the number of dimensions, three dimensions (u32; 0 where unused).
   SPZ1 (bf16-zstd): n bytes `sign << 7 | mantissa`, then one zstd frame of n bytes of exponents.
   SPQ1 (int8): one bf16 scale per channel, one bf16 step per token, then n int8 in the array's order.
-A token is a row of text, or a position of a latent; a channel is a column of text, or a channel of a latent.
+A token is a row (of text), or a position of what has channels (a latent); see `by_row`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import zstandard
 
 from pipeline.cache import layout
 from pipeline.cache.files import Files
+from pipeline.cache.recipes import Recipe, recipe_class
 from pipeline.errors import CacheError, IntegrityError
 
 PLAIN, LOSSLESS, INT8 = "bf16", "bf16-zstd", "int8"
@@ -44,11 +45,11 @@ class Codec:
     """Encodes and decodes the payloads of one recipe that is not stored as plain bf16. Safe for several threads.
 
     Attributes:
-        kind: `latent` or `text`.
+        by_row: whether a token is a row (rows, width) and not a position (channels, height, width).
         storage: `bf16-zstd` or `int8`.
     """
 
-    kind: str
+    by_row: bool
     storage: str
 
     def encode(self, bits: np.ndarray) -> bytes:
@@ -56,10 +57,10 @@ class Codec:
         dimensions = (*bits.shape, 0, 0, 0)[:3]
         if self.storage == LOSSLESS:
             return _HEADER.pack(_LOSSLESS, bits.ndim, *dimensions) + _split(bits)
-        tokens = tokens_of(to_float(bits), self.kind)
+        tokens = tokens_of(to_float(bits), self.by_row)
         scales = channel_scales(tokens)
         steps, quantised = quantise(tokens, to_float(scales))
-        parts = (scales.astype("<u2"), steps.astype("<u2"), _untokens(quantised, self.kind))
+        parts = (scales.astype("<u2"), steps.astype("<u2"), _untokens(quantised, self.by_row))
         return _HEADER.pack(_INT8, bits.ndim, *dimensions) + b"".join(part.tobytes() for part in parts)
 
     def decode(self, payload: bytes | bytearray | memoryview, into: np.ndarray, where: str) -> None:
@@ -81,7 +82,7 @@ class Codec:
         if self.storage == LOSSLESS:
             _join(data, into, where)
             return
-        tokens, channels = _sizes(self.kind, into.shape)
+        tokens, channels = _sizes(self.by_row, into.shape)
         begin = 2 * (channels + tokens)
         if len(data) != begin + into.size:
             raise IntegrityError(
@@ -92,11 +93,11 @@ class Codec:
         if into.size:
             scale = to_float(np.frombuffer(data, "<u2", channels))
             step = to_float(np.frombuffer(data, "<u2", tokens, 2 * channels))
-            values = tokens_of(np.frombuffer(data, np.int8, into.size, begin).reshape(into.shape), self.kind)
+            values = tokens_of(np.frombuffer(data, np.int8, into.size, begin).reshape(into.shape), self.by_row)
             values = values * step[:, None]
             values *= scale
             largest = 127.0 * float(step.max()) * float(scale.max())
-            into[...] = _untokens(from_float(values, largest), self.kind).reshape(into.shape)
+            into[...] = _untokens(from_float(values, largest), self.by_row).reshape(into.shape)
 
 
 def check_storage(storage: str) -> None:
@@ -113,10 +114,15 @@ def check_storage(storage: str) -> None:
         )
 
 
-def codec_of(recipe: layout.Recipe) -> Codec | None:
+def by_row(recipe: Recipe) -> bool:
+    """Whether a token is a row of its records; see `Codec`."""
+    return recipe.axes[0] != "channels"
+
+
+def codec_of(recipe: Recipe) -> Codec | None:
     """The codec of a recipe; None for plain bf16."""
     storage = storage_of(recipe)
-    return None if storage == PLAIN else Codec(recipe.kind, storage)
+    return None if storage == PLAIN else Codec(by_row(recipe), storage)
 
 
 def reader(files: Files, recipe: str) -> Codec | None:
@@ -125,7 +131,7 @@ def reader(files: Files, recipe: str) -> Codec | None:
     if not files.exists(layout.Paths.recipe(recipe)):
         return None
     body = files.document(layout.Paths.recipe(recipe))
-    values = layout.RECIPES[body["kind"]].from_values(body["values"])
+    values = recipe_class(body["kind"]).from_values(body["values"])
     if values.name != recipe:
         raise IntegrityError(
             f"{files.where(layout.Paths.recipe(recipe))}: holds another recipe", expected=recipe, found=values.name
@@ -133,7 +139,7 @@ def reader(files: Files, recipe: str) -> Codec | None:
     return codec_of(values)
 
 
-def payload_bytes(storage: str, kind: str, shape: tuple[int, ...]) -> int:
+def payload_bytes(storage: str, by_row: bool, shape: tuple[int, ...]) -> int:
     """Bytes of a payload; an estimate for `bf16-zstd`, which depends on the values (measured: 0.69 of bf16)."""
     check_storage(storage)
     size = int(np.prod(shape))
@@ -141,10 +147,10 @@ def payload_bytes(storage: str, kind: str, shape: tuple[int, ...]) -> int:
         return 2 * size
     if storage == LOSSLESS:
         return _HEADER.size + round(2 * size * 0.69)
-    return _HEADER.size + 2 * sum(_sizes(kind, shape)) + size
+    return _HEADER.size + 2 * sum(_sizes(by_row, shape)) + size
 
 
-def storage_of(recipe: layout.Recipe) -> str:
+def storage_of(recipe: Recipe) -> str:
     storage = str(recipe.values()["storage"])
     check_storage(storage)
     return storage
@@ -171,8 +177,8 @@ class Measured:
         codec.decode(payload, back, "a new record")
         if codec.storage == LOSSLESS and not np.array_equal(back, bits):
             raise IntegrityError("a lossless record does not decode to what was encoded", fix="check zstandard and RAM")
-        true = tokens_of(to_float(bits), codec.kind).astype(np.float64)
-        error = tokens_of(to_float(back), codec.kind) - true
+        true = tokens_of(to_float(bits), codec.by_row).astype(np.float64)
+        error = tokens_of(to_float(back), codec.by_row) - true
         signal, noise = (true * true).sum(axis=1), (error * error).sum(axis=1)
         nonzero = signal > 0
         self.worst = float(np.sqrt(noise[nonzero] / signal[nonzero]).max(initial=self.worst))
@@ -226,13 +232,13 @@ def from_float(values: np.ndarray, largest: float = np.inf) -> np.ndarray:
     return bits
 
 
-def tokens_of(values: np.ndarray, kind: str) -> np.ndarray:
-    """(tokens, channels) of text rows, or of a latent (channels, height, width)."""
-    return values if kind == "text" else values.reshape(values.shape[0], -1).T
+def tokens_of(values: np.ndarray, by_row: bool) -> np.ndarray:
+    """(tokens, channels) of rows, or of (channels, height, width)."""
+    return values if by_row else values.reshape(values.shape[0], -1).T
 
 
-def _untokens(tokens: np.ndarray, kind: str) -> np.ndarray:
-    return np.ascontiguousarray(tokens if kind == "text" else tokens.T)
+def _untokens(tokens: np.ndarray, by_row: bool) -> np.ndarray:
+    return np.ascontiguousarray(tokens if by_row else tokens.T)
 
 
 def _split(bits: np.ndarray) -> bytes:
@@ -268,10 +274,10 @@ def _join(data: memoryview, into: np.ndarray, where: str) -> None:
     np.bitwise_or(bits.reshape(into.shape), mantissas.reshape(into.shape), out=into)
 
 
-def _sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
+def _sizes(by_row: bool, shape: tuple[int, ...]) -> tuple[int, int]:
     """Tokens and channels of a record."""
     rest = int(np.prod(shape[1:]))
-    return (shape[0], rest) if kind == "text" else (rest, shape[0])
+    return (shape[0], rest) if by_row else (rest, shape[0])
 
 
 def channel_scales(tokens: np.ndarray) -> np.ndarray:

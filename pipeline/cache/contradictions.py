@@ -13,7 +13,7 @@ from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.references import owners, plan_count
-from pipeline.cache.root import Cache
+from pipeline.cache.root import Cache, list_of
 from pipeline.errors import CacheError
 
 
@@ -64,7 +64,8 @@ def _unreadable_documents(cache: Cache) -> Iterator[Finding]:
         if folder == "units" and files.exists(f"segments/{rest[0]}/{rest[1]}.json"):
             continue
         try:
-            files.document(name)
+            if (listed := list_of(files, name, files.document(name))) is not None:
+                listed.check()
         except CacheError as error:
             yield Finding(name, damage_only(error))
 

@@ -13,13 +13,12 @@ Shards and record tables exist once: they are named by their content, and record
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
-from pipeline.cache import layout, long_lists
+from pipeline.cache import layout
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import IntegrityError
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,6 @@ class Pair:
 
 def inspect(files: Files, name: str) -> Pair:
     """Read a document and its copy."""
-    if _are_equal_lists(files, name):
-        return Pair("", "", None, True)
     first, second = _read(files, name, name), _read(files, name, Paths.copy(name))
     if isinstance(first, bytes) and isinstance(second, bytes):
         if first == second:
@@ -52,15 +49,6 @@ def inspect(files: Files, name: str) -> Pair:
     copy = second if isinstance(second, str) else ""
     data = next((result for result in (first, second) if isinstance(result, bytes)), None)
     return Pair(document, copy, data, False)
-
-
-def _are_equal_lists(files: Files, name: str) -> bool:
-    """Whether a document with a long list and its copy are intact, read in pieces; False for other documents."""
-    key = long_lists.KEYS.get(name.partition("/")[0])
-    with suppress(CacheError, FileNotFoundError):
-        if key is not None and isinstance(files.body(name, name)[key], long_lists.LongList):
-            return files.digest(name) == files.digest(Paths.copy(name))
-    return False
 
 
 def repair(files: Files, name: str) -> bool:

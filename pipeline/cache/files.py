@@ -1,56 +1,37 @@
-"""Publication: a file appears whole and checked, or not at all.
+"""The files of a cache: documents with their copies, content-addressed files, numbers, age. Everything here is written
+once, on the operations of `pipeline.cache.store.Store`.
 
-A file is written under `tmp/`, synced, read back from the disk and compared, then published by a hard link, which fails
-if the name is taken: put-if-absent on local disks and NFS. A process killed at any instant leaves the old state or the
-new state, plus an invisible file in `tmp/`. A file system without hard links is refused with a message.
-
-Names are relative to the root, with forward slashes. `Files` works on a folder on a disk or on NFS;
-`pipeline.cache.objects.ObjectFiles` has the same operations over an object store.
+A file appears whole and checked, or not at all: it is published under a name that is not taken (`Store.create`).
+Names are relative to the cache, with forward slashes.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import pyarrow as pa
-import xxhash
 
 from pipeline import retrying
-from pipeline.cache import layout, local_files, long_lists
+from pipeline.cache import layout, local_files
 from pipeline.cache import scratch as scratches
+from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import (
-    Handle,
-    cache_errors,
-    file_digest,
-    is_foreign,
-    make_folder,
-    raise_if_of_machine,
-    sync,
-    sync_path,
-    write_synced,
-)
-from pipeline.errors import CacheError, IntegrityError, ResourceError, UserError, not_permitted
+from pipeline.cache.local_files import Handle, cache_errors, file_digest, raise_if_of_machine
+from pipeline.cache.mirror import Mirror
+from pipeline.cache.object_store import PARALLEL_REQUESTS, ObjectStore
+from pipeline.cache.store import FileEntry, Store
+from pipeline.config import MirrorConfig
+from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A file of the cache. size: in bytes; modified: in seconds since 1970, by the clock of its file system."""
-
-    name: str
-    size: int
-    modified: float
 
 
 class Closing(Protocol):
@@ -60,33 +41,60 @@ class Closing(Protocol):
 
 
 class Files:
-    """A folder of published files.
+    """The published files of a cache.
+
+    Args:
+        root: a folder, or a URL with a scheme that fsspec knows (`file://` is a folder).
+        mirror: the folder for local copies of objects, and its size.
+        patience_s: how long to wait for a network file system or object store that does not answer.
 
     Attributes:
-        room: bytes that the local mirror of an object store can hold; None for a folder, which has no mirror.
-        patience_s: how long to wait for a network file system or object store that does not answer.
+        on_disk: whether they are in a folder.
         damage: lost or damaged document -> what is wrong. Its copy was read instead.
         repairs: whether such a document is written again immediately.
         reopen_s: seconds for which a shard that was reopened because of a wrong record is not reopened again.
         readers: all readers; they close their files when descriptors or disk space run out.
+
+    Raises:
+        CacheError: see `ObjectStore`.
     """
 
-    room: int | None = None
     repairs = False
-    reopen_s = 0.0
 
-    def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S):
-        self.root, self.patience_s = Path(root), patience_s
+    def __init__(self, root: Path | str, mirror: MirrorConfig | None = None, patience_s: float = retrying.PATIENCE_S):
+        text, self.patience_s = str(root), patience_s
+        self.on_disk = isinstance(root, Path) or "://" not in text or text.startswith("file://")
+        self.store: Store
+        self._mirror: Mirror | None = None
+        # Reopening an object may transfer the whole shard, and a damaged shard can have many damaged records.
+        self.reopen_s = 0.0 if self.on_disk else 30.0
+        if self.on_disk:
+            self.store = FolderStore(Path(root if isinstance(root, Path) else text.removeprefix("file://")), patience_s)
+        else:
+            self.store = objects = ObjectStore(text, mirror or MirrorConfig(), patience_s)
+            self._mirror = objects.mirror
         self.damage: dict[str, str] = {}
         self.readers: WeakSet[Closing] = WeakSet()
+
+    @cached_property
+    def room(self) -> int | None:
+        """Bytes that the local mirror of an object store can hold; None for a folder, which has no mirror."""
+        return self._mirror.room if self._mirror else None
+
+    @property
+    def root(self) -> Path:
+        """The folder of a cache on a disk."""
+        if not isinstance(self.store, FolderStore):
+            raise TypeError(f"{self.where('')} is not on a disk")
+        return self.store.root
+
+    def path(self, name: str) -> Path:
+        return self.root / name
 
     def close_readers(self) -> None:
         """Close the open files of all readers, except those being read now."""
         for reader in list(self.readers):
             reader.close()
-
-    def path(self, name: str) -> Path:
-        return self.root / name
 
     def when_reachable(self, read: Callable[[], T]) -> T:
         """The result of `read`, repeated while the network file system is disconnected.
@@ -99,14 +107,14 @@ class Files:
 
     def where(self, name: str) -> str:
         """The file's full name, for messages."""
-        return str(self.path(name))
+        return self.store.where(name)
 
     def probe(self) -> None:
-        """Test, before any work is done, whether files can be published here.
+        """Test, before any work is done, whether an object store can publish. Raises as `ObjectStore.probe`."""
+        if isinstance(self.store, ObjectStore):
+            self.store.probe()
 
-        Raises:
-            CacheError: publication is not safe here, or nothing can be written.
-        """
+    # ------------------------------------------------------------ reading
 
     def exists(self, name: str) -> bool:
         """Whether a file, or the copy of a lost document, exists."""
@@ -114,16 +122,7 @@ class Files:
 
     def has_file(self, name: str) -> bool:
         """Whether a file of exactly this name exists; copies of documents do not count."""
-        try:
-            return self.when_reachable(self.path(name).exists)
-        except OSError as error:
-            raise self._unreadable(name, error, "looked for") from None
-
-    def _unreadable(self, name: str, error: OSError, what: str = "read") -> UserError:
-        """The error for a file that this machine or this user cannot read, which says nothing about its bytes."""
-        raise_if_of_machine(error, self.where(name))
-        refused = not_permitted(self.path(name), ResourceError)
-        return refused or CacheError(f"{self.where(name)}: cannot be {what}: {error.strerror}")
+        return self.store.stat(name) is not None
 
     def read(self, name: str) -> bytes:
         """The bytes of a file.
@@ -133,13 +132,12 @@ class Files:
             CacheError: it cannot be read for another reason.
         """
         try:
-            return self.when_reachable(self.path(name).read_bytes)
+            return self.store.read(name)
         except FileNotFoundError:
-            raise IntegrityError(f"{self.path(name)}: is missing", fix=layout.REPAIR) from None
-        except OSError as error:
-            if error.errno == errno.EIO:
-                raise IntegrityError(f"{self.path(name)}: cannot be read: {error.strerror}") from None
-            raise self._unreadable(name, error) from None
+            raise self._missing(name) from None
+
+    def _missing(self, name: str) -> IntegrityError:
+        return IntegrityError(f"{self.where(name)}: is missing", fix=layout.REPAIR)
 
     def names(self, folder: str) -> list[str]:
         """Sorted names in a folder, lost documents with a copy included; an absent folder is empty."""
@@ -147,7 +145,11 @@ class Files:
 
     def folders(self, folder: str) -> list[str]:
         """Sorted names of the folders in a folder, as `names`."""
-        return sorted({name for name, kind in self._list_both(folder) if kind == "directory"})
+        return sorted({name for name, is_folder in self._list_both(folder) if is_folder})
+
+    def _list_both(self, folder: str) -> list[tuple[str, bool]]:
+        documents = folder.partition("/")[0] in layout.DOCUMENTS
+        return self.store.list(folder) + (self.store.list(Paths.copy(folder)) if documents else [])
 
     def unit_names(self, folder: str) -> list[str]:
         """The documents of a plan's units, in the order of the units. They are in folders of their first two
@@ -157,65 +159,42 @@ class Files:
 
     def _below(self, folder: str) -> Iterator[str]:
         """The files in the folders of a folder, relative to it."""
-        for name, kind in self._list(folder):
-            if kind == "directory":
-                yield from (f"{name}/{inner}" for inner, _ in self._list(f"{folder}/{name}"))
-
-    def _list_both(self, folder: str) -> list[tuple[str, str]]:
-        documents = folder.partition("/")[0] in layout.DOCUMENTS
-        return self._list(folder) + (self._list(Paths.copy(folder)) if documents else [])
-
-    def _list(self, folder: str) -> list[tuple[str, str]]:
-        """(name, `file` or `directory`) of the entries of a folder."""
-        try:
-            return self.when_reachable(
-                lambda: [
-                    (entry.name, "directory" if entry.is_dir() else "file")
-                    for entry in os.scandir(self.path(folder))
-                    if not is_foreign(entry.name)
-                ]
-            )
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise_if_of_machine(error, self.where(folder))
-            raise CacheError(f"{self.where(folder)}: cannot be listed: {error.strerror}") from None
+        if not self.on_disk:  # one listing
+            yield from (entry.name.removeprefix(f"{folder}/") for entry in self.walk(folder))
+            return
+        for name, is_folder in self.store.list(folder):
+            if is_folder:
+                yield from (f"{name}/{inner}" for inner, _ in self.store.list(f"{folder}/{name}"))
 
     def walk(self, folder: str) -> Iterator[FileEntry]:
         """All files of the cache below a folder, in the order of their names; an absent folder is empty."""
-
-        def unlisted(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):
-                raise_if_of_machine(error, error.filename)
-                raise CacheError(f"{error.filename}: cannot be listed: {error.strerror}") from None
-
-        for parent, folders, names in os.walk(self.path(folder), onerror=unlisted):
-            folders[:] = sorted(name for name in folders if not is_foreign(name))
-            for name in sorted(name for name in names if not is_foreign(name)):
-                path = Path(parent, name)
-                try:
-                    status = path.stat()
-                except FileNotFoundError:  # a claim or a temporary file that was removed meanwhile
-                    continue
-                yield FileEntry(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime)
+        return self.store.walk(folder)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """File -> its size in bytes; absent files are left out."""
         return {name: size for name, _, size in self.sized((name, None) for name in names) if size is not None}
 
     def sized(self, wanted: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T, int | None]]:
-        """Files with a value of the caller's, and their sizes in bytes; None: absent. On a disk one at a time."""
-        for name, value in wanted:
-            try:
-                yield name, value, self.when_reachable(self.path(name).stat).st_size
-            except FileNotFoundError:
-                yield name, value, None
-            except OSError as error:
-                raise self._unreadable(name, error) from None
+        """Files with a value of the caller's, and their sizes in bytes; None: absent. On a disk one at a time, in an
+        object store by listing their folders."""
+        if self.on_disk:
+            for name, value in wanted:
+                entry = self.store.stat(name)
+                yield name, value, None if entry is None else entry.size
+            return
+        wanted = list(wanted)
+        folders = sorted({"/".join(name.split("/")[:-1][:2]) for name, _ in wanted})
+        names = {name for name, _ in wanted}
+        sizes = {entry.name: entry.size for folder in folders for entry in self.walk(folder) if entry.name in names}
+        yield from ((name, value, sizes.get(name)) for name, value in wanted)
 
     def documents(self, names: list[str]) -> Iterator[dict]:
         """`document` of many, in order."""
-        return map(self.document, names)
+        if self.on_disk:
+            yield from map(self.document, names)
+            return
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            yield from pool.map(self.document, names)
 
     def open(self, name: str, *, trust: bool = False) -> Handle:
         """Open a content-addressed file for reading at offsets.
@@ -228,49 +207,48 @@ class Files:
             FileNotFoundError: it is missing.
             CacheError: it cannot be read.
         """
-        try:
-            return Handle(self.when_reachable(lambda: os.open(self.path(name), os.O_RDONLY)))
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise self._unreadable(name, error, "opened") from None
+        if self._mirror is None:
+            return self.store.open(name)
+        return self._mirror.open(name, partial(self._size, name), partial(self.store.fetch, name), trust=trust)
 
     def ranged(self, name: str) -> Handle:
         """As `open`, for reading a few ranges of a large file: from an object store only those are transferred."""
-        return self.open(name)
+        return self.store.open(name) if self.store.has_ranges else self.open(name)
+
+    def _whole(self, name: str) -> Handle:
+        """As `open`, for reading a file once: the mirror keeps no copy."""
+        if self._mirror is None:
+            return self.store.open(name)
+        return self._mirror.fetched(partial(self.store.fetch, name), partial(self._size, name))
+
+    def _fetch(self, name: str, path: Path) -> None:
+        """Copy a file to a new local file."""
+        if self._mirror is None:
+            with cache_errors(path):
+                self.store.fetch(name, path)
+        else:  # makes space on its disk
+            self._mirror.fetch(partial(self.store.fetch, name), path, partial(self._size, name))
+
+    def _size(self, name: str) -> int:
+        entry = self.store.stat(name)
+        if entry is None:
+            raise FileNotFoundError(self.where(name))
+        return entry.size
 
     def digest(self, name: str) -> str:
-        """Hex xxh3-128 of a file's bytes as they are now. Raises as `open`."""
-        return self.when_reachable(lambda: local_files.digest_of(self.open(name)))
+        """Hex xxh3-128 of a file's bytes as they are now in the store. The mirror's copy of a damaged object is
+        dropped, so that a check of its records reads the object, too. Raises as `open`."""
+        read = self.store.open if self.store.has_ranges else self._whole
+        digest = self.when_reachable(lambda: local_files.digest_of(read(name)))
+        if self._mirror and digest != PurePosixPath(name).stem:
+            self._mirror.drop(name)
+        return digest
 
     # ------------------------------------------------------------ writing
 
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path under `tmp/`; the file is removed at the end if it is still there."""
-        return local_files.temporary_in(self.root / "tmp")
-
-    def publish(self, temporary: Path, name: str) -> bool:
-        """Give a finished temporary file its name, unless the name is taken.
-
-        Returns:
-            False if the name was taken (the temporary file is left as it is).
-        """
-        target = self.path(name)
-        with cache_errors(target):
-            make_folder(target.parent)
-            try:
-                os.link(temporary, target)
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
-                    raise CacheError(
-                        f"{self.root}: this file system has no hard links, which publication needs",
-                        fix="put the cache on a local disk or NFS, then copy it where you want it",
-                    ) from None
-                raise
-            sync_path(target.parent)
-        return True
+        return local_files.temporary_in(self.store.local / "tmp")
 
     def put(self, name: str, data: bytes) -> bool:
         """Publish bytes under a name that is not taken. Returns False if it is.
@@ -278,32 +256,12 @@ class Files:
         A document is visible once it is published; its copy follows. If the copy of a lost document is found then, that
         document is restored: it still has the name.
         """
-        if not self._put(name, data):
+        if not self.store.create(name, data):
             return False
         copy = Paths.copy(name)
-        if layout.is_document(name) and not self._put(copy, data) and (lost := self.read(copy)) != data:
+        if layout.is_document(name) and not self.store.create(copy, data) and (lost := self.read(copy)) != data:
             self.replace(name, lost)
             return False
-        return True
-
-    def put_long(self, name: str, body: dict[str, Any]) -> bool:
-        """`put` of a document whose long list is a `LongList`, in pieces."""
-        key = long_lists.KEYS[name.partition("/")[0]]
-        if len(body[key]) <= long_lists.ENTRIES:
-            return self.put(name, layout.seal({**body, key: list(body[key])}))
-        if self.exists(name):
-            return False
-        for target in (name, Paths.copy(name)):
-            with self.temporary() as path:
-                state = xxhash.xxh3_128()
-                with cache_errors(path), open(path, "xb") as file:
-                    for piece in long_lists.pieces(body, key):
-                        file.write(piece)
-                        state.update(piece)
-                    sync(file)
-                check_digest(path, state.hexdigest())
-                if not self.publish(path, target) and target == name:
-                    return False
         return True
 
     def ensure(self, name: str, data: bytes) -> None:
@@ -316,14 +274,6 @@ class Files:
             for path in (name, Paths.copy(name)):
                 self.replace(path, data)
 
-    def _put(self, name: str, data: bytes) -> bool:
-        if self.has_file(name):
-            return False
-        with self.temporary() as path:
-            write_synced(path, data)
-            check_digest(path, layout.content_digest(data))
-            return self.publish(path, name)
-
     def put_content(self, data: bytes, folder_of: str, suffix: str, twice: bool = False) -> str:
         """Publish bytes under the digest of their content; returns the digest. An existing file with these bytes is
         freshened, a damaged file is replaced.
@@ -334,41 +284,42 @@ class Files:
         digest = layout.content_digest(data)
         target = Paths.table(digest, suffix) if folder_of == "tables" else f"{folder_of}/{digest}.{suffix}"
         for name in (target, Paths.copy(target)) if twice else (target,):
-            if self.freshen(name):
-                with suppress(IntegrityError):  # missing again while `discard` checks its age
-                    if self.read(name) == data:
-                        continue
+            if self.freshen_intact(name):
+                continue
             with self.temporary() as path:
-                write_synced(path, data)
+                local_files.write_synced(path, data)
                 self.publish_content(path, name, digest)
         return digest
 
     def put_content_file(self, path: Path, suffix: str) -> str:
         """`put_content` of a written file into `tables/`, which need not fit into memory. Publishes no copy."""
         digest = file_digest(path)  # of what was written; `publish_content` compares what is on the disk
-        with cache_errors(path), open(path, "rb+") as file:
-            sync(file)
-        target = Paths.table(digest, suffix)
-        if self.freshen(target):
-            with suppress(OSError):  # missing again while `discard` checks its age
-                if self.digest(target) == digest:
-                    return digest
-        self.publish_content(path, target, digest)
+        name = Paths.table(digest, suffix)
+        if not self.freshen_intact(name):
+            with cache_errors(path), open(path, "rb+") as file:
+                local_files.sync(file)
+            self.publish_content(path, name, digest)
         return digest
+
+    def publish_content(self, temporary: Path, name: str, digest: str) -> None:
+        """Publish a finished file whose content has `digest`, after reading it back.
+
+        If the name is taken by the same content, that file is freshened; a damaged file is replaced (never truncated:
+        processes that have it open keep the old bytes).
+        """
+        local_files.check_digest(temporary, digest)
+        if not self.store.create(name, temporary) and not self.freshen_intact(name):
+            self.store.replace(name, temporary)
 
     def duplicate(self, name: str) -> bool:
         """Store a content-addressed file and its copy from the intact one of both, which is freshened. Returns False if
         neither is intact."""
-        digest = PurePosixPath(name).stem
         for source, target in ((name, Paths.copy(name)), (Paths.copy(name), name)):
-            if not self.is_intact(source):
-                continue
-            with self.temporary() as path:
-                with cache_errors(path), self.open(source).file() as file, open(path, "xb") as copy:
-                    shutil.copyfileobj(file, copy, 4 << 20)
-                    sync(copy)
-                self.publish_content(path, target, digest)
-            return self.freshen(source)
+            if self.is_intact(source):
+                with self.temporary() as path:
+                    self._fetch(source, path)
+                    self.publish_content(path, target, PurePosixPath(name).stem)
+                return self.freshen(source)
         return False
 
     def is_intact(self, name: str) -> bool:
@@ -381,126 +332,59 @@ class Files:
                 raise_if_of_machine(error, self.where(name))
             return False
 
-    def publish_content(self, temporary: Path, name: str, digest: str) -> None:
-        """Publish a finished file whose content has `digest`, after reading it back.
+    def freshen_intact(self, name: str) -> bool:
+        """`freshen` a content-addressed file; returns whether it exists and is intact."""
+        return self.freshen(name) and self.is_intact(name)
 
-        If the name is taken by the same content, that file is freshened; a damaged file is replaced (never truncated:
-        processes that have it open keep the old bytes).
-        """
-        check_digest(temporary, digest)
-        while not self.publish(temporary, name):
-            with suppress(FileNotFoundError):  # removed meanwhile: try again
-                if not self.freshen(name):
-                    self._refuse_dangling_link(name)
-                    continue
-                if file_digest(self.path(name)) != digest:
-                    with cache_errors(self.path(name)):
-                        os.replace(temporary, self.path(name))
-                        sync_path(self.path(name).parent)
-                return
-
-    def _refuse_dangling_link(self, name: str) -> None:
-        with suppress(OSError):  # no link, or removed meanwhile
-            target = os.readlink(self.path(name))
-            raise CacheError(
-                f"{self.path(name)}: is a link to {target}, which is missing",
-                fix="mount the disk of that file, or remove the link",
-            )
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a file that may change (reports, claims); readers see the old bytes or the new ones."""
-        with self.temporary() as path:
-            write_synced(path, data)
-            self.replace_by(path, name)
-
-    def replace_by(self, temporary: Path, name: str) -> None:
-        """`replace` by a written temporary file, which need not fit into memory."""
-        target = self.path(name)
-        with cache_errors(target):
-            make_folder(target.parent)
-            os.replace(temporary, target)
+    def replace(self, name: str, data: bytes | Path) -> None:
+        """Write a file that may change (reports, claims); readers see the old bytes or the new ones. data: bytes, or a
+        written and synced file of `temporary`."""
+        self.store.replace(name, data)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists, and its copy. Only for files that readers ignore (claims) or that are unused."""
         if layout.has_copy(name):
-            self._remove(Paths.copy(name))
-        self._remove(name)
+            self.store.remove(Paths.copy(name))
+        self.store.remove(name)
 
     def set_aside(self, name: str) -> None:
         """Move a damaged file and its copy to `damaged/`, so that the name is free again."""
         for path in (name, Paths.copy(name)):
             if self.has_file(path):
-                self._move(path, f"damaged/{path}-{uuid.uuid4().hex[:8]}")
-
-    def _move(self, name: str, to: str) -> None:
-        with cache_errors(self.path(to)):
-            self.path(to).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(self.path(name), self.path(to))
-
-    def _remove(self, name: str) -> None:
-        with cache_errors(self.path(name)):
-            self.path(name).unlink(missing_ok=True)
+                self.store.move(path, f"damaged/{path}-{uuid.uuid4().hex[:8]}")
 
     # ------------------------------------------------------------ age
 
     def now(self) -> float:
-        """The time by the clock of the file system, in seconds since 1970; writes a temporary file to read it."""
-        return local_files.now_in(self.root / "tmp")
+        """The time by the clock of the store, in seconds since 1970; writes a file to read it."""
+        if self.on_disk:
+            return local_files.now_in(self.root / "tmp")
+        name = f"tmp/clock-{uuid.uuid4().hex}"
+        self.store.create(name, b"")
+        entry = self.store.stat(name)
+        self.store.remove(name)
+        if entry is None:
+            raise CacheError(f"{self.where(name)}: was written and cannot be found")
+        return entry.modified
 
     def freshen(self, name: str) -> bool:
         """Set a file's modification time to now, so that `discard` spares it. Must be called before a reference to the
         file is published. Returns False if the file is missing."""
-        path = self.path(name)
-        with cache_errors(path):
-            try:
-                os.utime(path)
-            except FileNotFoundError:
-                return False
-            except PermissionError:  # another user's file: replace it by a copy
-                with self.temporary() as copy:
-                    shutil.copyfile(path, copy)
-                    with open(copy, "rb+") as file:
-                        sync(file)
-                    check_digest(copy, file_digest(path))
-                    os.replace(copy, path)
-                    sync_path(path.parent)
-        return True
+        return self.store.freshen(name)
 
     def discard(self, name: str, before: float) -> bool:
         """Remove a file and its copy if it was last written or freshened at or before a moment (see `now`). Returns
         whether it was removed."""
-        removed = self._discard(name, before)
+        removed = self.store.remove(name, before)
         if removed and layout.has_copy(name):
-            self._remove(Paths.copy(name))
+            self.store.remove(Paths.copy(name))
         return removed
 
-    def _discard(self, name: str, before: float) -> bool:
-        # The file is moved aside before its age is read. A process that freshens it either did so before,
-        # and the file is put back, or does so afterwards, and `freshen` reports it as missing.
-        path, old = self.path(name), False
-        aside = local_files.aside(self.root / "tmp", name)
-        with cache_errors(path):
-            make_folder(aside.parent)
-            try:
-                os.rename(path, aside)
-                try:
-                    with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
-                        old = os.fstat(file.fileno()).st_mtime <= before
-                finally:
-                    aside.unlink() if old else local_files.put_back(aside, path)
-            except FileNotFoundError:  # it is gone, or a gc on another machine gave it its name again
-                return False
-        return old
-
     def put_back(self) -> None:
-        """Give the files their names again that a killed process has moved aside in `discard`.
-
-        Raises:
-            CacheError: that failed.
-        """
-        for path, name in local_files.left_aside(self.root / "tmp"):
-            with cache_errors(self.path(name)), suppress(FileNotFoundError):  # another process did it
-                local_files.put_back(path, self.path(name))
+        """Give the files their names again that a killed process has moved aside in `discard`. Raises as
+        `FolderStore.put_back`."""
+        if isinstance(self.store, FolderStore):
+            self.store.put_back()
 
     # ------------------------------------------------------------ numbered documents
 
@@ -529,12 +413,12 @@ class Files:
             CacheError: it is of another version, or cannot be read now.
         """
         try:
-            return self.body(name, name)
+            return self.parse(name, self.read(name))
         except IntegrityError as error:
             if not layout.is_document(name):
                 raise
             try:
-                body = self.body(name, Paths.copy(name))
+                body = self.parse(name, data := self.read(Paths.copy(name)))
             except IntegrityError:
                 raise error from None
             if name not in self.damage:
@@ -542,39 +426,17 @@ class Files:
                 state = "the document was restored" if self.repairs else f"to restore it: {layout.REPAIR}"
                 retrying.log(f"{error.what}; its copy is read instead ({state})")
             if self.repairs:
-                self.parse(name, data := self.read(Paths.copy(name)))
                 self.replace(name, data)
             return body
 
-    def body(self, name: str, where: str) -> dict:
-        """The body of a document from one of its two files, checked. Its long list, if it has one, is a `LongList`.
+    def parse(self, name: str, data: bytes) -> dict:
+        """The body of a document from the bytes of one of its two files, checked.
 
         Raises:
-            IntegrityError: the file is missing, damaged or another document.
-            CacheError: it is of another version, or cannot be read now.
+            IntegrityError: they are damaged or another document.
+            CacheError: they are of another version.
         """
-        key = long_lists.KEYS.get(name.partition("/")[0])
-        body = None if key is None else long_lists.parse(self._in_pieces(where), key)
-        return self.parse(name, self.read(where)) if body is None else self._named(name, body)
-
-    def _in_pieces(self, name: str) -> Iterator[bytes]:
-        """The bytes of a file; nothing if it is small or cannot be read."""
-        with suppress(OSError), open(self.path(name), "rb") as file:
-            if os.fstat(file.fileno()).st_size > long_lists.SMALL:
-                while piece := file.read(long_lists.PIECE):
-                    yield piece
-
-    def parse(self, name: str, data: bytes) -> dict:
-        """The body of a document from its bytes, as `body`."""
-        key, size = long_lists.KEYS.get(name.partition("/")[0]), long_lists.PIECE
-        if key is not None and len(data) > long_lists.SMALL:
-            body = long_lists.parse((data[at : at + size] for at in range(0, len(data), size)), key)
-            if body is not None:
-                return self._named(name, body)
-        return self._named(name, layout.unseal(data, self.where(name)))
-
-    def _named(self, name: str, body: dict) -> dict:
-        """A document's body, which must belong to this name."""
+        body = layout.unseal(data, self.where(name))
         if other := layout.contradicts_name(name, body):
             raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
         return body
@@ -589,17 +451,25 @@ class Files:
 
     def mapped(self, name: str, digest: str) -> pa.Buffer:
         """The bytes of a content-addressed file, checked; a large file is mapped into memory. Raises as `content`."""
-        if self.sizes([name]).get(name, 0) <= scratches.LIMIT:
-            return pa.py_buffer(self.content(name, digest))
+
+        def read() -> tuple[str, pa.Buffer]:
+            handle = self._whole(name)
+            if handle.size > scratches.LIMIT:
+                return local_files.digest_of(handle), handle.map()
+            with handle.file() as file:
+                data = file.read()
+            return layout.content_digest(data), pa.py_buffer(data)
+
         try:
-            handle = self.open(name)
-            actual = self.when_reachable(lambda: local_files.digest_of(handle))
-        except OSError as error:  # it was there a moment ago
+            actual, data = self.when_reachable(read)
+        except FileNotFoundError:
+            raise self._missing(name) from None
+        except OSError as error:
             raise_if_of_machine(error, self.where(name))
             raise IntegrityError(f"{self.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
         if actual != digest:
             raise self._altered(name, digest, actual)
-        return handle.map()
+        return data
 
     def _altered(self, name: str, digest: str, actual: str) -> IntegrityError:
         what = f"{self.where(name)}: its bytes do not match its name"
@@ -607,42 +477,31 @@ class Files:
 
     @property
     def scratch(self) -> scratches.Scratch:
-        """Temporary storage for what does not fit into memory: in the cache or, if nothing can be written there, in the
-        system's folder for temporary files."""
-        folder = self.root / "tmp"
-        writable = os.access(folder if folder.is_dir() else self.root, os.W_OK)
+        """Temporary storage for what does not fit into memory: in the cache or the mirror; in the system's folder for
+        temporary files if nothing can be written to a cache on a disk."""
+        folder = self.store.local / "tmp"
+        writable = not self.on_disk or os.access(folder if folder.is_dir() else self.root, os.W_OK)
         return scratches.Scratch(self.temporary if writable else None)
 
     # ------------------------------------------------------------ housekeeping
 
     def sweep(self) -> int:
-        """Remove temporary files that no living writer can own. Returns how many."""
+        """Remove temporary files of this cache or its mirror that no living writer can own. Returns how many.
+        Unfinished uploads are invisible; a lifecycle rule of the bucket (abort incomplete multipart uploads) frees
+        their space."""
         with suppress(CacheError):  # of another user; `gc` names it
             self.put_back()
-        return local_files.sweep_in(self.root / "tmp")
+        return local_files.sweep_in(self.store.local / "tmp")
 
     @property
     def reports(self) -> Path:
         """A local folder for lists and metrics that are no part of the cache's data."""
-        return self.root / "reports"
+        return self.store.local / "reports"
 
     def free_bytes(self) -> int | None:
         """Free space in bytes (without regard to quotas); None for an object store."""
-        return local_files.free_at(self.root)
+        return local_files.free_at(self.root) if self.on_disk else None
 
     def scratch_bytes(self) -> int:
         """Free space for unfinished files, in bytes."""
-        return local_files.free_at(self.root)
-
-
-def check_digest(path: Path, digest: str) -> None:
-    """Read a written file back.
-
-    Raises:
-        IntegrityError: its digest is another.
-    """
-    actual = file_digest(path)
-    if actual != digest:
-        raise IntegrityError(
-            f"{path}: reads back other bytes than were written", expected=digest, found=actual, fix="check the disk"
-        )
+        return local_files.free_at(self.store.local)

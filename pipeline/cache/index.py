@@ -10,11 +10,13 @@ plans come before all others, in reverse order.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,12 +28,21 @@ from pipeline.cache.files import Files
 from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
-from pipeline.cache.long_lists import LongList, by
-from pipeline.cache.shard import RECORDS, from_ipc, read_table, to_ipc, write_ipc
+from pipeline.cache.recipes import records_schema
+from pipeline.cache.shard import from_ipc, read_table, to_ipc, write_ipc
+from pipeline.cache.snapshot_lists import ENTRIES, EntryList, publish
 from pipeline.errors import IntegrityError
 
+T = TypeVar("T")
 ADOPTED = "adopted"
 """Key in the provenance of a commit from another cache (see `pipeline.cache.adopt`)."""
+
+
+def by(count: int, entries: Iterable[T]) -> Iterator[list[T]]:
+    """Entries in lists of `count`."""
+    entries = iter(entries)
+    while some := list(islice(entries, count)):
+        yield some
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,48 @@ class Commit:
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> Commit:
         return cls(**{**body, "rejects": tuple(RecordReject(**r) for r in body["rejects"])})
+
+
+_REJECT = {"key": pa.string(), "item": pa.string(), "reason": pa.string(), "retry": pa.bool_()}
+COMMITS = pa.schema(
+    {
+        "unit": pa.string(),
+        "shard": pa.string(),
+        "bytes": pa.int64(),
+        "records": pa.int64(),
+        "table": pa.string(),
+        "rejects": pa.list_(pa.struct(_REJECT)),
+        "provenance": pa.dictionary(pa.int32(), pa.string()),
+    }
+)
+"""`provenance` is canonical JSON; equal ones are in the table once."""
+
+
+class Commits(EntryList[Commit]):
+    """The commits of a segment, each made when it is asked for. Equal provenance is one object."""
+
+    schema = COMMITS
+
+    @staticmethod
+    def entries(rows: pa.Table) -> Iterator[Commit]:
+        known: dict[str, dict[str, Any]] = {}
+        for row in rows.to_pylist():
+            if (made_by := row["provenance"]) not in known:
+                known[made_by] = json.loads(made_by)
+            yield Commit.from_body({**row, "provenance": known[made_by]})
+
+    @staticmethod
+    def table_of(commits: Iterable[Commit]) -> pa.Table:
+        """The table of a list of commits."""
+        schema = pa.schema([*COMMITS][:-1])
+        provenance, numbers, parts = dict[bytes, int](), list[pa.Array](), [schema.empty_table()]
+        for some in by(ENTRIES, commits):
+            parts.append(pa.Table.from_pylist([commit.body() for commit in some], schema))
+            made_by = (layout.canonical(commit.provenance) for commit in some)
+            numbers.append(pa.array([provenance.setdefault(text, len(provenance)) for text in made_by], pa.int32()))
+        indices = pa.concat_arrays([pa.array([], pa.int32()), *numbers])
+        column = pa.DictionaryArray.from_arrays(indices, pa.array([text.decode() for text in provenance], pa.string()))
+        return pa.concat_tables(parts).append_column(COMMITS.field("provenance"), column)
 
 
 def commit_of(
@@ -114,7 +167,8 @@ def unit_of(recipe: str, shard: str, named: str, is_known: Callable[[str], bool]
 def committed(files: Files, recipe: str, plan: int) -> set[str]:
     """The committed units of a plan."""
     if files.exists(Paths.segment(recipe, plan)):
-        return {c["unit"] for c in files.document(Paths.segment(recipe, plan))["commits"]}
+        listed = Commits.read(files, files.document(Paths.segment(recipe, plan))["commits"])
+        return set(listed.table["unit"].to_pylist())
     return {PurePosixPath(name).stem for name in files.unit_names(Paths.units(recipe, plan))}
 
 
@@ -132,7 +186,7 @@ def _commits(files: Files, recipe: str, plan: int) -> tuple[str | None, Iterator
     """The digest of a plan's merged record table, None without a segment, and its commits as `commits` has them."""
     if files.exists(Paths.segment(recipe, plan)):
         segment = files.document(Paths.segment(recipe, plan))
-        return segment["table"], map(Commit.from_body, segment["commits"])
+        return segment["table"], iter(Commits.read(files, segment["commits"]))
     return None, map(Commit.from_body, files.documents(files.unit_names(Paths.units(recipe, plan))))
 
 
@@ -146,10 +200,11 @@ def merge(files: Files, recipe: str, plan: int, units: Iterable[str]) -> bool:
         return True
     if committed(files, recipe, plan) != set(units):
         return False
-    done = LongList(commit.body() for commit in each_commit(files, recipe, plan))
-    digest, rows = merged(files, recipe, map(Commit.from_body, done))
-    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows, "commits": done}
-    files.put_long(Paths.segment(recipe, plan), body)
+    listed = Commits.table_of(each_commit(files, recipe, plan))
+    digest, rows = merged(files, recipe, Commits.entries_of(listed))
+    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows}
+    body["commits"] = publish(files, listed).values()
+    files.put(Paths.segment(recipe, plan), layout.seal(body))
     return True
 
 
@@ -164,7 +219,7 @@ def merged(files: Files, recipe: str, done: Iterable[Commit]) -> tuple[str, int]
 
 def whole_table(files: Files, recipe: str, done: Iterable[Commit]) -> pa.Table:
     """The merged record table of commits, in one piece; a large table is in temporary files."""
-    schema, shards = RECORDS[recipe.partition("-")[0]], dict[str, int]()
+    schema, shards = records_schema(recipe.partition("-")[0]), dict[str, int]()
 
     def parts() -> Iterator[dict[str, np.ndarray]]:
         for commit in done:
@@ -206,7 +261,7 @@ def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     kind, name = recipe.partition("-")[0], Paths.table(commit.table, "arrow")
     where = Paths.shard(recipe, commit.shard)
     table = _record_table(files, commit.table, lambda: read_table(files, where)[1])
-    if table.schema != RECORDS[kind] or table.num_rows != commit.records:
+    if table.schema != records_schema(kind) or table.num_rows != commit.records:
         raise IntegrityError(
             f"{files.where(name)}: is not the record table of unit {commit.unit}",
             expected=f"{commit.records} {kind} records",
@@ -290,7 +345,7 @@ class RecordIndex:
         """The records of a plan, some at a time: of the merged table if it has a segment. The column `shard` has
         positions (uint32), the plan's from `start` on."""
         files, segment = self._files, Paths.segment(self.recipe, plan.number)
-        names = RECORDS[self.kind].names
+        names = records_schema(self.kind).names
         if plan.table is None:
             for at, commit in plan.unmerged:
                 table = _unit_table(files, self.recipe, commit).select(names)
@@ -302,7 +357,7 @@ class RecordIndex:
             return whole_table(files, self.recipe, each_commit(files, self.recipe, plan.number))
 
         table = _record_table(files, plan.table, rebuild)
-        if missing := {*RECORDS[self.kind].names, "shard"} - set(table.column_names):
+        if missing := {*records_schema(self.kind).names, "shard"} - set(table.column_names):
             raise IntegrityError(
                 f"{files.where(segment)}: is not of {self.kind} records",
                 expected=", ".join(sorted(missing)),
@@ -324,7 +379,7 @@ class RecordIndex:
     def _fill(self, batches: Iterable[pa.Table]) -> None:
         """Take over records, the lowest precedence first: of equal keys the last stays."""
         scratch = self._files.scratch
-        schema = RECORDS[self.kind].append(pa.field("shard", pa.uint32()))
+        schema = records_schema(self.kind).append(pa.field("shard", pa.uint32()))
 
         def parts() -> Iterator[dict[str, np.ndarray]]:
             for part in scratch.sorted_by_key(batches):

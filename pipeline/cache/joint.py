@@ -18,13 +18,14 @@ import pyarrow as pa
 from pipeline.cache import layout
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
-from pipeline.cache.shard import RECORDS, TarWriter, npy_header, to_ipc
+from pipeline.cache.recipes import Recipe, records_schema
+from pipeline.cache.shard import TarWriter, npy_header, to_ipc
 from pipeline.cache.snapshot import NAMES, samples_schema
 
 NULL = f"{layout.META}/null"
 
 
-def joint_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Schema:
+def joint_schema(latent: Recipe, text: Recipe) -> pa.Schema:
     """`samples_schema` plus `NAMES` (its `captions` column is renamed `written`). `shard` is 0: this shard."""
     schema = samples_schema(latent, text)
     for name, column in (("source", "source"), ("item", "item"), ("written", "captions")):
@@ -52,7 +53,7 @@ class JointWriter(TarWriter):
         latent, text: the recipes of the records.
     """
 
-    def __init__(self, files: Files, folder: str, unit: str, latent: layout.LatentRecipe, text: layout.TextRecipe):
+    def __init__(self, files: Files, folder: str, unit: str, latent: Recipe, text: Recipe):
         self.folder, self.latent, self.text = folder, latent, text
         self._rows: list[dict[str, Any]] = []
         self._null: dict[str, Any] | None = None
@@ -108,11 +109,11 @@ class JointWriter(TarWriter):
         if self._null is None:
             table = pa.Table.from_pylist(self._rows, schema=joint_schema(self.latent, self.text))
         else:
-            table = pa.Table.from_pylist([self._null], schema=RECORDS["text"])
+            table = pa.Table.from_pylist([self._null], schema=records_schema(self.text.kind))
         digest = self.close(self.folder, to_ipc(table))
         return digest, self.size, table
 
-    def _record(self, name: str, record: Payload, recipe: layout.LatentRecipe | layout.TextRecipe) -> dict[str, Any]:
+    def _record(self, name: str, record: Payload, recipe: Recipe) -> dict[str, Any]:
         plain = recipe.storage == PLAIN
         header = npy_header(record.shape) if plain else npy_header((len(record.payload),), "|u1")
         start = self._member(name, header, memoryview(record.payload))

@@ -1,26 +1,19 @@
 """Names, identities and checksums of everything in a cache.
 
-Recipes and their ids, record keys, sample ids, checksums, canonical JSON, and the paths of a cache.
+Digests, sample ids, checksums, canonical JSON, documents, and paths. Recipes and keys: `pipeline.cache.recipes`.
 Why: a record is found by its content and recipe, so nothing unchanged is encoded twice and nothing stale is used. These
 functions are the format: a change makes every existing cache unreadable, so `VERSION` counts changes and a golden test
 prevents accidental ones.
 Price: xxh3-128 is fast (over 10 GB/s) but not cryptographic: it protects against damage and mix-ups, not against an
 adversary with write access to the cache.
-
-Identity rules:
-* A recipe field enters the id only when it differs from its default, so a field added later leaves old ids unchanged.
-* Weights are named by their digest; their origin (`model`, `revision`) is provenance of units.
-* A latent is keyed by (recipe, image digest, target height and width, crop); text by (recipe, normalised caption).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from itertools import chain, islice
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -67,113 +60,7 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-# ---------------------------------------------------------------- recipes
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the values of records. Subclasses list the fields; defaults do not enter the id."""
-
-    kind: ClassVar[str]
-
-    def values(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @property
-    def id(self) -> str:
-        """32 hex digits over the kind and the fields that differ from their defaults."""
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return digest("recipe", self.kind, canonical(changed)).hex()
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.id}"
-
-    def difference(self, other: Recipe) -> list[str]:
-        """Fields that differ, as `name: value here | value in other`."""
-        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name, None)) for f in fields(self)]
-        return [f"{name}: {ours!r} | {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
-
-    def unlike(self, model: dict[str, Any]) -> list[str]:
-        """Fields of a loaded model's description that differ, as `name: value in the recipe | value of the model`."""
-        pairs = [(key, getattr(self, key), value) for key, value in model.items()]
-        return [f"{key}: {ours!r} | {value!r}" for key, ours, value in pairs if ours != value]
-
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise CacheError(
-                f"a {cls.kind} recipe has fields that this version does not know: {', '.join(unknown)}",
-                fix="read this cache with the version of sana-pipe that wrote it, or a newer one",
-            )
-        return cls(**values)
-
-
-@dataclass(frozen=True)
-class LatentRecipe(Recipe):
-    """Values of a latent: bf16(encoder(image in [-1, 1]) * scaling_factor in fp32), shape (channels, H/f, W/f)."""
-
-    kind: ClassVar[str] = "latent"
-    weights: str = ""
-    compression: int = 32
-    channels: int = 32
-    dtype: str = "fp32"
-    scaling_factor: float = 0.41407
-    tiling: bool = False
-    decoder: str = "pillow"
-    resize: str = ""
-    crop: str = ""
-    background: tuple[int, int, int] = (255, 255, 255)
-    storage: str = "bf16"
-    tf32: bool = False
-    channels_last: bool = False
-
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Self:
-        values = dict(values)
-        if isinstance(values.get("background"), list):
-            values["background"] = tuple(values["background"])
-        return super().from_values(values)
-
-
-@dataclass(frozen=True)
-class TextRecipe(Recipe):
-    """Values of text rows: the encoder's last hidden state after its final norm, selected by `selection`."""
-
-    kind: ClassVar[str] = "text"
-    weights: str = ""
-    tokenizer: str = ""
-    dtype: str = "bf16"
-    attention: str = "eager"
-    instruction: str = ""
-    normalisation: str = "diffusers"
-    max_length: int = 300
-    selection: str = "sana"
-    width: int = 2304
-    storage: str = "bf16"
-
-
-RECIPES: dict[str, type[Recipe]] = {"latent": LatentRecipe, "text": TextRecipe}
-
-
 # ---------------------------------------------------------------- keys and checksums
-
-
-def latent_key(recipe_id: str, image_digest: bytes, height: int, width: int, crop: str = "") -> bytes:
-    """16-byte key of a latent. `height`, `width`: the target in pixels; `crop` is "" for the recipe's own rule."""
-    return digest("latent", recipe_id, image_digest, f"{height}x{width}", crop)
-
-
-def text_key(recipe_id: str, normalised: str) -> bytes:
-    """16-byte key of a caption's rows."""
-    return digest("text", recipe_id, digest(normalised))
-
-
-def null_key(recipe_id: str) -> bytes:
-    """16-byte key of the one null record of a text recipe (all `max_length` rows of the empty caption)."""
-    return digest("null", recipe_id)
 
 
 def sample_id(source: str, item: str) -> int:
@@ -236,7 +123,7 @@ _ALWAYS = {
     "units": ("rejects",),
     "segments": ("table", "commits"),
     "names": ("snapshot",),
-    "prompts": ("text", "prompts"),
+    "prompts": ("text", "prompts", "rows"),
 }
 """Keys that each document of a folder has, or the document of this name."""
 
@@ -304,14 +191,6 @@ _ENCODER = json.JSONEncoder(sort_keys=True, indent=1, ensure_ascii=False, allow_
 def indented(value: Any) -> bytes:
     """The readable JSON of a document."""
     return (_ENCODER.encode(value) + "\n").encode()
-
-
-def unpacked(data: bytes) -> dict[str, Any]:
-    """A document's values, digest included. Raises ValueError for bytes that are not their readable JSON."""
-    body = json.loads(data)
-    if not isinstance(body, dict) or not _is_json(data, body):
-        raise ValueError("not the readable JSON of an object")
-    return body
 
 
 def _is_json(data: bytes, body: dict[str, Any]) -> bool:

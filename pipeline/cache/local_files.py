@@ -19,7 +19,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.cache import process_identity
-from pipeline.errors import NO_SPACE, CacheError, NoSpaceError, machine_errno, machine_error
+from pipeline.errors import NO_SPACE, CacheError, IntegrityError, NoSpaceError, machine_errno, machine_error
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer on another machine."""
@@ -28,7 +28,12 @@ SPARE_DESCRIPTORS = 128
 
 
 class Handle:
-    """An open file, closed when it is garbage-collected: an eviction never interrupts a read."""
+    """An open file, closed when it is garbage-collected: an eviction never interrupts a read.
+
+    piece: bytes to read at a time where a whole file is read.
+    """
+
+    piece = 4 << 20
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
@@ -299,9 +304,22 @@ def file_digest(path: Path) -> str:
     return digest_of(Handle(os.open(path, os.O_RDONLY)))
 
 
+def check_digest(path: Path, digest: str) -> None:
+    """Read a written file back.
+
+    Raises:
+        IntegrityError: its digest is another.
+    """
+    actual = file_digest(path)
+    if actual != digest:
+        raise IntegrityError(
+            f"{path}: reads back other bytes than were written", expected=digest, found=actual, fix="check the disk"
+        )
+
+
 def digest_of(handle: Handle) -> str:
     """Hex xxh3-128 of an open file's bytes."""
-    state, piece, offset = xxhash.xxh3_128(), memoryview(bytearray(4 << 20)), 0
+    state, piece, offset = xxhash.xxh3_128(), memoryview(bytearray(handle.piece)), 0
     while count := handle.read_into(piece, offset):
         state.update(piece[:count])
         offset += count

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from pipeline import counters
-from pipeline.cache.local_files import Handle, cache_errors, digest_of, free_at, sweep_in, temporary_in
+from pipeline.cache.local_files import Handle, cache_errors, digest_of, free_at, temporary_in
 from pipeline.errors import CacheError, NoSpaceError
 
 _ROOM = "room"
@@ -125,6 +125,12 @@ class Mirror:
                     raise error.__cause__ from None
                 raise
 
+    def fetched(self, fetch: Callable[[Path], None], size: Callable[[], int]) -> Handle:
+        """An object as an open file without a name, of which the mirror keeps no copy. Arguments as for `open`."""
+        with self.temporary() as path:
+            self.fetch(fetch, path, size)
+            return Handle(os.open(path, os.O_RDONLY))
+
     def mark_of(self, copy: Path) -> Path:
         """The mark of a copy: its identity when it was checked. Its time is that of the last opening."""
         return self.root / "checked" / copy.name
@@ -175,10 +181,6 @@ class Mirror:
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path; the file is removed at the end if it is still there."""
         return temporary_in(self.root / "tmp")
-
-    def sweep(self) -> int:
-        """Remove unfinished files that no living process can own. Returns how many."""
-        return sweep_in(self.root / "tmp")
 
     @property
     def room(self) -> int:

@@ -1,27 +1,28 @@
-"""Prompt sets: immutable lists of prompts with the places of their text records, for pictures during training.
+"""Prompt sets: immutable lists of prompts with their text records, for pictures during training.
 
 `publish` appends a document to `prompts/<name>/`, `open_prompts` opens the newest set of a name, `current` lists them.
-A set refers to records by their places, as a snapshot does, so that training opens no index of all captions. If `verify
---repair` made some of its records anew, it publishes the set again. The shards are those of commits, which `gc` never
-removes. Its id depends on the texts and the recipe alone, not on the places.
+A set has its records in a table of its own (`ROWS`), which exists twice: training opens no index of all captions, and
+neither gc nor a repair of shards concerns it. Its id depends on the texts and the recipe alone.
+Price: the rows of a prompt are stored three times, some 300 KB for each prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from pipeline.cache import layout
-from pipeline.cache.files import Files
 from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import CaptionRecipe
 from pipeline.cache.root import CAPTIONS, FORGOTTEN, Cache, check_prompts_name
-from pipeline.cache.shard import ShardReader
-from pipeline.cache.snapshot import Snapshot, TextPlace
+from pipeline.cache.shard import ShardReader, from_ipc, to_ipc
+from pipeline.cache.snapshot import Caption, Snapshot, TextPlace
 from pipeline.errors import CacheError, IntegrityError
 
 NAME = "prompts"
@@ -30,26 +31,26 @@ TRIGGER = "trigger"
 """The name of the set that `encode` makes of `data.caption_prefix`."""
 
 
+ROWS = pa.schema([("text", pa.string()), ("valid", pa.uint32()), ("rows", pa.large_binary())])
+"""The null record (without a text), then the prompts as written. rows: bits of bf16, (n, width), of which attention
+sees the first `valid`."""
+
+
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts and the places of their records.
+    """Prompts and their records.
 
     Attributes:
         path: of its document.
         texts: as written.
-        places: of the record of each prompt.
-        empty: the place of the null record.
-        folder: of the shards, where it is not the recipe's.
+        open: reads the table, of `ROWS`.
     """
 
-    files: Files = field(repr=False, compare=False)
     path: str = field(compare=False)
     name: str
-    recipe: layout.TextRecipe
+    recipe: CaptionRecipe
     texts: tuple[str, ...]
-    places: tuple[TextPlace, ...]
-    empty: TextPlace
-    folder: str | None = field(default=None, compare=False)
+    open: Callable[[], pa.Table] = field(repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -60,38 +61,56 @@ class PromptSet:
         return layout.digest("prompts", self.recipe.id, *self.texts).hex()
 
     def rows(self, number: int) -> np.ndarray:
-        """The verified record of a prompt: bits of bf16, uint16 (rows, width).
+        """The record of a prompt: bits of bf16, uint16 (rows, width).
 
         Raises:
-            IntegrityError: it is missing or damaged.
+            IntegrityError: the table is missing or damaged.
         """
-        return self._read(self.places[number])
+        return self._rows(1 + number)
 
     def null(self) -> tuple[np.ndarray, np.ndarray]:
         """The null record: bits of bf16, uint16 (max_length, width), and its mask, bool (max_length,).
 
         Raises:
-            IntegrityError: it is missing or damaged.
+            IntegrityError: the table is missing or damaged.
         """
-        return self._read(self.empty), np.arange(self.empty.rows) < self.empty.valid
-
-    def body(self) -> dict[str, Any]:
-        """The document."""
-        prompts = [{"text": text, **place.values()} for text, place in zip(self.texts, self.places, strict=True)]
-        return {"name": self.name, "text": self.recipe.name, "prompts": prompts, "null": self.empty.values()}
+        rows = self._rows(0)
+        return rows, np.arange(len(rows)) < self._table.column("valid")[0].as_py()
 
     @cached_property
-    def _reader(self) -> ShardReader:
-        return ShardReader(self.files, self.recipe.name, folder=self.folder)
+    def _table(self) -> pa.Table:
+        return self.open()
 
-    def _read(self, place: TextPlace) -> np.ndarray:
-        into = np.empty((place.rows, self.recipe.width), np.uint16)
-        self._reader.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
-        return into
+    def _rows(self, row: int) -> np.ndarray:
+        bits = np.frombuffer(self._table.column("rows")[row].as_buffer(), "<u2")
+        return bits.astype(np.uint16).reshape(-1, self.recipe.width)
+
+
+Place = Caption | TextPlace
+
+
+def _table(texts: Iterable[str], null: TextPlace, places: Iterable[Place], read: Callable[[Place], bytes]) -> pa.Table:
+    """A table of `ROWS`."""
+    rows: list[dict[str, Any]] = [{"text": None, "valid": null.valid, "rows": read(null)}]
+    rows += [
+        {"text": text, "valid": place.rows, "rows": read(place)} for text, place in zip(texts, places, strict=True)
+    ]
+    return pa.Table.from_pylist(rows, schema=ROWS)
+
+
+def _reading(reader: ShardReader, recipe: CaptionRecipe) -> Callable[[Place], bytes]:
+    """Place -> the verified bits of its record."""
+
+    def read(place: Place) -> bytes:
+        into = np.empty((place.rows, recipe.width), np.uint16)
+        reader.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
+        return into.astype("<u2", copy=False).tobytes()
+
+    return read
 
 
 def publish(
-    cache: Cache, name: str, recipe: layout.TextRecipe, texts: Sequence[str], keys: Sequence[bytes]
+    cache: Cache, name: str, recipe: CaptionRecipe, texts: Sequence[str], keys: Sequence[bytes]
 ) -> PromptSet | None:
     """Publish a set, unless the newest of this name and recipe is the same.
 
@@ -103,25 +122,27 @@ def publish(
 
     Raises:
         UserError: the name is not allowed.
+        IntegrityError: a record is damaged.
     """
     check_prompts_name(name)
     index = cache.index(recipe.name)
-    wanted = as_keys([layout.null_key(recipe.id), *keys])
+    wanted = as_keys([recipe.null_key, *keys])
     if not index.present(wanted).all():
         return None
-    empty, *places = (TextPlace.of(index, row, recipe.storage) for row in index.find(wanted).tolist())
+    null, *places = (TextPlace.of(index, row, recipe.storage) for row in index.find(wanted).tolist())
+    read = _reading(ShardReader(cache.files, recipe.name), recipe)
+    table = cache.files.put_content(to_ipc(_table(texts, null, places, read)), "tables", "arrow", twice=True)
+    body = {"name": name, "text": recipe.name, "prompts": list(texts), "rows": table}
     while True:
-        numbers = cache.files.numbers(Paths.prompts(name))
-        path = Paths.numbered(Paths.prompts(name), len(numbers))
-        new = PromptSet(cache.files, path, name, recipe, tuple(texts), tuple(places), empty)
         before = next((known for known in _of(cache, name) if known.recipe == recipe), None)
-        if before == new:
+        if before is not None and cache.files.document(before.path) == body:
             return before
-        if cache.files.put(path, layout.seal(new.body())):
-            return new
+        path = Paths.numbered(Paths.prompts(name), len(cache.files.numbers(Paths.prompts(name))))
+        if cache.files.put(path, layout.seal(body)):
+            return _parse(cache, path, body)
 
 
-def open_prompts(cache: Cache, name: str | None, recipe: layout.TextRecipe) -> PromptSet:
+def open_prompts(cache: Cache, name: str | None, recipe: CaptionRecipe) -> PromptSet:
     """The newest set of a name (default: `NAME`) of a recipe; or a set by its id.
 
     Raises:
@@ -156,20 +177,18 @@ def of_snapshot(snapshot: Snapshot, count: int) -> PromptSet:
     Raises:
         IntegrityError: a caption is missing or damaged.
     """
-    reader, places = snapshot.reader("text"), dict[str, TextPlace]()
+    reader, places = snapshot.reader(snapshot.caption.kind), dict[str, Caption]()
     for row in (row for tries in (count, 8 * count) for row in spread(len(snapshot), min(tries, len(snapshot)))):
         captions = snapshot.sample(row).captions
         at = max(range(len(captions)), key=lambda number: captions[number].weight)
-        text, place = snapshot.captions(row, reader)[at], captions[at]
+        text = snapshot.captions(row, reader)[at]
         if text.strip() and len(places) < count:
-            shown = TextPlace(
-                place.shard, place.offset, place.rows, place.rows, place.key, place.checksum, place.length
-            )
-            places.setdefault(text, shown)
+            places.setdefault(text, captions[at])
         if len(places) == count:
             break
-    recipe, folder = snapshot.text_recipe, snapshot.head.folder
-    return PromptSet(snapshot.files, "", CAPTIONS, recipe, tuple(places), tuple(places.values()), snapshot.null, folder)
+    read = _reading(reader, snapshot.caption)
+    table = _table(places, snapshot.null, places.values(), read)
+    return PromptSet("", CAPTIONS, snapshot.caption, tuple(places), lambda: table)
 
 
 def spread(samples: int, count: int) -> list[int]:
@@ -177,17 +196,19 @@ def spread(samples: int, count: int) -> list[int]:
     return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
-def find_rows(cache: Cache, recipe: layout.TextRecipe, normalised: str) -> np.ndarray | None:
-    """The verified record of a prompt of any set, as `PromptSet.rows` gives it; None: no set has it.
+def find_rows(
+    cache: Cache, recipe: CaptionRecipe, prompt: str, normalise: Callable[[str, str], str]
+) -> np.ndarray | None:
+    """The record of a prompt of any set, as `PromptSet.rows` gives it; None: no set has it.
 
     Args:
-        normalised: the prompt after the recipe's normalisation.
+        normalise: (text, the recipe's `normalisation`) -> the text by which records are found.
     """
+    wanted = normalise(prompt, recipe.normalisation)
     for known in current(cache):
         if known.recipe == recipe:
-            key = layout.text_key(known.recipe.id, normalised)
-            for number, place in enumerate(known.places):
-                if place.key == key:
+            for number, text in enumerate(known.texts):
+                if normalise(text, recipe.normalisation) == wanted:
                     return known.rows(number)
     return None
 
@@ -223,7 +244,7 @@ def forget(cache: Cache, name: str) -> None:
         )
     while newest(cache, name) is not None:
         number = len(cache.files.numbers(Paths.prompts(name)))
-        body = {"name": name, "text": last.recipe.name, "prompts": [], FORGOTTEN: True}
+        body = {"name": name, "text": last.recipe.name, "prompts": [], "rows": "", FORGOTTEN: True}
         cache.files.put(Paths.numbered(Paths.prompts(name), number), layout.seal(body))
 
 
@@ -244,10 +265,11 @@ def _all(cache: Cache) -> Iterator[PromptSet]:
 
 def _parse(cache: Cache, path: str, body: dict[str, Any]) -> PromptSet:
     recipe = cache.recipe(body["text"])
-    if not isinstance(recipe, layout.TextRecipe):
+    if not isinstance(recipe, CaptionRecipe):
         raise IntegrityError(f"{cache.files.where(path)}: names no text recipe", found=body["text"])
-    places = tuple(
-        TextPlace.parse({key: value for key, value in prompt.items() if key != "text"}) for prompt in body["prompts"]
-    )
-    texts = tuple(prompt["text"] for prompt in body["prompts"])
-    return PromptSet(cache.files, path, body["name"], recipe, texts, places, TextPlace.parse(body["null"]))
+
+    def open_table() -> pa.Table:
+        name = Paths.table(body["rows"], "arrow")
+        return from_ipc(cache.files.mapped(name, body["rows"]), cache.files.where(name))
+
+    return PromptSet(path, body["name"], recipe, tuple(body["prompts"]), open_table)

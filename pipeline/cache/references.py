@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from pipeline.cache import index
-from pipeline.cache.findings import ENCODE, GC, again, named_snapshots, skip_damaged
+from pipeline.cache.findings import ENCODE, GC, PROMPTS, again, named_snapshots, skip_damaged
 from pipeline.cache.layout import REPAIR, Paths, is_document, numbers_of
 from pipeline.cache.root import FORGOTTEN, Cache
 from pipeline.cache.snapshot import Head
@@ -37,7 +37,7 @@ class Reference:
 
 def references(cache: Cache) -> Iterator[Reference]:
     """The references of every document: of snapshots without a name, of the other snapshots, then of the rest. Scans
-    before a source was forgotten have none."""
+    and prompt sets from before they were forgotten have none."""
     named = named_snapshots(cache)
     heads = filter(is_document, (f"snapshots/{name}" for name in cache.files.names("snapshots")))
     for pointing, name in sorted((named.get(PurePosixPath(name).stem, ""), name) for name in heads):
@@ -45,11 +45,16 @@ def references(cache: Cache) -> Iterator[Reference]:
         yield Reference(name, _files_of_head(cache, name), fix=again(pointing) if pointing else GC)
     for source in cache.sources():
         yield from _of_source(cache, source)
+    for set_name in cache.files.folders("prompts"):
+        yield from _of_prompts(cache, set_name)
     for owner in owners(cache):
         for number in range(plan_count(cache, owner)):  # a missing plan is an error, too
             yield Reference(Paths.numbered(Paths.plans(owner), number), _files_of_plan(cache, owner, number))
-            segment = Paths.segment(owner, number)
-            document = segment if cache.files.exists(segment) else Paths.units(owner, number)
+            document = segment = Paths.segment(owner, number)
+            if cache.files.exists(segment):
+                yield Reference(segment, _list_of_commits(cache, segment))
+            else:
+                document = Paths.units(owner, number)
             yield Reference(document, _files_of_commits(cache, owner, number), stored=1)
 
 
@@ -99,8 +104,27 @@ def _files_of_scan(cache: Cache, name: str) -> Iterator[str]:
     yield Paths.table(cache.files.document(name)["table"], "parquet")
 
 
+def _of_prompts(cache: Cache, set_name: str) -> Iterator[Reference]:
+    for number in sorted(numbers_of(cache.files.names(Paths.prompts(set_name))), reverse=True):
+        name = Paths.numbered(Paths.prompts(set_name), number)
+        with skip_damaged():
+            if cache.files.document(name).get(FORGOTTEN):
+                return
+        yield Reference(name, _files_of_prompts(cache, name), fix=PROMPTS)
+
+
+def _files_of_prompts(cache: Cache, name: str) -> Iterator[str]:
+    yield Paths.table(cache.files.document(name)["rows"], "arrow")
+
+
 def _files_of_plan(cache: Cache, owner: str, number: int) -> Iterator[str]:
-    yield Paths.table(cache.plan(owner, number).table, "parquet")
+    plan = cache.plan(owner, number)
+    yield Paths.table(plan.units_table, "arrow")
+    yield Paths.table(plan.table, "parquet")
+
+
+def _list_of_commits(cache: Cache, segment: str) -> Iterator[str]:
+    yield Paths.table(cache.files.document(segment)["commits"]["table"], "arrow")
 
 
 def _files_of_commits(cache: Cache, owner: str, number: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,9 +22,9 @@ from pipeline.cache.arrow import parquet_batches, parquet_bytes, write_parquet
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import cache_errors
-from pipeline.cache.long_lists import LongList
-from pipeline.cache.objects import files_at
+from pipeline.cache.recipes import Recipe, recipe_class
 from pipeline.cache.snapshot import Head, Snapshot, check_files
+from pipeline.cache.snapshot_lists import ENTRIES, EntryList, publish
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.retrying import PATIENCE_S
@@ -109,36 +109,47 @@ class Unit:
         return cls(layout.digest_of_keys(("unit", recipe, str(plan)), keys).hex(), start, len(keys), batch)
 
 
-class Units(Sequence[Unit]):
-    """The units of a large plan, each made when it is asked for."""
+UNITS = pa.schema([("unit", pa.string()), ("start", pa.int64()), ("count", pa.int64()), ("batch", pa.int64())])
 
-    def __init__(self, entries: LongList):
-        self._entries = entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
+class Units(EntryList[Unit]):
+    """The units of a plan, each made when it is asked for."""
 
-    def __iter__(self) -> Iterator[Unit]:
-        return (Unit(**entry) for entry in self._entries)
+    schema = UNITS
 
-    @overload
-    def __getitem__(self, number: int) -> Unit: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Unit]: ...
-    def __getitem__(self, number: int | slice) -> Unit | list[Unit]:
-        if isinstance(number, slice):
-            return [Unit(**entry) for entry in self._entries[number]]
-        return Unit(**self._entries[number])
+    @staticmethod
+    def entries(rows: pa.Table) -> Iterator[Unit]:
+        return (Unit(**row) for row in rows.to_pylist())
+
+    @staticmethod
+    def table_of(units: Iterable[Unit]) -> pa.Table:
+        """The table of a list of units."""
+        rows = (pa.Table.from_pylist([vars(unit) for unit in some], UNITS) for some in index.by(ENTRIES, units))
+        return pa.concat_tables([UNITS.empty_table(), *rows])
 
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """An append-only list of work of one recipe."""
+    """An append-only list of work of one recipe.
+
+    Attributes:
+        table: digest of the table of its work.
+        units_table: digest of the table of its units.
+    """
 
     recipe: str
     number: int
     units: Sequence[Unit]
     table: str
+    units_table: str = ""
+
+
+def list_of(files: Files, name: str, body: dict[str, Any]) -> Units | index.Commits | None:
+    """The list that a document names: units of a plan, commits of a segment; None of any other document."""
+    folder = name.partition("/")[0]
+    if folder == "plans":
+        return Units.read(files, body["units"])
+    return index.Commits.read(files, body["commits"]) if folder == "segments" else None
 
 
 class Cache:
@@ -165,7 +176,7 @@ class Cache:
         mirror: MirrorConfig | None = None,
         patience_s: float = PATIENCE_S,
     ):
-        self.files = files_at(root, mirror, patience_s)
+        self.files = Files(root, mirror, patience_s)
         if create:
             self.files.probe()
         if not self.files.exists(Paths.FORMAT):
@@ -201,7 +212,7 @@ class Cache:
         Raises:
             CacheError: the folder has other files, so that no cache can be made there.
         """
-        files = files_at(config.cache, config.mirror, config.patience_s)
+        files = Files(config.cache, config.mirror, config.patience_s)
         if files.exists(Paths.FORMAT):
             return cls.of(config)
         _refuse_other(files)
@@ -214,20 +225,20 @@ class Cache:
 
     # ------------------------------------------------------------ recipes
 
-    def add_recipe(self, recipe: layout.Recipe) -> None:
+    def add_recipe(self, recipe: Recipe) -> None:
         self.files.ensure(Paths.recipe(recipe.name), layout.seal({"kind": recipe.kind, "values": recipe.values()}))
 
-    def recipe(self, name: str) -> layout.Recipe:
+    def recipe(self, name: str) -> Recipe:
         """A recipe by name (`latent-<id>`, `text-<id>`)."""
         body = self.files.document(Paths.recipe(name))
-        recipe = layout.RECIPES[body["kind"]].from_values(body["values"])
+        recipe = recipe_class(body["kind"]).from_values(body["values"])
         if recipe.name != name:
             raise IntegrityError(
                 f"{self.files.where(Paths.recipe(name))}: holds another recipe", expected=name, found=recipe.name
             )
         return recipe
 
-    def recipes(self, kind: str) -> list[layout.Recipe]:
+    def recipes(self, kind: str) -> list[Recipe]:
         names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
         return [self.recipe(name) for name in names]
 
@@ -339,9 +350,8 @@ class Cache:
 
     def plan(self, recipe: str, number: int) -> WorkPlan:
         body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
-        units = body["units"]
-        made = Units(units) if isinstance(units, LongList) else tuple(Unit(**unit) for unit in units)
-        return WorkPlan(recipe, number, made, body["table"])
+        units = Units.read(self.files, body["units"])
+        return WorkPlan(recipe, number, units, body["table"], units.entry.table)
 
     def unit_rows(self, plan: WorkPlan, unit: Unit) -> pa.Table:
         """The rows of the plan's table that a unit encodes."""
@@ -349,10 +359,9 @@ class Cache:
 
     def add_plan(self, recipe: str, number: int, units: Iterable[Unit], table: pa.Table) -> bool:
         """Append a plan. Returns False if another process has appended a plan with this number."""
-        digest = self.put_table(table)
-        body: dict[str, Any] = {"recipe": recipe, "number": number, "table": digest}
-        body["units"] = LongList(map(vars, units))
-        return self.files.put_long(Paths.numbered(Paths.plans(recipe), number), body)
+        body = {"recipe": recipe, "number": number, "table": self.put_table(table)}
+        body["units"] = publish(self.files, Units.table_of(units)).values()
+        return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
 
     def index(self, recipe: str) -> index.RecordIndex:
         """The records of a recipe. With `reuses_indexes`, the index of a recipe whose plans all have a segment is not

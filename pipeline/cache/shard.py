@@ -45,6 +45,7 @@ from pipeline.cache.local_files import (
     raise_if_of_machine,
     sync,
 )
+from pipeline.cache.recipes import CaptionRecipe, Recipe, records_schema
 from pipeline.errors import CacheError, IntegrityError
 
 
@@ -57,37 +58,6 @@ TOUCH_S = 3600
 """Seconds between touches of a shard being written, so that sweepers on other machines spare it."""
 _HEAD = 4096
 """Bytes at the beginning of a shard that hold its head."""
-
-_KEY = pa.binary(16)
-RECORDS = {
-    "latent": pa.schema(
-        [
-            ("key", _KEY),
-            ("offset", pa.uint64()),
-            ("length", pa.uint64()),
-            ("checksum", _KEY),
-            ("channels", pa.uint32()),
-            ("height", pa.uint32()),
-            ("width", pa.uint32()),
-        ]
-    ),
-    "text": pa.schema(
-        [
-            ("key", _KEY),
-            ("offset", pa.uint64()),
-            ("length", pa.uint64()),
-            ("checksum", _KEY),
-            ("rows", pa.uint32()),
-            ("width", pa.uint32()),
-            ("valid", pa.uint32()),
-            ("caption_offset", pa.uint64()),
-            ("caption_length", pa.uint32()),
-            ("caption_checksum", _KEY),
-        ]
-    ),
-}
-"""Schema of the record tables by kind. offset, length: of the payload inside the shard, in bytes. The shape is that of
-the values in every storage."""
 
 
 def npy_header(shape: tuple[int, ...], descr: str = "<u2") -> bytes:
@@ -208,10 +178,10 @@ class ShardWriter(TarWriter):
     Usage: `add` records, then `finish`. Leaving the `with` block without `finish` discards the shard.
     """
 
-    def __init__(self, files: Files, recipe: layout.Recipe, unit: str, measured: codec.Measured | None = None):
+    def __init__(self, files: Files, recipe: Recipe, unit: str, measured: codec.Measured | None = None):
         self.recipe, self.measured = recipe, measured
         self._codec = codec.codec_of(recipe)
-        self._columns: dict[str, list[Any]] = {name: [] for name in RECORDS[recipe.kind].names}
+        self._columns: dict[str, list[Any]] = {name: [] for name in records_schema(recipe.kind).names}
         head = {"format": layout.FORMAT, "version": layout.VERSION, "recipe": recipe.name, "unit": unit}
         super().__init__(files, head)
 
@@ -231,7 +201,7 @@ class ShardWriter(TarWriter):
 
         Args:
             key: 16 bytes.
-            array: uint16 (bf16 bits), latent (channels, height, width) or text (rows, width).
+            array: uint16 (bf16 bits), with the recipe's axes.
             caption: the original caption (text records; the null record has "").
             valid: number of rows that attention may see (text records); default: all.
             stored: the encoded payload from another shard of this recipe, to be copied unchanged.
@@ -260,12 +230,10 @@ class ShardWriter(TarWriter):
             "length": len(payload),
             "checksum": layout.checksum(self.recipe.id, key, payload),
         }
-        if self.recipe.kind == "latent":
-            row.update(zip(("channels", "height", "width"), array.shape, strict=True))
-        else:
-            rows, width = array.shape
+        row.update(zip(self.recipe.axes, array.shape, strict=True))
+        if isinstance(self.recipe, CaptionRecipe):
             text = (caption or "").encode("utf-8")
-            row.update(rows=rows, width=width, valid=rows if valid is None else valid, caption_length=len(text))
+            row.update(valid=len(array) if valid is None else valid, caption_length=len(text))
             row["caption_offset"] = self._member(f"{key.hex()}.txt", text)
             row["caption_checksum"] = layout.digest("caption", key, text)
         for name, values in self._columns.items():
@@ -277,7 +245,7 @@ class ShardWriter(TarWriter):
         Args:
             only: publish only if the digest is this one (a repair must restore the same bytes).
         """
-        table = pa.table(self._columns, schema=RECORDS[self.recipe.kind])
+        table = pa.table(self._columns, schema=records_schema(self.recipe.kind))
         digest = self.close(self.recipe.name, to_ipc(table), only=only)
         return digest, self._offset, table
 

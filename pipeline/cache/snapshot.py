@@ -36,6 +36,7 @@ from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, recipe_class
 from pipeline.cache.shard import ShardReader, to_ipc
 from pipeline.cache.snapshot_lists import (
     HEX,
@@ -52,6 +53,7 @@ from pipeline.cache.snapshot_lists import (
 from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Recipe)
 
 CHUNK_ROWS = 1 << 18
 OPEN_CHUNKS = 4096
@@ -87,7 +89,7 @@ SAMPLES = pa.schema(
 """Rows that training reads, one per sample. `shard` is an index into the head's `shards` of that kind."""
 
 
-def samples_schema(latent: layout.LatentRecipe, text: layout.TextRecipe) -> pa.Schema:
+def samples_schema(latent: Recipe, text: Recipe) -> pa.Schema:
     """`SAMPLES`; a kind that is not stored as plain bf16 has a last column `length` (bytes of the payload)."""
     length = pa.field("length", pa.uint64())
     schema = SAMPLES
@@ -289,12 +291,20 @@ class Head(HeadObject):
         return layout.canonical({**self.values(), "parent": None, "options": None})
 
     @cached_property
-    def latent(self) -> layout.LatentRecipe:
-        return layout.LatentRecipe.from_values(dict(self.recipes["latent"]))
+    def recipes_by_kind(self) -> Mapping[str, Recipe]:
+        """The recipes of its records."""
+        return {kind: recipe_class(kind).from_values(dict(values)) for kind, values in self.recipes.items()}
 
-    @cached_property
-    def text(self) -> layout.TextRecipe:
-        return layout.TextRecipe.from_values(dict(self.recipes["text"]))
+    def recipe(self, kind: type[R]) -> R:
+        """The recipe of a kind of record.
+
+        Raises:
+            IntegrityError: the snapshot has no such records.
+        """
+        recipe = self.recipes_by_kind.get(kind.kind)
+        if not isinstance(recipe, kind):
+            raise IntegrityError(f"the snapshot has no records of the kind {kind.kind}", found=", ".join(self.recipes))
+        return recipe
 
     @property
     def samples(self) -> int:
@@ -302,7 +312,7 @@ class Head(HeadObject):
 
     def shard_path(self, kind: str, name: str) -> str:
         """A shard as a file of the cache."""
-        return Paths.shard(self.folder or (self.latent if kind == "latent" else self.text).name, name)
+        return Paths.shard(self.folder or self.recipes_by_kind[kind].name, name)
 
     def shard_files(self, share: slice = slice(None)) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes. share: of each list, by number."""
@@ -460,8 +470,10 @@ class Snapshot:
         self.files, self.id = files, snapshot_id
         self.head = Head.read(files, snapshot_id)
         self.buckets, self.null = self.head.buckets, self.head.null
-        self.latent_recipe, self.text_recipe = self.head.latent, self.head.text
-        self._schema = samples_schema(self.latent_recipe, self.text_recipe)
+        recipes = self.head.recipes_by_kind.values()
+        self._picture = next(recipe for recipe in recipes if isinstance(recipe, PictureRecipe))
+        self.caption = next(recipe for recipe in recipes if isinstance(recipe, CaptionRecipe))
+        self._schema = samples_schema(self._picture, self.caption)
         self._starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in self.buckets])]).astype(np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum([c.rows for c in self.head.chunks])]).astype(np.int64)
         if self._starts[-1] != self._chunk_starts[-1]:
@@ -488,13 +500,13 @@ class Snapshot:
         """Whether its records lie in joint shards, in a shuffled order."""
         return self.head.folder is not None
 
-    def recipe(self, kind: str) -> layout.LatentRecipe | layout.TextRecipe:
-        return self.latent_recipe if kind == "latent" else self.text_recipe
+    def recipe(self, kind: type[R]) -> R:
+        """See `Head.recipe`."""
+        return self.head.recipe(kind)
 
-    def latent_shape(self, bucket: int) -> tuple[int, int, int]:
+    def latent_shape(self, bucket: int) -> tuple[int, ...]:
         """(channels, height, width) of the latents of a bucket."""
-        recipe, size = self.latent_recipe, self.buckets[bucket]
-        return recipe.channels, size.height // recipe.compression, size.width // recipe.compression
+        return self._picture.shape(self.buckets[bucket].height, self.buckets[bucket].width)
 
     def shard_path(self, kind: str, name: str) -> str:
         """A shard as a file of the cache."""
@@ -506,7 +518,7 @@ class Snapshot:
 
     def reader(self, kind: str, **options: Any) -> ShardReader:
         """A reader of the records of a kind. options: those of `ShardReader`."""
-        return ShardReader(self.files, self.recipe(kind).name, folder=self.head.folder, **options)
+        return ShardReader(self.files, self.head.recipes_by_kind[kind].name, folder=self.head.folder, **options)
 
     def shard_files(self) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes."""

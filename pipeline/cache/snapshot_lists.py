@@ -1,7 +1,7 @@
-"""The long lists of a snapshot's head: its shards and its chunks.
+"""Lists of documents as tables: the shards and chunks of a snapshot, the units of a plan, the commits of a segment.
 
-Each list is an Arrow table beside the head, which names it by its digest: `ShardTable` and `ChunkTable` are such lists.
-They are read when they are first used, checked whole and mapped, so that the processes of a machine share the memory.
+Each list is an Arrow table beside the document, which names it by its digest; the table has a copy, as documents have.
+It is read when it is first used, checked whole and mapped, so that the processes of a machine share the memory.
 While a snapshot is made, its lists are tuples.
 """
 
@@ -16,19 +16,21 @@ from typing import Any, ClassVar, Self, TypeVar, overload
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import layout
+from pipeline.cache import layout, scratch
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
-from pipeline.cache.shard import to_ipc
+from pipeline.cache.local_files import Handle, cache_errors, digest_of, raise_if_of_machine
+from pipeline.cache.shard import to_ipc, write_ipc
 from pipeline.errors import CacheError, IntegrityError
 
 T = TypeVar("T")
 _KEY = pa.binary(16)
 SHARDS = pa.schema([("name", _KEY), ("bytes", pa.uint64())])
 CHUNKS = pa.schema([("rows", pa.uint32()), ("samples", _KEY), ("names", _KEY)])
+ENTRIES = 1 << 12
+"""Entries of a list that are objects at a time."""
 
 
 Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -92,7 +94,7 @@ class Chunk(HeadObject):
 
 @dataclass(frozen=True)
 class ListTable(HeadObject):
-    """What a head says of a list in a table.
+    """What a document says of a list in a table.
 
     Attributes:
         table: its digest (hex).
@@ -105,11 +107,11 @@ class ListTable(HeadObject):
     bytes: int | None = None
 
 
-class _TableList(Sequence[T]):
+class TableList(Sequence[T]):
     """A list in a table. Two are equal if they are the same table.
 
     Attributes:
-        entry: what the head says.
+        entry: what the document says.
     """
 
     schema: ClassVar[pa.Schema]
@@ -120,16 +122,27 @@ class _TableList(Sequence[T]):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """The list that a head names."""
+        """The list that a document names."""
         return cls(ListTable.parse(values))
 
+    @classmethod
+    def read(cls, files: Files, values: Mapping[str, Any]) -> Self:
+        """The list that a document of a cache names."""
+        listed = cls.parse(values)
+        listed.bind(files)
+        return listed
+
     def values(self) -> dict[str, Any]:
-        """What a head says of the list, as JSON."""
+        """What a document says of the list, as JSON."""
         return self.entry.values()
 
     def bind(self, files: Files) -> None:
         """Name the cache of the table."""
         self._files = files
+
+    def check(self) -> None:
+        """Read the table. Raises as `table`."""
+        assert len(self.table) == len(self)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.entry == self.entry
@@ -159,8 +172,8 @@ class _TableList(Sequence[T]):
         """The entry of a row."""
 
     @cached_property
-    def columns(self) -> dict[str, np.ndarray]:
-        """The table's columns, mapped.
+    def table(self) -> pa.Table:
+        """The table, mapped.
 
         Raises:
             IntegrityError: the table and its copy are missing or damaged, or it is another list's.
@@ -177,14 +190,19 @@ class _TableList(Sequence[T]):
         table = ipc_table(handle.map())
         if table.schema != self.schema or table.num_rows != self.entry.count:
             raise IntegrityError(
-                f"{files.where(name)}: is another table than the list of a snapshot",
+                f"{files.where(name)}: is another table than the list of its document",
                 expected=f"{self.entry.count} rows of {self.schema.names}",
                 found=f"{table.num_rows} rows of {table.schema.names}",
             )
+        return table
+
+    @cached_property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Columns of numbers and digests. Raises as `table`."""
         columns = {}
         for kind in self.schema:
             # One batch: a column in one piece, which is not copied.
-            array = table.column(kind.name).chunk(0) if table.num_rows else pa.array([], kind.type)
+            array = self.table.column(kind.name).chunk(0) if len(self) else pa.array([], kind.type)
             columns[kind.name] = fixed(array) if kind.type == _KEY else array.to_numpy()
         return columns
 
@@ -194,13 +212,13 @@ class _TableList(Sequence[T]):
             handle = files.open(name)
             actual = files.when_reachable(lambda: digest_of(handle))
         except FileNotFoundError:
-            raise IntegrityError(f"{files.where(name)}: a list of a snapshot is missing", fix=layout.REPAIR) from None
+            raise IntegrityError(f"{files.where(name)}: the list of a document is missing", fix=layout.REPAIR) from None
         except OSError as error:
             raise_if_of_machine(error, files.where(name))
             raise IntegrityError(f"{files.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
         if actual != self.entry.table:
             raise IntegrityError(
-                f"{files.where(name)}: a list of a snapshot does not match its name",
+                f"{files.where(name)}: the list of a document does not match its name",
                 expected=self.entry.table,
                 found=actual,
                 fix=layout.REPAIR,
@@ -208,7 +226,40 @@ class _TableList(Sequence[T]):
         return handle
 
 
-class ShardTable(_TableList[ShardFile]):
+class EntryList(TableList[T]):
+    """A list whose entries are objects of any fields, `ENTRIES` at a time."""
+
+    @staticmethod
+    @abstractmethod
+    def entries(rows: pa.Table) -> Iterable[T]:
+        """The entries of some rows."""
+
+    def at(self, number: int) -> T:
+        return next(iter(self.entries(self.table.slice(number, 1))))
+
+    def __iter__(self) -> Iterator[T]:
+        return self.entries_of(self.table)
+
+    @classmethod
+    def entries_of(cls, table: pa.Table) -> Iterator[T]:
+        """The entries of a table."""
+        for start in range(0, len(table), ENTRIES):
+            yield from cls.entries(table.slice(start, ENTRIES))
+
+
+def publish(files: Files, table: pa.Table) -> ListTable:
+    """Publish the table of a list and its copy; returns what a document says of it."""
+    if table.nbytes <= scratch.LIMIT:
+        return ListTable(files.put_content(to_ipc(table), "tables", "arrow", twice=True), len(table))
+    with files.temporary() as path:
+        with cache_errors(path):
+            write_ipc(table, path)
+        digest = files.put_content_file(path, "arrow")
+    files.duplicate(Paths.table(digest, "arrow"))
+    return ListTable(digest, len(table))
+
+
+class ShardTable(TableList[ShardFile]):
     """The shards of a kind, as a table."""
 
     schema = SHARDS
@@ -256,7 +307,7 @@ class ShardNames(Sequence[str]):
         return int(self._places(name)[0])
 
 
-class ChunkTable(_TableList[Chunk]):
+class ChunkTable(TableList[Chunk]):
     """The chunks, as a table."""
 
     schema = CHUNKS
@@ -274,7 +325,7 @@ class ChunkTable(_TableList[Chunk]):
         return Chunk(int(self.columns["rows"][number]), samples, names)
 
 
-L = TypeVar("L", bound="_TableList[Any]")
+L = TypeVar("L", bound="TableList[Any]")
 
 
 def _listed(kind: type[L], columns: list[pa.Array], **entry: Any) -> tuple[L, bytes]:

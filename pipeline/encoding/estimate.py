@@ -22,12 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.amounts import amount, duration
-from pipeline.cache import codec, layout
+from pipeline.cache import codec
 from pipeline.cache.arrow import batches
 from pipeline.cache.key_columns import SortedKeys, fixed
+from pipeline.cache.recipes import Recipe, records_schema
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
-from pipeline.cache.shard import BLOCK, RECORDS, npy_header
+from pipeline.cache.shard import BLOCK, npy_header
 from pipeline.config import Config, EncodeConfig
 from pipeline.encoding import image_batch
 from pipeline.encoding import plan as planning
@@ -35,10 +36,12 @@ from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Source
+from pipeline.sources.source import Place, Source
 
 Shape = tuple[int, int]
 
@@ -51,8 +54,8 @@ PROBE_S = 60.0
 """Seconds that a probe may take, without loading the encoders. A started batch is finished."""
 
 _PROBED_BUCKETS = 3
-_JUDGED = ["item", "digest", "height", "width", "reject"]
 _UNIT = 2500  # bytes of a unit's commit document, and of its place in the plan and in the segment
+_PLAN = 9000  # bytes of a plan, its segment and their lists, with copies, beside their rows
 _SHARD = 4400  # bytes of a shard's head, of its table's frame and of its end
 
 
@@ -67,7 +70,7 @@ class Wanted:
         rejects: by kind of reason.
         buckets: (height, width) -> samples and the sum of their crop losses.
         pictures: (height, width) -> number of new pictures.
-        first: (height, width) -> the first of these, at most `FIRST` items.
+        first: (height, width) -> places of the first of these, at most `FIRST`.
         captions: number of new captions. caption_bytes: their length as written.
         sample: some of them, normalised, and their length in bytes as written.
         cached_latents, cached_captions: records that the cache already holds (the null record included).
@@ -81,7 +84,7 @@ class Wanted:
     rejects: Kinds = field(default_factory=Kinds)
     buckets: dict[Shape, list[float]] = field(default_factory=dict)
     pictures: dict[Shape, int] = field(default_factory=dict)
-    first: dict[Shape, list[str]] = field(default_factory=dict)
+    first: dict[Shape, list[Place]] = field(default_factory=dict)
     captions: int = 0
     caption_bytes: int = 0
     sample: list[tuple[str, int]] = field(default_factory=list)
@@ -100,21 +103,20 @@ class Wanted:
         return self.captions + self.null
 
     def add_pictures(self, new: pa.Table, table: list[Shape], which: np.ndarray) -> None:
-        """Count new pictures. new: with a column `item`; which: (n,) positions in `table`."""
+        """Count new pictures. new: with the columns of a `Place`; which: (n,) positions in `table`."""
         for number in np.unique(which).tolist():
             shape, rows = table[number], np.flatnonzero(which == number)
             self.pictures[shape] = self.pictures.get(shape, 0) + len(rows)
             first = self.first.setdefault(shape, [])
-            first += new.column("item").take(pa.array(rows[: FIRST - len(first)])).to_pylist()
+            places = new.select(Place._fields).take(pa.array(rows[: FIRST - len(first)]))
+            first += [Place(**place) for place in places.to_pylist()]
 
 
-def wanted(
-    scan: pa.Table, cache: Cache | None, latent: layout.LatentRecipe, text: layout.TextRecipe, table: list[Shape]
-) -> Wanted:
+def wanted(scan: pa.Table, cache: Cache | None, latent: LatentRecipe, text: TextRecipe, table: list[Shape]) -> Wanted:
     """Compare a scan (of whole pictures or of headers) with a cache. table: the target resolutions of the buckets."""
     scratch = cache.files.scratch if cache is not None else Scratch()
     work = Wanted(items=scan.num_rows)
-    read = scratch.table(pa.schema([scan.schema.field(name) for name in _JUDGED]), _judged(scan, work, table))
+    read = scratch.table(pa.schema([scan.schema.field(name) for name in planning.SCANNED]), _judged(scan, work, table))
     for new, cached in _new(planning.image_work(read, "", latent, table, scratch=scratch), "item", cache, latent, work):
         work.cached_latents += cached
         height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
@@ -130,7 +132,7 @@ def wanted(
         work.caption_bytes += pc.sum(pc.binary_length(new.column("caption"))).as_py() or 0
         captions.add(new)
     work.sample = list(_sampled(captions.finish(), text))
-    work.null = cache is None or not cache.index(text.name).has(layout.null_key(text.id))
+    work.null = cache is None or not cache.index(text.name).has(text.null_key)
     work.cached_captions += not work.null
     work.rejects = work.rejects.ranked()
     return work
@@ -140,7 +142,7 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
     """Count what the scan says, and as new the pictures of which only the header was read. Yields those read as a
     whole."""
     shapes = np.array(table, np.int64)
-    for batch in batches(scan.select(_JUDGED)):
+    for batch in batches(scan.select(planning.SCANNED)):
         refused = batch.filter(pc.is_valid(batch.column("reject")))
         work.rejects.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
         usable = batch.filter(pc.is_null(batch.column("reject")))
@@ -161,7 +163,7 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
 
 
 def _new(
-    records: pa.Table, name: str, cache: Cache | None, recipe: layout.Recipe, work: Wanted
+    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, work: Wanted
 ) -> Iterator[tuple[pa.Table, int]]:
     """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
     made are rejects under the value of column `name`."""
@@ -179,7 +181,7 @@ def _new(
         yield batch.filter(pa.array(~present & ~failed)), int(present.sum())
 
 
-def _sampled(captions: pa.Table, recipe: layout.TextRecipe) -> Iterator[tuple[str, int]]:
+def _sampled(captions: pa.Table, recipe: TextRecipe) -> Iterator[tuple[str, int]]:
     """About `SAMPLE` captions at equal distances."""
     step, before = max(1, math.ceil(len(captions) / SAMPLE)), 0
     for batch in batches(captions.select(["caption"])):
@@ -196,10 +198,10 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
     recipe = cache.recipe(plan.recipe)
     rows = cache.unit_rows(plan, unit)
-    if isinstance(recipe, layout.LatentRecipe):
+    if isinstance(recipe, LatentRecipe):
         shapes = zip(rows.column("height").to_pylist(), rows.column("width").to_pylist(), strict=True)
         return sum(latent_bytes(recipe, height, width) for height, width in shapes)
-    assert isinstance(recipe, layout.TextRecipe)
+    assert isinstance(recipe, TextRecipe)
     lengths = [None if text is None else len(text.encode()) for text in rows.column("caption").to_pylist()]
     return sum(
         text_bytes(recipe, recipe.max_length if length is None else likely_rows(recipe, length), length or 0)
@@ -207,24 +209,24 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     )
 
 
-def latent_bytes(recipe: layout.LatentRecipe, height: int, width: int) -> int:
+def latent_bytes(recipe: LatentRecipe, height: int, width: int) -> int:
     """Bytes of a latent in a shard, including its row of the shard's table. height, width: in pixels."""
     shape = (recipe.channels, height // recipe.compression, width // recipe.compression)
     return _record(recipe, shape)
 
 
-def text_bytes(recipe: layout.TextRecipe, rows: int, caption: int) -> int:
+def text_bytes(recipe: TextRecipe, rows: int, caption: int) -> int:
     """Bytes of a text record in a shard. rows: of the record; caption: bytes of the caption as written."""
     return _record(recipe, (rows, recipe.width)) + BLOCK + _padded(caption)
 
 
-def member_bytes(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+def member_bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
     """Bytes of a record's member in a shard: tar header, npy header, payload, padding. shape: of the values."""
-    size = codec.payload_bytes(str(recipe.values()["storage"]), recipe.kind, shape)
+    size = codec.payload_bytes(str(recipe.values()["storage"]), codec.by_row(recipe), shape)
     return BLOCK + _padded(len(npy_header(shape)) + size)
 
 
-def _record(recipe: layout.Recipe, shape: tuple[int, ...]) -> int:
+def _record(recipe: Recipe, shape: tuple[int, ...]) -> int:
     return member_bytes(recipe, shape) + _row(recipe.kind)
 
 
@@ -233,10 +235,10 @@ def _padded(size: int) -> int:
 
 
 def _row(kind: str) -> int:
-    return sum(column.type.bit_width // 8 for column in RECORDS[kind])
+    return sum(column.type.bit_width // 8 for column in records_schema(kind))
 
 
-def likely_rows(recipe: layout.TextRecipe, caption: int) -> int:
+def likely_rows(recipe: TextRecipe, caption: int) -> int:
     """Rows of a caption of so many bytes, without a tokenizer: three bytes per token, fewer than most captions have."""
     return min(recipe.max_length, 2 + -(-caption // 3))
 
@@ -266,8 +268,8 @@ class Sizes:
 def sizes(
     work: Wanted,
     config: Config,
-    latent: layout.LatentRecipe,
-    text: layout.TextRecipe,
+    latent: LatentRecipe,
+    text: TextRecipe,
     count_rows: Callable[[Sequence[str]], list[int]],
 ) -> Sizes:
     """Bytes by kind.
@@ -289,6 +291,7 @@ def sizes(
     text_units = -(-work.captions // config.encode.unit_captions) + work.null
     # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.
     index = work.images * (2 * _row("latent") + 128) + work.texts * (2 * _row("text") + 48)
+    index += _PLAN * (bool(image_units) + bool(text_units))
     index += (image_units + text_units) * _UNIT + work.caption_bytes + work.items * 96
     return Sizes(
         latents + image_units * _SHARD,
@@ -329,7 +332,7 @@ class Speed:
 
 
 def probe(
-    work: Wanted, config: Config, source: Source, latent: layout.LatentRecipe, device: Any, budget_s: float = PROBE_S
+    work: Wanted, config: Config, source: Source, latent: LatentRecipe, device: Any, budget_s: float = PROBE_S
 ) -> Speed:
     """Encode a few real batches of captions and of the most frequent buckets, and drop the results.
 
@@ -385,10 +388,10 @@ def _probe_text(encoder: TextEncoder, work: Wanted, config: Config, end: float) 
 def probe_images(
     encoder: encoders.LatentEncoder,
     source: Source,
-    items: list[str],
+    places: list[Place],
     shape: Shape,
     config: Config,
-    recipe: layout.LatentRecipe,
+    recipe: LatentRecipe,
     end: float,
     decoded: list[float],
     fitting: Fitting | None = None,
@@ -397,12 +400,12 @@ def probe_images(
     `fitting` as in `plan_images`."""
     pictures: list[np.ndarray] = []
     began = time.monotonic()
-    for item in items[: images_of_batch(config.encode, shape, fitting)]:
+    for place in places[: images_of_batch(config.encode, shape, fitting)]:
         start = time.monotonic()
         if pictures and start - began > (end - began) / 4:
             break
         try:
-            data = source.read(item)
+            data = source.read(place)
             limits = {"max_pixels": config.data.max_pixels, "max_bytes": config.data.max_bytes}
             pictures.append(decoding.load(data, shape, recipe.background, decoder=recipe.decoder, **limits))
         except (OSError, decoding.ImageReject):

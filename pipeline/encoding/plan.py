@@ -15,22 +15,26 @@ is missing or truncated. Records and rejects of later plans win.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import arrow, layout
+from pipeline.cache import arrow
 from pipeline.cache.arrow import batches, take_rows
 from pipeline.cache.index import committed
 from pipeline.cache.key_columns import SortedKeys, as_keys, binary, fixed, is_first
 from pipeline.cache.layout import Paths
-from pipeline.cache.many_keys import latent_keys, text_keys
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.config import EncodeConfig
+from pipeline.errors import IntegrityError
 from pipeline.images import buckets
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 
 IMAGES = pa.schema(
@@ -38,11 +42,16 @@ IMAGES = pa.schema(
         ("key", pa.binary(16)),
         ("source", pa.string()),
         ("item", pa.string()),
+        ("part", pa.string()),
+        ("where", pa.string()),
         ("digest", pa.binary(16)),
         ("height", pa.int32()),
         ("width", pa.int32()),
     ]
 )
+"""`item`, `part` and `where` are those of a `pipeline.sources.source.Place`."""
+SCANNED = ["item", "part", "where", "digest", "height", "width", "reject"]
+"""The columns of a scan that `image_work` reads."""
 CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
 
@@ -50,7 +59,7 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 def image_work(
     scan: pa.Table,
     source: str,
-    recipe: layout.LatentRecipe,
+    recipe: LatentRecipe,
     table: list[tuple[int, int]],
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
@@ -64,12 +73,12 @@ def image_work(
     scratch = scratch or Scratch()
 
     def records() -> Iterator[pa.Table]:
-        for batch in batches(scan.select(["item", "digest", "height", "width", "reject"])):
+        for batch in batches(scan.select(SCANNED)):
             usable = batch.filter(pc.is_null(batch.column("reject"))).combine_chunks()
             height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
             which = buckets.nearest_all(table, height, width)
-            items = usable.select(["item", "digest"])
-            keys = latent_keys(recipe.id, fixed(items.column("digest")), table, which)
+            items = usable.select(["item", "part", "where", "digest"])
+            keys = recipe.keys(fixed(items.column("digest")), table, which)
             sides = np.array(table, np.int32).reshape(-1, 2)[which]
             sources = pa.repeat(pa.scalar(source, pa.string()), len(usable))
             columns = [binary(keys), sources, *items.columns, pa.array(sides[:, 0]), pa.array(sides[:, 1])]
@@ -98,7 +107,7 @@ def _numbered(keys: pa.ChunkedArray) -> Iterator[pa.Table]:
 
 
 def caption_work(
-    scan: pa.Table, recipe: layout.TextRecipe, scratch: Scratch | None = None, only: Iterable[str] | None = None
+    scan: pa.Table, recipe: TextRecipe, scratch: Scratch | None = None, only: Iterable[str] | None = None
 ) -> pa.Table:
     """Rows of `CAPTIONS` for the null record and the captions of a scan's usable items, in the order of their keys;
     equal captions once, as first written. scratch, only: as in `image_work`."""
@@ -114,7 +123,7 @@ def caption_work(
 
 def text_work(
     texts: Iterable[pa.Array],
-    recipe: layout.TextRecipe,
+    recipe: TextRecipe,
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
 ) -> pa.Table:
@@ -126,10 +135,10 @@ def text_work(
         for part in texts:
             once = part.unique()
             normalised = caption_rules.normalise_all(once, recipe.normalisation)
-            yield _with_keys(pa.table([binary(text_keys(recipe.id, normalised)), once], CAPTIONS), only)
+            yield _with_keys(pa.table([binary(recipe.keys(normalised)), once], CAPTIONS), only)
 
     def rows() -> Iterator[pa.Table]:
-        null = pa.table([binary(as_keys([layout.null_key(recipe.id)])), pa.nulls(1, pa.string())], schema=CAPTIONS)
+        null = pa.table([binary(as_keys([recipe.null_key])), pa.nulls(1, pa.string())], schema=CAPTIONS)
         yield _with_keys(null, only)
         for part in scratch.sorted_by_key(written()):
             yield part.filter(pa.array(is_first(fixed(part.column("key")))))
@@ -147,7 +156,7 @@ Cut = tuple[np.ndarray, int]
 
 def plan_images(
     cache: Cache,
-    recipe: layout.LatentRecipe,
+    recipe: LatentRecipe,
     work: pa.Table,
     config: EncodeConfig,
     fitting: Fitting | None = None,
@@ -185,7 +194,7 @@ def images_of_batch(config: EncodeConfig, size: tuple[int, int], fitting: Fittin
     return FIXED if fitting is None else fitting(*size)
 
 
-def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
+def plan_captions(cache: Cache, recipe: TextRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
     """Adopt the existing text plans, and append a plan for the rows that they do not cover.
 
     Units are ranges of the sorted keys. A unit's rows are sorted by caption length, so that a batch holds captions of
@@ -210,7 +219,7 @@ def plan_captions(cache: Cache, recipe: layout.TextRecipe, work: pa.Table, confi
 
 def _plan(
     cache: Cache,
-    recipe: layout.Recipe,
+    recipe: Recipe,
     work: pa.Table,
     windows: Callable[[pa.Table], Iterator[pa.Table]],
     cut: Callable[[pa.Table], Iterator[Cut]],
@@ -230,7 +239,7 @@ def _plan(
 def _planned(
     members: Iterator[tuple[pa.Table, list[Cut]]],
     units: list[Unit],
-    recipe: layout.Recipe,
+    recipe: Recipe,
     number: int,
 ) -> Iterator[pa.Table]:
     """The rows of a plan's table, in the order of its units, which are added to `units`."""
@@ -243,7 +252,7 @@ def _planned(
         yield take_rows(window, np.concatenate([rows for rows, _ in parts]))
 
 
-def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
+def _missing(cache: Cache, recipe: Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
     """(n,) bool: which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard.
 
     A finished plan assigned what its records and rejects name, which the index has. So only the keys of other plans are
@@ -276,7 +285,7 @@ def _missing(cache: Cache, recipe: layout.Recipe, plans: list[WorkPlan], work: p
     return missing
 
 
-def count_missing(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[int, int]:
+def count_missing(cache: Cache, recipe: Recipe, work: pa.Table) -> tuple[int, int]:
     """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
     index = cache.index(recipe.name)
     refused = binary(as_keys([bytes.fromhex(key) for key, reject in index.outcomes.items() if not reject.retry]))
@@ -289,25 +298,44 @@ def count_missing(cache: Cache, recipe: layout.Recipe, work: pa.Table) -> tuple[
     return missing, existing
 
 
-def retryable_from_another_item(
-    cache: Cache, recipe: layout.Recipe, work_of: Callable[[Iterable[str]], pa.Table]
+def retryable_at_another_place(
+    cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]], pa.Table]
 ) -> pa.Table | None:
-    """Rows of an image work list that failed for a temporary cause through another, equal item; None if there are none.
+    """Rows of an image work list that failed for a temporary cause at another place; None if there are none.
 
     work_of: keys (hex) -> their rows.
 
-    Equal pictures are encoded once, from the item that the plan names. If that item has changed since, the picture can
-    be encoded from the item of this row.
+    Equal pictures are encoded once, from the place that the plan names. If that item has changed or moved since, the
+    picture can be encoded from the place of this row.
     """
     index = cache.index(recipe.name)
-    failed = {key: reject.item for key, reject in index.outcomes.items() if reject.retry}
+    failed = [key for key, reject in index.outcomes.items() if reject.retry]
     if not failed:
         return None
     rows = work_of(failed)
     rows = rows.filter(pa.array(~index.present(fixed(rows.column("key")))))
-    pairs = zip(rows.column("key").to_pylist(), rows.column("item").to_pylist(), strict=True)
-    rows = rows.filter(pa.array([failed[key.hex()] != item for key, item in pairs], pa.bool_()))
+    columns, tried = ["key", "item", "part", "where"], set[tuple[Any, ...]]()
+    for plan in cache.plans(recipe.name):
+        for batch in batches(cache.table(plan.table, columns)):
+            tried.update(tuple(row.values()) for row in batch.filter(has_key(batch, failed)).to_pylist())
+    now = (tuple(row.values()) for row in rows.select(columns).to_pylist())
+    rows = rows.filter(pa.array([place not in tried for place in now], pa.bool_()))
     return rows if len(rows) else None
+
+
+def with_current_places(cache: Cache, rows: pa.Table) -> pa.Table:
+    """Rows of a plan with the places of their pictures by the last scans: a picture may have moved since."""
+    if "part" not in rows.column_names:
+        return rows
+    now, wanted = dict[tuple[str, bytes], dict[str, Any]](), rows.column("digest").combine_chunks()
+    for source in pc.unique(rows.column("source")).to_pylist():
+        with suppress(IntegrityError):  # its table is damaged
+            if (scan := cache.last_scan(source)) is not None:
+                for part in batches(cache.table(scan["table"], ["item", "part", "where", "digest"])):
+                    same = part.filter(pc.is_in(part.column("digest"), value_set=wanted))
+                    now |= {(source, row["digest"]): row for row in same.to_pylist()}
+    placed = [{**row, **now.get((row["source"], row["digest"]), {})} for row in rows.to_pylist()]
+    return pa.Table.from_pylist(placed, schema=rows.schema)
 
 
 def _with_keys(work: pa.Table, keys: Iterable[str] | None) -> pa.Table:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipeline.cache import layout
 from pipeline.encoding.plan import text_work
 from pipeline.errors import UserError
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import error_text, short_repr
 from pipeline.sources.remote import read_file
@@ -111,12 +111,12 @@ def _listed(file: str, text: str) -> list[str]:
     return prompts
 
 
-def of(lines: list[tuple[int, str]], recipe: layout.TextRecipe) -> tuple[PromptWork, list[str]]:
+def of(lines: list[tuple[int, str]], recipe: TextRecipe) -> tuple[PromptWork, list[str]]:
     """The prompts of some lines, and a line of text about each that repeats an earlier prompt."""
     first: dict[bytes, tuple[int, str]] = {}
     repeated = []
     for number, text in lines:
-        key = layout.text_key(recipe.id, caption_rules.normalise(text, recipe.normalisation))
+        key = recipe.key(caption_rules.normalise(text, recipe.normalisation))
         if key in first:
             repeated.append(f"line {number} repeats the prompt of line {first[key][0]}: it is drawn once")
         else:

@@ -19,10 +19,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.cache import audit, index, key_columns, layout, shard
+from pipeline.cache import audit, index, key_columns, shard
 from pipeline.cache.adopt import bring
 from pipeline.cache.findings import ENCODE, Finding, Replaced
 from pipeline.cache.layout import Paths
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import plan as planning
@@ -30,6 +31,8 @@ from pipeline.encoding import unit_records
 from pipeline.encoding.scan import reopen
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import IntegrityError, UserError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 BRING = "sana-pipe verify --repair --set 'bucket.caches=[DIR]', where DIR is the cache that the shard was adopted from"
 
@@ -97,7 +100,7 @@ class Repairs:
 
     def _unit(
         self,
-        recipe: layout.Recipe,
+        recipe: Recipe,
         finding: Finding,
         replaced: Replaced,
         open_index: Callable[[], index.RecordIndex],
@@ -130,12 +133,10 @@ class Repairs:
         replaced[commit.shard] = damaged
         return "replaced"
 
-    def rows(
-        self, recipe: layout.Recipe, plan: WorkPlan, unit: Unit, commit: index.Commit, damaged: set[bytes]
-    ) -> pa.Table:
-        """The rows of a plan for a unit. If the plan was lost and does not have those of the damaged records, they are
-        made from the captions in the shard and from the last scans."""
-        cache, rows = self.cache, self.cache.unit_rows(plan, unit)
+    def rows(self, recipe: Recipe, plan: WorkPlan, unit: Unit, commit: index.Commit, damaged: set[bytes]) -> pa.Table:
+        """The rows of a plan for a unit, with the places where its pictures are now. If the plan was lost and does not
+        have those of the damaged records, they are made from the captions in the shard and from the last scans."""
+        cache, rows = self.cache, planning.with_current_places(self.cache, self.cache.unit_rows(plan, unit))
         missing = damaged - {*rows.column("key").to_pylist()}
         if not missing:
             return rows
@@ -145,16 +146,16 @@ class Repairs:
             parts.append(work)
             missing.difference_update(work.column("key").to_pylist())
 
-        if isinstance(recipe, layout.TextRecipe):
+        if isinstance(recipe, TextRecipe):
             add(_captions(cache, recipe, commit, missing))
         for source in cache.sources():
             scan = cache.last_scan(source)
             if scan is None or scan[recipe.kind] != recipe.name or not missing:
                 continue
             table, only = cache.table(scan["table"]), [key.hex() for key in missing]
-            if isinstance(recipe, layout.TextRecipe):
+            if isinstance(recipe, TextRecipe):
                 add(planning.caption_work(table, recipe, only=only))
-            elif isinstance(recipe, layout.LatentRecipe):
+            elif isinstance(recipe, LatentRecipe):
                 add(planning.image_work(table, source, recipe, [(h, w) for h, w in scan["buckets"]], only=only))
         return pa.concat_tables(parts) if parts else rows
 
@@ -174,7 +175,7 @@ class Repairs:
 
 
 def _restored(
-    cache: Cache, recipe: layout.Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.EncodedRecord]
+    cache: Cache, recipe: Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.EncodedRecord]
 ) -> bool:
     """Write a shard from its intact records and the remade ones. Returns whether its bytes are the old ones."""
     assert commit.shard is not None
@@ -200,7 +201,7 @@ def _restored(
     return digest == commit.shard
 
 
-def _captions(cache: Cache, recipe: layout.TextRecipe, commit: index.Commit, keys: set[bytes]) -> pa.Table:
+def _captions(cache: Cache, recipe: TextRecipe, commit: index.Commit, keys: set[bytes]) -> pa.Table:
     """Rows of a plan for some records of a shard, from the captions in the shard that are intact."""
     reader, rows = shard.ShardReader(cache.files, recipe.name), list[dict[str, Any]]()
     assert commit.shard is not None
@@ -209,14 +210,14 @@ def _captions(cache: Cache, recipe: layout.TextRecipe, commit: index.Commit, key
             continue
         where = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
         with suppress(IntegrityError, FileNotFoundError):
-            is_null = row["key"] == layout.null_key(recipe.id)
+            is_null = row["key"] == recipe.null_key
             rows.append({"key": row["key"], "caption": None if is_null else reader.caption(commit.shard, *where)})
     return pa.Table.from_pylist(rows, schema=planning.CAPTIONS)
 
 
 def _replace(
     cache: Cache,
-    recipe: layout.Recipe,
+    recipe: Recipe,
     rows: pa.Table,
     unit: Unit,
     commit: index.Commit,

@@ -52,7 +52,7 @@ from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.links import DEAD, DeadLink
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Fragment, Item, Reject, Source, Stats
+from pipeline.sources.source import Fragment, Item, ListedItems, Place, Reject, Source, Stats
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -74,11 +74,9 @@ SCAN = pa.schema(
         ("ignored", pa.string()),
     ]
 )
-"""`reject` is null for usable items. `part`, `stamp` and `where` locate an item inside an archive or a table (see
-`Source`); they are null for files. `ignored` of the first row of a part with a stamp, which an unchanged part is not
-listed for: what its listing skipped, a `Kinds` as JSON, or null."""
-
-_PLACES = pa.schema([SCAN.field(name) for name in ("item", "part", "where")])
+"""`reject` is null for usable items. `part` and `where` are those of a `Place`, `stamp` is the part's; they are null
+for files. `ignored` of the first row of a part with a stamp, which an unchanged part is not listed for: what its
+listing skipped, a `Kinds` as JSON, or null."""
 
 AHEAD = 1024
 """Limit on listed items that wait for a reader, so that the listing stays close to the reading."""
@@ -98,14 +96,14 @@ HEADS = (1 << 16, 1 << 20)
 UNREADABLE = "unreadable"
 """How the reasons of rejects begin that come from a failed read and not from the bytes."""
 
-Look = Callable[[Source, str, int, int], dict[str, Any]]
-"""(source, key, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
+Look = Callable[[Source, Place, int, int], dict[str, Any]]
+"""(source, place, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
 
 
-def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
+def from_bytes(source: Source, place: Place, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
     """Digest and size of a picture, from all of its bytes."""
     try:
-        data = source.read(key)
+        data = source.read(place)
     except DeadLink as error:
         return {"reject": str(error)}
     except OSError as error:
@@ -113,15 +111,15 @@ def from_bytes(source: Source, key: str, max_pixels: int, max_bytes: int = decod
     return {"size": len(data), "digest": layout.digest(data), **_size(data, max_pixels, max_bytes)}
 
 
-def from_header(source: Source, key: str, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
+def from_header(source: Source, place: Place, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
     """Size of a picture from its first bytes; empty if its header lies further behind.
 
     An orientation behind the pixels (possible in PNG and WebP) is not seen.
     """
     try:
-        size = source.stat(key)[0]
+        size = source.stat(place)[0]
         for length in HEADS:
-            data = source.head(key, length)
+            data = source.head(place, length)
             columns = _size(data, max_pixels, max_bytes)
             if "width" in columns or len(data) >= size or _limited(columns["reject"]):
                 return columns
@@ -192,7 +190,7 @@ _RowsByItem = dict[str, dict[str, Any]]
 
 @dataclass
 class _Piece:
-    """Rows of the table: taken from the last scan, or to be made from a run.
+    """Rows of the table: taken from the last scan, or to be made from a fragment.
 
     Attributes:
         kept: first row and number of rows in the last scan; None: they are made.
@@ -205,7 +203,7 @@ class _Piece:
     kept: tuple[int, int] | None
     part: str = ""
     stamp: str | None = None
-    run: Fragment | None = None
+    fragment: Fragment | None = None
     stats: Stats = field(default_factory=dict)
     before: _RowsByItem = field(default_factory=dict)
     rows: tuple[int, int] | None = None
@@ -213,7 +211,7 @@ class _Piece:
 
     def forget(self) -> None:
         """Let go of all that making the rows needs."""
-        self.run, self.stats, self.before = None, {}, {}
+        self.fragment, self.stats, self.before = None, {}, {}
 
 
 @dataclass(frozen=True)
@@ -294,7 +292,7 @@ class Scan:
             self.fragments.help(list(self._shared), self._make_shared, self._reach, self.scans)
 
     def table(self) -> pa.Table:
-        """The table of the scan. The source can read its items then.
+        """The table of the scan.
 
         Raises:
             UserError: two items have the same sample id, or this is another data set under a known name.
@@ -308,7 +306,6 @@ class Scan:
             check_unique(self.name, table, self._scratch)
         if self.cache is not None:
             _same_set(self.cache, self.name, self.source, table)
-        self.source.recall(places(table))
         return table
 
     def _tables(self) -> list[pa.Table]:
@@ -342,12 +339,12 @@ class Scan:
         """Find the pieces with new pictures."""
 
         def looked(piece: _Piece) -> tuple[_Piece, Stats]:
-            return piece, piece.run.look() if piece.run is not None else {}
+            return piece, piece.fragment.look() if piece.fragment is not None else {}
 
         def identified(piece_and_new: tuple[_Piece, bool]) -> tuple[_Piece, bool, bytes]:
             piece, new = piece_and_new
-            assert piece.run is not None
-            return piece, new, piece.run.identity(piece.stats)
+            assert piece.fragment is not None
+            return piece, new, piece.fragment.identity(piece.stats)
 
         def not_kept() -> Iterator[tuple[_Piece, bool]]:
             for piece, stats in _mapped(self.pool, looked, pieces, RUNS_AHEAD):
@@ -402,7 +399,7 @@ class Scan:
         fragments.gather(list(self._shared), self._make_shared, arrived, self.scans)
 
     def _cut(self) -> list[_Piece]:
-        pieces = []
+        pieces, listed = [], ListedItems(self._scratch)
         again = (UNREADABLE, *([DEAD] if self.source.retries_links else []))
         runs = _runs(last, again) if (last := self._stamps()) is not None else {}
         for part in self.source.parts():
@@ -414,8 +411,9 @@ class Scan:
                 continue
             if self._known is None and (last := self._known_before()) is not None:
                 self._known = _known(last, self._scratch, not self.source.retries_links)
-            runs_of_part = self.source.runs(part, RUN)
-            pieces += [_Piece(None, part.name, part.stamp, each, count=each.count) for each in runs_of_part]
+            fragments = self.source.fragments(part, RUN, listed)
+            pieces += [_Piece(None, part.name, part.stamp, each, count=each.count) for each in fragments]
+        listed.finish()
         return pieces
 
     def _known_before(self) -> pa.Table | None:
@@ -451,8 +449,8 @@ class Scan:
 
     def _with_before(self, piece: _Piece) -> Iterator[tuple[Item | Reject, dict[str, Any] | None]]:
         """The listing of a piece, with the row of the last scan."""
-        assert piece.run is not None
-        rest = iter(piece.run.items())
+        assert piece.fragment is not None
+        rest = iter(piece.fragment.items())
         while entries := list(islice(rest, RUN)):
             before = piece.before or self._before([entry.key for entry in entries if isinstance(entry, Item)])
             yield from ((entry, before.get(entry.key)) for entry in entries)
@@ -483,19 +481,16 @@ class Scan:
             if len(columns["item"]) == ROWS:
                 tables.append(pa.table(columns, schema=SCAN))
                 columns = {column: [] for column in SCAN.names}
-        made = pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
-        self.source.release(made.column("item").to_pylist())
-        return made
+        return pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
 
     def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Stats) -> dict[str, Any]:
         """The row of an item. last: in the last scan; stats: item -> (size, mtime), as far as asked for."""
         if isinstance(item, Reject):
             return _row(item.key, reject=item.reason)
         captions = [{"text": text, "weight": weight} for text, weight in item.captions]
-        meta = json.dumps(item.meta, sort_keys=True, ensure_ascii=False, default=str)
-        listed = {"captions": captions, "meta": meta, "where": item.where, "ignored": None}
+        listed = {"captions": captions, "meta": item.meta_json, "where": item.where, "ignored": None}
         try:
-            stat = stats.get(item.key) or self.source.stat(item.key)
+            stat = stats.get(item.key) or self.source.stat(item.place)
             if isinstance(stat, Unreadable):
                 raise stat
         except OSError as error:
@@ -503,7 +498,7 @@ class Scan:
         before = unchanged_row(last, *stat)
         if before is not None and not self.settings.rehash:
             return {**before, **listed}
-        read = self.settings.look(self.source, item.key, self.settings.max_pixels, self.settings.max_bytes)
+        read = self.settings.look(self.source, item.place, self.settings.max_pixels, self.settings.max_bytes)
         if before is not None and before["width"] is not None and "width" not in read and stat[0] < 0:
             return {**before, **listed}  # a link that died; its record may be in the cache
         if stat[0] >= 0:
@@ -531,8 +526,8 @@ class Scan:
 
 
 def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = None) -> Source:
-    """The source of the last scan, ready to read its items. A source that was not scanned into this cache (its records
-    were adopted) is listed anew where `location` says it is.
+    """The source of the last scan, to read places of plans and scans. A source that was not scanned into this cache
+    (its records were adopted) is opened where `location` says it is.
 
     Args:
         location: where the source is now; default: where it was scanned.
@@ -541,43 +536,11 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
         UserError: no such source was scanned, or it has gone.
     """
     scan = cache.last_scan(name)
-    if scan is None and location is not None:
-        source = detect.open_source(location, config, name, patience_s=cache.files.patience_s)
-        source.scratch = cache.files.scratch
-        source.recall(places(source.scratch.rows(_PLACES, _listed(source))))
-        return source
-    if scan is None:
+    if scan is not None:
+        return detect.reopen(scan, as_read(config, scan), name, location, cache.files.patience_s)
+    if location is None:
         raise UserError(f"no source {name!r} was encoded into this cache", found=", ".join(cache.sources()))
-    table, config = cache.table(scan["table"]), as_read(config, scan)
-    parts = sorted({part for batch in _inside(table) for part in pc.unique(batch.column("part")).to_pylist()})
-    source = detect.reopen(
-        location or scan["root"], scan.get("source_format", "folder"), parts, config, name, cache.files.patience_s
-    )
-    source.scratch = cache.files.scratch
-    source.recall(places(table))
-    return source
-
-
-def _listed(source: Source) -> Iterator[tuple[str, str, str | None]]:
-    for part in source.parts():
-        items = (item for item in source.part(part.name) if isinstance(item, Item))
-        yield from ((item.key, part.name, item.where) for item in items)
-
-
-def places_of(cache: Cache, digest: str) -> Iterator[tuple[str, str, str]]:
-    """`places` of a table of the cache, which is read when the first is asked for."""
-    yield from places(cache.table(digest, ["item", "part", "where"]))
-
-
-def places(table: pa.Table) -> Iterator[tuple[str, str, str]]:
-    """(item, part, where) of the usable items inside archives or tables, for `Source.recall`."""
-    for batch in _inside(table):
-        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
-
-
-def _inside(table: pa.Table) -> Iterator[pa.Table]:
-    for batch in arrow.batches(table.select(["item", "part", "where"])):
-        yield batch.filter(pc.is_valid(batch.column("where")))
+    return detect.open_source(location, config, name, patience_s=cache.files.patience_s)
 
 
 def _mapped(pool: ThreadPoolExecutor, work: Callable[[T], R], listing: Iterable[T], ahead: int = AHEAD) -> Iterator[R]:

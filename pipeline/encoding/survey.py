@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import layout
 from pipeline.cache.arrow import batches
 from pipeline.cache.root import Cache, check_source_name
 from pipeline.config import Config, DataConfig
@@ -29,6 +28,8 @@ from pipeline.errors import IntegrityError, escaped
 from pipeline.images import buckets, decoding
 from pipeline.models import encoders
 from pipeline.models.text import count_rows, describe_text
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Source
@@ -50,8 +51,8 @@ class Survey:
     config: Config
     source: Source
     cache: Cache | None
-    latent: layout.LatentRecipe
-    text: layout.TextRecipe
+    latent: LatentRecipe
+    text: TextRecipe
     table: list[buckets.Shape]
     scan: pa.Table
     work: estimate.Wanted
@@ -183,10 +184,10 @@ def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) ->
     ]
 
 
-def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
     """The recipes of the configuration."""
     vae = encoders.describe_vae(config.vae)
-    latent = layout.LatentRecipe(
+    latent = LatentRecipe(
         **vae,
         decoder=decoding.choose(config.data.decoder),
         resize=decoding.RESIZE_RULE,
@@ -197,20 +198,20 @@ def recipes(config: Config) -> tuple[layout.LatentRecipe, layout.TextRecipe]:
     return latent, text_recipe(config)
 
 
-def text_recipe(config: Config) -> layout.TextRecipe:
+def text_recipe(config: Config) -> TextRecipe:
     """The text recipe of the configuration."""
     text = describe_text(config.text, caption_rules.instruction(config.text))
-    return layout.TextRecipe(**text, storage=config.encode.storage.text)
+    return TextRecipe(**text, storage=config.encode.storage.text)
 
 
-def with_stored_decoder(cache: Cache, latent: layout.LatentRecipe, config: Config) -> layout.LatentRecipe:
+def with_stored_decoder(cache: Cache, latent: LatentRecipe, config: Config) -> LatentRecipe:
     """The recipe; with `data.decoder: auto` with the decoder of the cache's records, if it has only others.
 
     Raises:
         UserError: that decoder is not installed here; the user must ask for encoding everything again.
     """
     if config.data.decoder == "auto":
-        stored = [recipe for recipe in cache.recipes("latent") if isinstance(recipe, layout.LatentRecipe)]
+        stored = [recipe for recipe in cache.recipes("latent") if isinstance(recipe, LatentRecipe)]
         decoders = [recipe.decoder for recipe in stored if replace(recipe, decoder=latent.decoder) == latent]
         if decoders and latent.decoder not in decoders:
             decoding.require(decoders[0])

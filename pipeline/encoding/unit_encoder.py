@@ -17,7 +17,8 @@ import pyarrow as pa
 import torch
 
 from pipeline import launch
-from pipeline.cache import codec, index, layout
+from pipeline.cache import codec, index
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config, VaeConfig
 from pipeline.encoding import estimate, unit_records
@@ -26,6 +27,8 @@ from pipeline.errors import CacheError, is_out_of_memory
 from pipeline.models import encoders
 from pipeline.models.frozen import from_bits, provenance_of
 from pipeline.models.text import TextEncoder, describe_text
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.reasons import kind
 from pipeline.sources.source import Source
@@ -52,7 +55,7 @@ class UnitEncoder:
         self._encoder: Any = None
         self._kind = ""
         self._costs: dict[str, _StorageCosts] = {}
-        self._recipes: dict[str, layout.Recipe] = {}
+        self._recipes: dict[str, Recipe] = {}
         self.limits = unit_records.Limits()
         self._numerics = None if encoders.is_exact(config.vae) else _Numerics(config.vae)
 
@@ -92,7 +95,7 @@ class UnitEncoder:
         recipe = self._recipe(plan.recipe)
         if not any(key in only for key in rows.column("key").to_pylist()):
             return []
-        if isinstance(recipe, layout.TextRecipe):
+        if isinstance(recipe, TextRecipe):
             self._text_encoder(recipe).mode = commit.provenance.get("text_mode", self.config.text.mode)
         batches = self._batches(recipe, unit, rows, only)
         self.limits.halved = 0
@@ -103,13 +106,13 @@ class UnitEncoder:
         return DiskSpace(self.cache, self.config.encode, partial(estimate.unit_bytes, self.cache), sleep)
 
     def _batches(
-        self, recipe: layout.Recipe, unit: Unit, rows: pa.Table, only: Container[bytes] | None
+        self, recipe: Recipe, unit: Unit, rows: pa.Table, only: Container[bytes] | None
     ) -> Iterable[unit_records.Made]:
         """The encoded batches of a unit."""
-        if isinstance(recipe, layout.TextRecipe):
+        if isinstance(recipe, TextRecipe):
             text_encoder = _Metered(self._text_encoder(recipe), self.meter)
             return unit_records.caption_records(recipe, unit, rows, text_encoder, only=only, limits=self.limits)
-        assert isinstance(recipe, layout.LatentRecipe)
+        assert isinstance(recipe, LatentRecipe)
         return unit_records.image_records(
             recipe,
             unit,
@@ -123,28 +126,28 @@ class UnitEncoder:
             limits=self.limits,
         )
 
-    def _recipe(self, name: str) -> layout.Recipe:
+    def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
             self._recipes[name] = self.cache.recipe(name)
         return self._recipes[name]
 
-    def _latent_encoder(self, recipe: layout.LatentRecipe) -> encoders.LatentEncoder:
+    def _latent_encoder(self, recipe: LatentRecipe) -> encoders.LatentEncoder:
         config = self.config
         self._check(recipe, lambda: encoders.describe_vae(config.vae), "vae")
         return self._loaded(recipe, lambda: encoders.LatentEncoder.load(config.vae, device(config)))
 
-    def _text_encoder(self, recipe: layout.TextRecipe) -> TextEncoder:
+    def _text_encoder(self, recipe: TextRecipe) -> TextEncoder:
         config, instruction = self.config, caption_rules.instruction(self.config.text)
         self._check(recipe, lambda: describe_text(config.text, instruction), "text")
         return self._loaded(recipe, lambda: TextEncoder.load(config.text, instruction, device(config)))
 
-    def _loaded(self, recipe: layout.Recipe, load: Callable[[], Any]) -> Any:
+    def _loaded(self, recipe: Recipe, load: Callable[[], Any]) -> Any:
         if self._kind != recipe.kind:
             self._kind, self._encoder = "", None  # before the other encoder is read
             self._kind, self._encoder = recipe.kind, load()
         return self._encoder
 
-    def _check(self, recipe: layout.Recipe, describe: Callable[[], dict[str, Any]], section: str) -> None:
+    def _check(self, recipe: Recipe, describe: Callable[[], dict[str, Any]], section: str) -> None:
         """CacheError unless the configured encoder gives the values of the recipe. Each recipe is checked once."""
         if not self._checks or recipe.name in self._checked:
             return
@@ -242,7 +245,7 @@ class _Numerics:
 class _StorageCosts:
     """Prints once, after the first unit with records, what a storage other than plain bf16 saves and costs."""
 
-    def __init__(self, recipe: layout.Recipe):
+    def __init__(self, recipe: Recipe):
         self.recipe, self.storage = recipe, codec.storage_of(recipe)
         self.measured = None if self.storage == codec.PLAIN else codec.Measured()
 

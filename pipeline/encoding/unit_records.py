@@ -26,12 +26,15 @@ import torch
 
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, RecordReject
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.frozen import NonFiniteOutputError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules as captions
-from pipeline.sources.source import Source
+from pipeline.sources.source import Place, Source
 
 DECODE_AHEAD = 2
 WRITE_BEHIND = 2
@@ -80,7 +83,7 @@ Made = tuple[list[EncodedRecord], list[RecordReject]]
 
 
 def image_records(
-    recipe: layout.LatentRecipe,
+    recipe: LatentRecipe,
     unit: Unit,
     rows: pa.Table,
     sources: dict[str, Source],
@@ -102,15 +105,15 @@ def image_records(
     """
     limits = limits or Limits()
     batches = _batches(unit, rows, only)
-    items: dict[str, list[str]] = defaultdict(list)
+    places: dict[str, list[Place]] = defaultdict(list)
     for batch in batches:
         for row in batch:
-            items[row["source"]].append(row["item"])
+            places[row["source"]].append(_place(row))
 
     def decode(row: dict[str, Any]) -> np.ndarray | RecordReject:
         key, item = row["key"].hex(), row["item"]
         try:
-            data = read[row["source"]](item)
+            data = read[row["source"]](_place(row))
         except OSError as error:
             return RecordReject(key, item, f"unreadable: {error}", retry=True)
         if layout.digest(data) != row["digest"]:
@@ -122,7 +125,7 @@ def image_records(
             return RecordReject(key, item, str(reject))
 
     with ExitStack() as stack:
-        read = {name: stack.enter_context(sources[name].reading(items[name])) for name in items}
+        read = {name: stack.enter_context(sources[name].reading(places[name])) for name in places}
         pool = stack.enter_context(ThreadPoolExecutor(max(1, workers)))
         for batch, decoded in _ahead(pool, decode, batches, DECODE_AHEAD):
             rejects = [d for d in decoded if isinstance(d, RecordReject)]
@@ -141,7 +144,7 @@ def image_records(
 
 
 def caption_records(
-    recipe: layout.TextRecipe,
+    recipe: TextRecipe,
     unit: Unit,
     rows: pa.Table,
     encoder: CaptionEncoder,
@@ -170,7 +173,7 @@ def caption_records(
 
 def write_unit(
     cache: Cache,
-    recipe: layout.Recipe,
+    recipe: Recipe,
     plan: WorkPlan,
     unit: Unit,
     made: Iterable[Made],
@@ -222,6 +225,11 @@ def provenance(halved: int = 0) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **decoding.versions(),
     }
+
+
+def _place(row: dict[str, Any]) -> Place:
+    """Where the picture of a row of a plan is."""
+    return Place(row["item"], row["part"], row["where"])
 
 
 def _batches(unit: Unit, rows: pa.Table, only: Container[bytes] | None) -> list[list[dict[str, Any]]]:
@@ -279,7 +287,7 @@ def _ahead(
 
 def _commit(
     cache: Cache,
-    recipe: layout.Recipe,
+    recipe: Recipe,
     plan: WorkPlan,
     unit: Unit,
     writer: shard.ShardWriter,

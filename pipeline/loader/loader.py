@@ -29,6 +29,8 @@ from pipeline.loader.buffer_pool import Allocator, BufferPool, aligned
 from pipeline.loader.planner import BatchOrder, BatchPlan, Planner
 from pipeline.loader.quarantine import Quarantine, Substitution, UnreadableRecord
 from pipeline.loader.shard_prefetch import ShardPrefetch
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ class Loader:
 
     def _read_null(self) -> np.ndarray:
         null = self.snapshot.null
-        rows = np.empty((null.rows, self.snapshot.text_recipe.width), np.uint16)
+        rows = np.empty((null.rows, self.snapshot.recipe(TextRecipe).width), np.uint16)
         self.readers["text"].read(null.shard, null.offset, null.key, null.checksum, rows, null.length)
         return rows
 
@@ -288,7 +290,7 @@ class Loader:
 
     def _largest_part(self) -> int:
         """Bytes of the largest possible part of a step."""
-        text = self.snapshot.text_recipe
+        text = self.snapshot.recipe(TextRecipe)
         rows = max(text.max_length, self.null_valid)
         largest = 0
         for number, batch in enumerate(self._batches):
@@ -335,7 +337,7 @@ class Loader:
             noise=allocator.cut((count, channels, *grid), np.float32),
             mask=allocator.cut((count, plan.length), bool),
             logit=allocator.cut((count,), np.float32),
-            texts=allocator.cut((text_rows, self.snapshot.text_recipe.width), np.uint16),
+            texts=allocator.cut((text_rows, self.snapshot.recipe(TextRecipe).width), np.uint16),
             begin=end - rows,
             end=end,
         )
@@ -345,7 +347,7 @@ class Loader:
     ) -> dict[int, RecordError]:
         """Read latents and captions into their arrays; returns the first error of each sample that has one."""
         count = len(plan)
-        every, channels = np.arange(count), self.snapshot.latent_recipe.channels
+        every, channels = np.arange(count), self.snapshot.recipe(LatentRecipe).channels
         bad: dict[int, RecordError] = {}
         for kind, columns, which, into, begin, end in (
             ("latent", plan.samples, every, arrays.latents, every * channels, (every + 1) * channels),

@@ -19,6 +19,7 @@ from pipeline.cache.snapshot import Columns, Snapshot
 from pipeline.loader import randomness
 from pipeline.loader.length_grouping import LengthGrouping
 from pipeline.loader.schedule import Schedule, ScheduledBatch, permute
+from pipeline.signals.text import TextRecipe
 from pipeline.sources.caption_rules import choose
 
 CANDIDATES = 256
@@ -107,7 +108,7 @@ class Planner:
         batch = self._order.step(step)
         samples, texts = self.columns(batch.bucket, batch.positions, batch.visits)
         longest = max(int(texts["rows"].max()), self.min_rows)
-        length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.text_recipe.max_length)
+        length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.recipe(TextRecipe).max_length)
         return BatchPlan(batch.step, batch.epoch, batch.bucket, batch.visits, samples, texts, length)
 
     def substitutes(self, plan: BatchPlan, i: int) -> Iterator[BatchPlan]:

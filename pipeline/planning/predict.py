@@ -22,6 +22,8 @@ from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning.recorder import KINDS, LASTING
 from pipeline.planning.trace import Shape, Traced
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.training.optimizers import in_backward
 
 CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
@@ -65,7 +67,7 @@ class Data:
     def of(cls, config: Config, snapshot: Any = None) -> Data:
         """The buckets of a snapshot, else those of the configuration."""
         if snapshot is not None:
-            latent, text = snapshot.latent_recipe, snapshot.text_recipe
+            latent, text = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe)
             batches = {(b.height, b.width): b.batch for b in snapshot.buckets}
             return cls(batches, len(snapshot), text.max_length, latent.compression, latent.channels, text.width)
         arch = config.model.arch

@@ -25,6 +25,8 @@ from pipeline.cache.root import MOVING, Cache
 from pipeline.cache.snapshot import Bucket, Snapshot
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.join import epoch_steps
 from pipeline.sources.reasons import EXAMPLES, kind
 
@@ -54,7 +56,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         first += samples.num_rows
         captions = _flat(samples.column("captions"))
         rows = captions.field("rows").to_numpy()
-        lengths.append(np.bincount(rows, minlength=snapshot.text_recipe.max_length + 1))
+        lengths.append(np.bincount(rows, minlength=snapshot.recipe(TextRecipe).max_length + 1))
         counts, how_many = np.unique(pc.list_value_length(samples.column("captions")).to_numpy(), return_counts=True)
         captions_per_sample.update(dict(zip(counts.tolist(), how_many.tolist(), strict=True)))
         picture_keys.append(fixed(samples.column("key")))
@@ -182,7 +184,7 @@ class _Sizes:
 
 def _captions(snapshot: Snapshot, lengths: list[np.ndarray], per_sample: Counter[int]) -> dict[str, Any]:
     """Numbers of captions by tokens. A caption with `max_length` tokens was cut, or just fits."""
-    longest, count = snapshot.text_recipe.max_length, 0
+    longest, count = snapshot.recipe(TextRecipe).max_length, 0
     by_tokens = np.zeros(longest + 1, np.int64)
     for part in lengths:
         by_tokens += part[: longest + 1]
@@ -249,7 +251,7 @@ def _rejected_items(cache: Cache, snapshot: Snapshot) -> Iterator[tuple[str, str
         for batch in table.to_batches(max_chunksize=4096):
             for item, reason in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
                 yield REJECTED[0], source, item, reason
-    for stage, recipe in ((REJECTED[1], snapshot.latent_recipe), (REJECTED[2], snapshot.text_recipe)):
+    for stage, recipe in ((REJECTED[1], snapshot.recipe(LatentRecipe)), (REJECTED[2], snapshot.recipe(TextRecipe))):
         for plan in cache.files.numbers(Paths.plans(recipe.name)):
             for commit in index.each_commit(cache.files, recipe.name, plan):
                 for reject in commit.rejects:
@@ -267,7 +269,7 @@ def _storage(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
                 "bytes": sum(shard.bytes for shard in snapshot.head.shards[recipe.kind]),
                 "storage": recipe.storage,
             }
-            for recipe in (snapshot.latent_recipe, snapshot.text_recipe)
+            for recipe in (snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe))
         },
         "shards_bytes": int(snapshot.shard_sizes().sum()),
         "tables_bytes": sum(cache.files.sizes(tables).values()),

@@ -19,6 +19,7 @@ from pipeline.config import Config
 from pipeline.loader.loader import bf16
 from pipeline.models.sampler import Sampling, noise_of, prompt_noise, sample
 from pipeline.models.spec import ModelSpec
+from pipeline.signals.text import TextRecipe
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,6 @@ class SnapshotTensors:
         return self._text(self.snapshot.null)[: self.snapshot.null.valid]
 
     def _text(self, place: Caption | TextPlace) -> torch.Tensor:
-        into = np.empty((place.rows, self.snapshot.text_recipe.width), np.uint16)
+        into = np.empty((place.rows, self.snapshot.recipe(TextRecipe).width), np.uint16)
         self.texts.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
         return bf16(into).float()

@@ -22,6 +22,7 @@ from pipeline.cache.local_files import replacing
 from pipeline.config import VaeConfig
 from pipeline.errors import ConfigError, UserError, not_permitted, writing
 from pipeline.processes import catching, shown
+from pipeline.signals.latent import LatentRecipe
 
 if TYPE_CHECKING:
     import torch
@@ -256,7 +257,7 @@ class Watcher:
         if self._described is None:
             described = describe_vae(self.vae)
             self._described = {name: described[name] for name in _DECIDES}
-        recipe = layout.LatentRecipe.from_values(drawing.facts.get("latent") or {})
+        recipe = LatentRecipe.from_values(drawing.facts.get("latent") or {})
         if differences := recipe.unlike(self._described):
             raise ConfigError(
                 f"{drawing.path}: was drawn for the latents of another VAE (drawn | configured)",

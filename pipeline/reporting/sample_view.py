@@ -25,6 +25,7 @@ from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.images.decoding import cover_box
 from pipeline.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
+from pipeline.signals.text import TextRecipe
 
 HEX_DIGITS = 6
 """The shortest beginning of a key or an id that is looked for."""
@@ -152,7 +153,7 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
     snapshot.reader("latent").read(sample.shard, sample.offset, sample.key, sample.checksum, bits, sample.length)
     latent = (bits.astype(np.uint32) << 16).view(np.float32)
     texts = snapshot.captions(row, snapshot.reader("text"))
-    longest, width = snapshot.text_recipe.max_length, snapshot.text_recipe.width
+    longest, width = snapshot.recipe(TextRecipe).max_length, snapshot.recipe(TextRecipe).width
 
     def place(kind: str, record: Any, plain: int) -> dict[str, Any]:
         return {
@@ -160,7 +161,7 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
             "shard": files.where(snapshot.shard_path(kind, record.shard)),
             "offset": record.offset,
             "bytes": plain if record.length is None else record.length,
-            "storage": snapshot.recipe(kind).storage,
+            "storage": snapshot.head.recipes_by_kind[kind].storage,
         }
 
     values = {

@@ -6,6 +6,8 @@ import base64
 import io
 from dataclasses import dataclass
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image
 
 from pipeline.cache.root import Cache
@@ -13,7 +15,7 @@ from pipeline.config import Config
 from pipeline.encoding.scan import reopen
 from pipeline.errors import UserError
 from pipeline.images import decoding
-from pipeline.sources.source import Source, Unreadable
+from pipeline.sources.source import Place, Source, Unreadable
 
 SIDE = 192
 """Longer side of a thumbnail in pixels."""
@@ -24,17 +26,18 @@ class SourcePictures:
 
     def __init__(self, config: Config, cache: Cache):
         self.config, self.cache = config, cache
-        self.sources: dict[str, Source | None] = {}
+        self.sources: dict[str, tuple[Source, pa.Table] | None] = {}
 
     def data(self, source: str, item: str) -> bytes | None:
         """The file; None if it is not there any more, or the source cannot be reached."""
         if source not in self.sources:
             self.sources[source] = self._open(source)
         opened = self.sources[source]
-        if opened is None:
+        at = -1 if opened is None else pc.index(opened[1].column("item"), item).as_py()
+        if opened is None or at < 0:
             return None
         try:
-            return opened.read(item)
+            return opened[0].read(Place(*(column[at].as_py() for column in opened[1].columns)))
         except Unreadable:  # moved or changed since
             return None
         except UserError:  # the source is unreachable: do not wait for each of its pictures
@@ -67,9 +70,12 @@ class SourcePictures:
             return None
         return Image.fromarray(pixels)
 
-    def _open(self, name: str) -> Source | None:
+    def _open(self, name: str) -> tuple[Source, pa.Table] | None:
+        """A source, and where its items are."""
+        scan = self.cache.last_scan(name)
         try:
-            return reopen(self.cache, name, self.config.data)
+            places = None if scan is None else self.cache.table(scan["table"], list(Place._fields))
+            return None if places is None else (reopen(self.cache, name, self.config.data), places)
         except UserError:  # removed or unreachable
             return None
 

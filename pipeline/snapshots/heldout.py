@@ -48,8 +48,8 @@ def check(snapshot: Snapshot, part: Snapshot) -> None:
     Raises:
         ConfigError: names the fields that differ.
     """
-    for kind in ("latent", "text"):
-        trained, validated = snapshot.recipe(kind), part.recipe(kind)
+    for kind, trained in snapshot.head.recipes_by_kind.items():
+        validated = part.head.recipes_by_kind[kind]
         if trained != validated:
             raise ConfigError(
                 f"{OPTION}: snapshot {part.id[:12]} has {kind} records of another recipe than {snapshot.id[:12]}",

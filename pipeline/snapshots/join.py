@@ -17,13 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import layout
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes, of_halves
-from pipeline.cache.many_keys import latent_keys, sample_ids, text_keys
+from pipeline.cache.many_keys import sample_ids
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
@@ -40,6 +39,8 @@ from pipeline.cache.snapshot import (
 from pipeline.config import DataConfig
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.reasons import EXAMPLES, Kinds
 
@@ -51,8 +52,8 @@ Shape = tuple[int, int]
 class EncodedRecords:
     """The encoded records that samples are joined with: the recipe and the index of each kind."""
 
-    latent: layout.LatentRecipe
-    text: layout.TextRecipe
+    latent: LatentRecipe
+    text: TextRecipe
     latents: RecordIndex
     texts: RecordIndex
 
@@ -310,7 +311,7 @@ def _with_latents(
     height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
     digest = fixed(scan.column("digest"))
     bucket = buckets.nearest_all(resolution.table, height, width)
-    keys = latent_keys(records.latent.id, digest, resolution.table, bucket)
+    keys = records.latent.keys(digest, resolution.table, bucket)
     rows = records.latents.find(keys)
     at, setting = "", ""
     if resolution.variant:
@@ -340,7 +341,7 @@ def _caption_records(
     """
     offsets, texts, weight = _captions(scan)
     normalised = (captions.normalise_all(some, records.text.normalisation) for some in texts)
-    keys = np.concatenate([np.empty(0, "S16"), *(text_keys(records.text.id, some) for some in normalised)])
+    keys = np.concatenate([np.empty(0, "S16"), *(records.text.keys(some) for some in normalised)])
     rows = records.texts.find(keys)
     usable_caption = (rows >= 0) & (weight > 0)
     counts = np.diff(offsets)
@@ -629,7 +630,7 @@ def _check_samples(joined: Joined, frame: Frame) -> None:
 
 def row_of_null(records: EncodedRecords) -> int:
     """The null record's row in the index of text records."""
-    row = int(records.texts.find(as_keys([layout.null_key(records.text.id)]))[0])
+    row = int(records.texts.find(as_keys([records.text.null_key]))[0])
     if row < 0:
         raise CacheError("the cache has no null record", fix="sana-pipe encode (it encodes it first)")
     return row
@@ -674,7 +675,7 @@ def _tables(
     def of(index: RecordIndex, rows: np.ndarray, /, **columns: str) -> dict[str, Any]:
         return {name: _array(index.columns[column][rows]) for name, column in columns.items()}
 
-    def place(recipe: layout.LatentRecipe | layout.TextRecipe) -> dict[str, str]:
+    def place(recipe: LatentRecipe | TextRecipe) -> dict[str, str]:
         names = ("offset", "key", "checksum", *(() if recipe.storage == PLAIN else ("length",)))
         return {name: name for name in names}
 

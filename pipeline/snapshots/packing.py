@@ -48,6 +48,8 @@ from pipeline.cache.snapshot import (
 )
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.loader.schedule import permute
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 OVERHEAD = 1536
 """About so many bytes of tar and npy headers and padding per member."""
@@ -89,7 +91,7 @@ def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkPlan:
 
 def block_sizes(snapshot: Snapshot, target: int) -> list[int]:
     """Samples per shard of about `target` bytes, for each bucket."""
-    width = snapshot.text_recipe.width
+    width = snapshot.recipe(TextRecipe).width
     sizes = []
     for number, bucket in enumerate(snapshot.buckets):
         latent_bytes = 2 * int(np.prod(snapshot.latent_shape(number)))
@@ -160,10 +162,12 @@ class Packer:
             IntegrityError: a record of the snapshot is damaged.
         """
         snapshot, plan, files = self.snapshot, self.plan, self.cache.files
-        with JointWriter(files, plan.recipe, unit.unit, snapshot.latent_recipe, snapshot.text_recipe) as writer:
+        with JointWriter(
+            files, plan.recipe, unit.unit, snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe)
+        ) as writer:
             if unit.start == len(snapshot):
                 null = snapshot.null
-                writer.add_null(_record(self._texts, null, (null.rows, snapshot.text_recipe.width)), null.valid)
+                writer.add_null(_record(self._texts, null, (null.rows, snapshot.recipe(TextRecipe).width)), null.valid)
             else:
                 self._add_samples(writer, self.rows(unit).tolist())
             made = writer.finish()
@@ -192,7 +196,7 @@ class Packer:
         memory at once."""
         samples = [self.snapshot.sample(row) for row in rows]
         written = [self.snapshot.written(row) for row in rows]
-        width = self.snapshot.text_recipe.width
+        width = self.snapshot.recipe(TextRecipe).width
 
         def latent(i: int) -> Payload:
             return _record(self._latents, samples[i], self.snapshot.latent_shape(samples[i].bucket))
@@ -232,7 +236,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
     commits = [done[unit.unit] for unit in plan.units]
     shards = tuple(ShardFile(str(commit.shard), commit.bytes) for commit in commits)
     null = _table(cache, commits[-1]).to_pylist()[0]
-    length = null["length"] if snapshot.text_recipe.storage != PLAIN else None
+    length = null["length"] if snapshot.recipe(TextRecipe).storage != PLAIN else None
     head, blocks = snapshot.head, _blocks(cache, plan)
     return replace(
         head,
@@ -250,7 +254,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
 
 def _chunks(cache: Cache, snapshot: Snapshot, commits: list[index.Commit]) -> Iterator[Chunk]:
     """Write the rows of all units, cut into chunks."""
-    schema = samples_schema(snapshot.latent_recipe, snapshot.text_recipe)
+    schema = samples_schema(snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe))
     waiting: list[tuple[pa.Table, pa.Table]] = []
     rows = 0
     for number, commit in enumerate(commits):

@@ -20,7 +20,7 @@ import os
 import posixpath
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -129,6 +129,7 @@ def open_source(
         for kind in pictures:
             del left_out.counts[kind]
     source.left_out = left_out
+    source.named = filesystem.named if isinstance(filesystem, LocalFilesystem) else ()
     return source
 
 
@@ -182,34 +183,40 @@ def _of_format(
         tables.retries_links = config.retry_links
         return tables
     files = sorted(set(files))
-    if files and lists_links(filesystem, files[0], field):
-        listing = LinkListing(filesystem, files, rule, name, image_field=field, links=links, format=format)
+    if format == LinkListing.format or (files and lists_links(filesystem, files[0], field)):
+        listing = LinkListing(filesystem, files, rule, name, image_field=field, links=links)
         listing.retries_links = config.retry_links
         return listing
     return ListingSource(filesystem, files, rule, name, image_field=field, image_root=root, format=format)
 
 
 def reopen(
-    location: str, format: str, parts: Iterable[str], config: DataConfig, name: str, patience_s: float = PATIENCE_S
+    document: Mapping[str, Any],
+    config: DataConfig,
+    name: str,
+    location: str | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> Source:
-    """Open a source that was listed before, for reading, without detection.
+    """Open a source that was scanned before, for reading, without detection and without its list of files.
 
     Args:
-        location, format, name: attributes of the listed source.
-        parts: the names of its parts.
+        document: a scan document, with `Source.document`.
+        config: with which it was scanned.
+        name: of the source.
+        location: where it is now; default: where it was.
         patience_s: how long to wait for a store that does not answer.
 
     Raises:
         UserError: it no longer exists.
     """
-    rule, parts = CaptionRule.of(config), list(parts)
-    named = parts if len(parts) == 1 else ()
+    root, named = location or document["root"], document.get("named", [])
     filesystem: Filesystem = (
-        RemoteFilesystem(location, patience_s) if is_url(location) else _disk(location, location, patience_s, named)
+        RemoteFilesystem(root, patience_s) if is_url(root) else _disk(root, root, patience_s, named)
     )
+    rule, format = CaptionRule.of(config), document.get("source_format", "folder")
     if format == "folder":
         return FolderSource(filesystem, rule, name)
-    return _of_format(format, filesystem, parts, rule, config, name, patience_s)
+    return _of_format(format, filesystem, (), rule, config, name, patience_s)
 
 
 def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None, str]:

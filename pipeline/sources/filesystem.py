@@ -254,11 +254,12 @@ class LocalFilesystem(Filesystem):
     """
 
     def __init__(self, root: Path | str, patience_s: float = retrying.PATIENCE_S, named: Iterable[str] = ()):
-        self.root, self.patience_s = Path(root), patience_s
+        self.root, self.patience_s, self.named = Path(root), patience_s, tuple(named)
         self.location = self._real_root = os.path.realpath(self.root)
         refuse_surrogates(self.location)
         self._inside = [self._real_root, *_blobs(self._real_root)]
-        self._inside += [real for name in named if (real := os.path.realpath(self.root / name)) not in self._inside]
+        links = (os.path.realpath(self.root / name) for name in self.named)
+        self._inside += [real for real in links if real not in self._inside]
 
     @property
     def roots(self) -> tuple[str, ...]:

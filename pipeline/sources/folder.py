@@ -51,7 +51,7 @@ from pipeline.sources.metadata_files import (
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reasons import EXAMPLES, Kinds
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
-from pipeline.sources.source import Fragment, Item, Part, PrefetchedSource, Reject, Stats
+from pipeline.sources.source import Fragment, Item, ListedItems, Part, Place, PrefetchedSource, Reject, Stats
 from pipeline.sources.unread import explain
 
 METADATA_BATCH = 4096
@@ -280,8 +280,8 @@ class FolderSource(PrefetchedSource):
         listing = self._list()  # errors of the whole folder are raised here, before the iteration
         return chain(listing.rejected(0, len(listing.rejects)), self._items(0, len(listing), listing))
 
-    def runs(self, part: Part, size: int) -> Iterator[Fragment]:
-        """Runs of pictures by name, so that the process that lists need not read every caption."""
+    def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
+        """Ranges of pictures by name, so that the process that lists need not read every caption."""
         listing = self._list()
         for first in range(0, len(listing.rejects), size):
             after = min(first + size, len(listing.rejects))
@@ -309,17 +309,17 @@ class FolderSource(PrefetchedSource):
 
         return digest("files", self.rule.identity(), *map(described, keys, listing.metadata(keys)))
 
-    def stat(self, key: str) -> tuple[int, int]:
-        return self.filesystem.stat(key)
+    def stat(self, place: Place) -> tuple[int, int]:
+        return self.filesystem.stat(place.item)
 
-    def read(self, key: str) -> bytes:
-        return self.filesystem.read(key)
+    def read(self, place: Place) -> bytes:
+        return self.filesystem.read(place.item)
 
-    def head(self, key: str, length: int) -> bytes:
-        return self.filesystem.read(key, length)
+    def head(self, place: Place, length: int) -> bytes:
+        return self.filesystem.read(place.item, length)
 
-    def _place_of(self, key: str) -> FileRange:
-        return FileRange(key)
+    def _range(self, place: Place) -> FileRange:
+        return FileRange(place.item)
 
     # ------------------------------------------------------------ listing
 

@@ -10,6 +10,7 @@ the picture is fetched to be encoded.
 from __future__ import annotations
 
 import io
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reaso
 from pipeline.sources.links import REQUESTS, Links
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
-from pipeline.sources.source import FilesSource, Fragment, Item, Part, Reject
+from pipeline.sources.source import FilesSource, Fragment, Item, ListedItems, Part, Place, Reject
+
+ADDRESS = "@"
+"""In `Place.where` of a link, before the digest of its address."""
 
 LINK_RULE = "links-1"
 LINK_CAPTIONS = ("TEXT", "caption", "alt_text")
@@ -45,18 +49,18 @@ class LinkTables(FilesSource):
         """Whether a file is a table of links."""
 
     @abstractmethod
-    def _url(self, key: str) -> str | None:
+    def _url(self, place: Place) -> str | None:
         """The address in the row of an item; None if it names no link.
 
         Raises:
             Unreadable: the row cannot be read.
         """
 
-    def _fetch(self, key: str, address: str) -> bytes:
+    def _fetch(self, place: Place, address: str) -> bytes:
         """The picture behind a link. address: its digest when the table was listed."""
-        url = self._url(key)
+        url = self._url(place)
         if url is None or digest_of(url) != address:
-            raise Unreadable(f"{escaped(key)}: names another link than when it was scanned")
+            raise Unreadable(f"{escaped(place.item)}: names another link than when it was scanned")
         return self.links.read(url.strip())
 
     def _rule(self, columns: Iterable[str]) -> CaptionRule:
@@ -90,11 +94,13 @@ class LinkTables(FilesSource):
             return False
 
     @contextmanager
-    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
-        if not self._fetches:
+    def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
+        links = {place.item: place for place in places if ADDRESS in (place.where or "")}
+        if not links:
             yield self.read
             return
-        with RangePrefetch(_Reads(self.read), ((key, FileRange(key)) for key in keys), self.read, REQUESTS) as prefetch:
+        ranges = ((place, FileRange(item)) for item, place in links.items())
+        with RangePrefetch(_Reads(lambda item: self.read(links[item])), ranges, self.read, REQUESTS) as prefetch:
             yield prefetch.read
 
 
@@ -104,7 +110,9 @@ class LinkListing(LinkTables):
     Args: as for `pipeline.sources.tables.ListingSource`; `links` fetches the pictures.
     """
 
+    format = "links"
     has_links = True
+    WHERE = re.compile(rf"(?P<start>\d+)\+(?P<length>\d+){ADDRESS}(?P<address>[0-9a-f]{{16}})")
 
     def __init__(
         self,
@@ -115,10 +123,9 @@ class LinkListing(LinkTables):
         *,
         image_field: str | None,
         links: Links | None,
-        format: str,
     ):
         super().__init__(filesystem, files, rule, name)
-        self.image_field, self.links, self.format = image_field, links or Links(), format
+        self.image_field, self.links = image_field, links or Links()
         self._headers: dict[str, bytes] = {}
 
     def part(self, name: str) -> Iterator[Item | Reject]:
@@ -172,13 +179,12 @@ class LinkListing(LinkTables):
         else:
             if read.problems:
                 self._note(key, "; ".join(read.problems))
-            where = f"{place}@{digest_of(url)}"
-            self._place(key, part, where)
-            yield Item(key, captions, {k: v for k, v in values.items() if k not in rule.columns}, where)
+            meta = {other: value for other, value in values.items() if other not in rule.columns}
+            yield Item(key, captions, meta, part, f"{place}{ADDRESS}{digest_of(url)}")
 
-    def runs(self, part: Part, size: int) -> Iterator[Fragment]:
-        """As `Source.runs`; but fetching takes long, so also a file with a stamp is cut."""
-        return super().runs(replace(part, stamp=None), size)
+    def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
+        """As `Source.fragments`; but fetching takes long, so also a file with a stamp is cut."""
+        return listed.fragments(self, part, size)
 
     def _prepare(self) -> None:
         self._headers = {}
@@ -190,25 +196,15 @@ class LinkListing(LinkTables):
     def _names_links(self, name: str) -> bool:
         return True
 
-    def stat(self, key: str) -> tuple[int, int]:
-        return -1, int(self._located(key)[2], 16) >> 1
+    def stat(self, place: Place) -> tuple[int, int]:
+        return -1, int(self._located(place)[1]["address"], 16) >> 1
 
-    def read(self, key: str) -> bytes:
-        return self._fetch(key, self._located(key)[2])
+    def read(self, place: Place) -> bytes:
+        return self._fetch(place, self._located(place)[1]["address"])
 
-    def _located(self, key: str) -> tuple[str, tuple[int, int], str]:
-        """The file of a row, (first byte, length) in it, and the digest of its address."""
-        place = self._where(key)
-        if place is None:
-            raise Unreadable(f"{escaped(key)}: is in none of the listings that were read")
-        part, where = place
-        position, _, address = where.partition("@")
-        start, length = map(int, position.split("+"))
-        return part, (start, length), address
-
-    def _url(self, key: str) -> str | None:
-        part, (start, length), _ = self._located(key)
-        data = self.filesystem.read_range(part, start, length)
+    def _url(self, place: Place) -> str | None:
+        part, where = self._located(place)
+        data = self.filesystem.read_range(part, int(where["start"]), int(where["length"]))
         if part not in self._headers:
             reader = RowReader(part, self.filesystem.lines(part))
             next(iter(reader), None)

@@ -1,6 +1,6 @@
 """Range prefetch: fetch remote pictures before they are needed, neighbours in one request.
 
-`RangePrefetch` is given the keys in about the order of reading. Members of one file with at most `GAP` bytes between
+`RangePrefetch` is given the places in about the order of reading. Members of one file with at most `GAP` bytes between
 them are fetched by one request of at most `REQUEST` bytes; up to `PARALLEL_REQUESTS` requests are in flight.
 Why: a request takes some 10 to 100 ms, so pictures of 100 KB fetched one by one arrive at a few MB/s.
 Price: up to `WINDOW` bytes (and one request per reading thread) wait in memory; the bytes in the gaps are transferred
@@ -17,9 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from pipeline.sources.filesystem import Unreadable
+
+K = TypeVar("K")
 
 GAP = 1 << 20
 REQUEST = 32 << 20
@@ -48,47 +50,47 @@ class FileRange:
 
 
 @dataclass
-class _Request:
+class _Request(Generic[K]):
     file: str
     offset: int
     length: int | None
-    keys: set[str] = field(default_factory=set)
+    keys: set[K] = field(default_factory=set)
     future: Future[bytes] | None = None
 
 
-class RangePrefetch:
+class RangePrefetch(Generic[K]):
     """Reads each key once, ahead of its use.
 
     Args:
-        places: (key, place) in about the order of reading.
-        read_alone: reads a single key: one that is not in `places`, is read again, or whose request failed.
+        ranges: (key, range) in about the order of reading.
+        read_alone: reads a single key: one that is not in `ranges`, is read again, or whose request failed.
         requests: how many are in flight; a file of unknown size occupies so large a part of the window.
     """
 
     def __init__(
         self,
         filesystem: RemoteFiles,
-        places: Iterable[tuple[str, FileRange]],
-        read_alone: Callable[[str], bytes],
+        ranges: Iterable[tuple[K, FileRange]],
+        read_alone: Callable[[K], bytes],
         requests: int = PARALLEL_REQUESTS,
     ):
         self._whole = WINDOW // requests
         self._filesystem, self._read_alone = filesystem, read_alone
-        self._places = dict(places)
-        self._request_of = {key: request for request in _requests(self._places) for key in request.keys}
-        self._waiting = deque(dict.fromkeys(id(self._request_of[key]) for key in self._places))
+        self._ranges = dict(ranges)
+        self._request_of = {key: request for request in _requests(self._ranges) for key in request.keys}
+        self._waiting = deque(dict.fromkeys(id(self._request_of[key]) for key in self._ranges))
         self._by_id = {id(request): request for request in self._request_of.values()}
         self._bytes_in_window = 0
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(requests, thread_name_prefix="range-prefetch")
 
-    def __enter__(self) -> RangePrefetch:
+    def __enter__(self) -> RangePrefetch[K]:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: K) -> bytes:
         """The bytes of a key.
 
         Raises:
@@ -112,16 +114,16 @@ class RangePrefetch:
                     self._bytes_in_window -= self._weight(request)
                     self._by_id.pop(id(request), None)
                     self._fill()
-        place = self._places[key]
-        if place.size is None:
+        wanted = self._ranges[key]
+        if wanted.size is None:
             return data
-        start = place.offset - request.offset
-        return data[start : start + place.size]
+        start = wanted.offset - request.offset
+        return data[start : start + wanted.size]
 
-    def _weight(self, request: _Request) -> int:
+    def _weight(self, request: _Request[K]) -> int:
         return self._whole if request.length is None else request.length
 
-    def _start(self, request: _Request) -> Future[bytes]:
+    def _start(self, request: _Request[K]) -> Future[bytes]:
         if request.future is None:
             self._bytes_in_window += self._weight(request)
             request.future = self._pool.submit(self._fetch, request)
@@ -137,7 +139,7 @@ class RangePrefetch:
                 self._start(request)
             self._waiting.popleft()
 
-    def _fetch(self, request: _Request) -> bytes:
+    def _fetch(self, request: _Request[K]) -> bytes:
         if not self._filesystem.is_remote:
             raise Unreadable(f"{request.file}: is not prefetched")
         if request.length is None:
@@ -145,9 +147,9 @@ class RangePrefetch:
         return self._filesystem.read_range(request.file, request.offset, request.length)
 
 
-def _requests(places: dict[str, FileRange]) -> Iterable[_Request]:
-    last: _Request | None = None
-    for key, place in sorted(places.items(), key=lambda entry: (entry[1].file, entry[1].offset)):
+def _requests(ranges: dict[K, FileRange]) -> Iterable[_Request[K]]:
+    last: _Request[K] | None = None
+    for key, place in sorted(ranges.items(), key=lambda entry: (entry[1].file, entry[1].offset)):
         if last is not None and last.length is not None and place.size is not None and last.file == place.file:
             end = max(last.offset + last.length, place.offset + place.size)
             if place.offset - (last.offset + last.length) <= GAP and end - last.offset <= REQUEST:

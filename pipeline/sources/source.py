@@ -1,41 +1,57 @@
-"""The protocol of a source: it lists items, says whether their bytes have changed, and reads them.
+"""The protocol of a source: it lists the items of its parts, and reads the bytes at a place, which needs no listing.
 
 `Source` is implemented by `folder` (files beside captions), `tars` (webdataset) and `tables` (parquet and listings);
 `detect` chooses one for `--data`.
-Why an interface this small: a scan needs the keys in a fixed order with their captions, a sign that the bytes have
-changed, and the bytes. Archives, tables and object stores can answer these as well as a disk.
 Price: a listing is in temporary files beside the cache; what an object store other than S3 lists is in memory first.
-
 Nothing is dropped silently: what cannot become an item becomes a `Reject` with a reason, and files that are plainly
 not pictures are counted in `ignored`, as are captions that cannot be used of pictures that have another one.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import islice
-from threading import Lock
-from typing import Any
-from weakref import ref
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pipeline.cache.arrow import ROWS
-from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
+from pipeline.sources.filenames import escaped
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
 from pipeline.sources.reasons import Kinds, kind
 
-_PICKLED = pa.schema([("run", pa.large_binary())])
-_PLACES = pa.schema([(name, pa.string()) for name in ("item", "part", "where")])
+_LISTED = pa.schema(
+    [
+        ("item", pa.string()),
+        ("captions", pa.list_(pa.struct([("text", pa.string()), ("weight", pa.float64())]))),
+        ("meta", pa.string()),
+        ("part", pa.string()),
+        ("where", pa.string()),
+        ("reject", pa.string()),
+    ]
+)
+
+
+class Place(NamedTuple):
+    """Where the bytes of an item are.
+
+    item: its key.
+    part: the file of the source that holds it; None for an item that is a file.
+    where: the position inside the part, in a format of the source; None where the key is enough.
+    """
+
+    item: str
+    part: str | None = None
+    where: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,13 +61,23 @@ class Item:
     key: its name within the source; forward slashes, unique, stable when the source moves.
     captions: (text, weight) candidates, at least one; weights are relative.
     meta: other columns of the source, JSON values by column name.
-    where: the position of its bytes inside its part, in a format of the source; None where the key is enough.
+    part, where: as in `Place`.
     """
 
     key: str
     captions: tuple[tuple[str, float], ...]
     meta: dict[str, Any] = field(default_factory=dict)
+    part: str | None = None
     where: str | None = None
+
+    @property
+    def place(self) -> Place:
+        return Place(self.key, self.part, self.where)
+
+    @property
+    def meta_json(self) -> str:
+        """`meta` as a scan stores it."""
+        return json.dumps(self.meta, sort_keys=True, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True)
@@ -71,9 +97,9 @@ Stats = dict[str, tuple[int, int] | Unreadable]
 
 @dataclass(frozen=True)
 class Fragment:
-    """A range of a part that is listed, read and distributed separately.
+    """A range of a part that is listed, read and distributed separately. Its functions may run in any thread.
 
-    look: calls `stat` for the keys; takes as long as asking for every file's size; may run in any thread.
+    look: calls `stat` for the keys; takes as long as asking for every file's size.
     identity: result of `look` -> a digest of everything that decides what `items` yields and what the bytes are; as
         slow as `look`.
     items: lists the range.
@@ -102,21 +128,22 @@ class Source(ABC):
     """Identifies a sample together with the key, so it must not change when the source is moved."""
 
     format: str = "folder"
-    """The value of `--format` that selects this class."""
+    """Selects this class when the source is opened again."""
 
     location: str
     """The absolute path or URL, in the form that `--data` takes."""
+
+    named: tuple[str, ...] = ()
+    """The file, if the user named a single one; it may be a link that leads out of its folder."""
 
     rule: CaptionRule | None = None
     """Selects the captions; None for a source that selects otherwise."""
 
     scratch: Scratch = Scratch()
-    """Temporary storage for items and their places."""
+    """Temporary storage for listings."""
 
     picture_columns: frozenset[str] = frozenset()
     """The columns of tables that the last listing took pictures from."""
-
-    _runs: ref[SpilledItems] | None = None
 
     has_links: bool = False
     """Whether the last listing may have links (see `links`): items of which only the address is known, so that their
@@ -134,66 +161,27 @@ class Source(ABC):
     ignored: Kinds = Kinds()
     """What the last listing skipped, by kind, with `left_out`: files, members and captions."""
 
+    def document(self) -> dict[str, Any]:
+        """What a scan document says of the source, so that it can be opened again."""
+        format = {"source_format": self.format} if self.format != Source.format else {}
+        return {"root": self.location, **format, **({"named": list(self.named)} if self.named else {})}
+
     def parts(self) -> list[Part]:
-        """The parts of the listing, in its order. A part with an unchanged stamp need not be listed again if `recall`
-        is given its places."""
+        """The parts of the listing, in its order. A part with an unchanged stamp need not be listed again."""
         return [Part("")]
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         """The items of one part, in ascending order of their keys."""
         return self.items()
 
-    def runs(self, part: Part, size: int) -> Iterator[Fragment]:
-        """A part cut into runs of `size` items. A part with a stamp is a single run, known without listing it."""
-        if part.stamp is not None:
-            stamp = part.stamp
-            yield Fragment(dict, lambda stats: digest("part", part.name, stamp), lambda: self.part(part.name))
+    def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
+        """A part cut into fragments of `size` items. A part with a stamp is one fragment, known without listing it; the
+        items of another part are added to `listed`."""
+        if part.stamp is None:
+            yield from listed.fragments(self, part, size)
             return
-        listing = iter(self.part(part.name))
-        while entries := list(islice(listing, size)):
-            yield self._run(part.name, entries)
-
-    def _run(self, part: str, entries: list[Item | Reject]) -> Fragment:
-        runs = self._runs() if self._runs is not None else None
-        if runs is None or not runs.is_open:
-            runs = SpilledItems(self.scratch)
-            self._runs = ref(runs)  # the file is deleted with the last run
-        load = runs.add(entries)
-        self.release(entry.key for entry in entries)
-        return Fragment(
-            partial(self._stat_all, part, load),
-            lambda stats: _identity(load(), stats),
-            lambda: self._placed(part, load()),
-            len(entries),
-        )
-
-    def _placed(self, part: str, entries: list[Item | Reject]) -> Iterator[Item | Reject]:
-        """Entries of which each item can be read. Its place is kept until it is released."""
-        for entry in entries:
-            if isinstance(entry, Item) and entry.where is not None:
-                self._place(entry.key, part, entry.where)
-            yield entry
-
-    def _stat_all(self, part: str, load: Callable[[], list[Item | Reject]]) -> Stats:
-        stats: Stats = {}
-        for entry in self._placed(part, load()):
-            if isinstance(entry, Item):
-                try:
-                    stats[entry.key] = self.stat(entry.key)
-                except Unreadable as error:
-                    stats[entry.key] = error
-        self.release(stats)
-        return stats
-
-    def _place(self, key: str, part: str, where: str) -> None:  # noqa: B027 - a folder needs none
-        """Note where the bytes of a listed item are."""
-
-    def recall(self, places: Iterable[tuple[str, str, str]]) -> None:  # noqa: B027 - a folder needs none
-        """Take over (key, part, where) of a listing in place of those known so far, so that `stat` and `read` work
-        without a new listing."""
-
-    def release(self, keys: Iterable[str]) -> None:  # noqa: B027 - a folder has none
-        """Forget the places of listed items, which are not needed before the next `recall`."""
+        stamp = part.stamp
+        yield Fragment(dict, lambda stats: digest("part", part.name, stamp), lambda: self.part(part.name))
 
     @abstractmethod
     def items(self) -> Iterator[Item | Reject]:
@@ -204,25 +192,25 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def stat(self, key: str) -> tuple[int, int]:
+    def stat(self, place: Place) -> tuple[int, int]:
         """(size in bytes, modification time in ns or a number derived from an ETag): equal values mean unchanged bytes.
         Size -1: not known before the item is read.
 
         Raises:
-            Unreadable: the item no longer exists, or the key does not belong to this source.
+            Unreadable: the item no longer exists, or the place does not belong to this source.
         """
 
-    def head(self, key: str, length: int) -> bytes:
+    def head(self, place: Place, length: int) -> bytes:
         """At least the first `length` bytes, or the whole item if it is shorter or cannot be read in part.
 
         Raises:
             Unreadable: as in `read`.
         """
-        return self.read(key)
+        return self.read(place)
 
     @abstractmethod
-    def read(self, key: str) -> bytes:
-        """The bytes of an item.
+    def read(self, place: Place) -> bytes:
+        """The bytes at a place, whether or not this object has listed it.
 
         Raises:
             Unreadable: as in `stat`, or the bytes cannot be read.
@@ -234,8 +222,8 @@ class Source(ABC):
         return False
 
     @contextmanager
-    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
-        """`read` for keys that will each be read once, in about this order; remote bytes are prefetched. The context
+    def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
+        """`read` for places that will each be read once, in about this order; remote bytes are prefetched. The context
         ends when all have been read or the rest is not needed."""
         yield self.read
 
@@ -272,17 +260,25 @@ class PrefetchedSource(Source):
         return self.filesystem.is_remote
 
     @contextmanager
-    def reading(self, keys: Iterable[str]) -> Iterator[Callable[[str], bytes]]:
+    def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
         if not self.is_remote:
             yield self.read
             return
-        places = ((key, place) for key in keys if (place := self._place_of(key)) is not None)
-        with RangePrefetch(self.filesystem, places, self.read) as prefetch:
+        with RangePrefetch(self.filesystem, self._ranges(places), self.read) as prefetch:
             yield prefetch.read
 
+    def _ranges(self, places: Iterable[Place]) -> Iterator[tuple[Place, FileRange]]:
+        for place in places:
+            with suppress(Unreadable):  # is raised where it is read
+                yield place, self._range(place)
+
     @abstractmethod
-    def _place_of(self, key: str) -> FileRange | None:
-        """Where the bytes of an item are; None if its file was not listed."""
+    def _range(self, place: Place) -> FileRange:
+        """The file and the range of an item's bytes.
+
+        Raises:
+            Unreadable: the place does not belong to this source.
+        """
 
 
 class FilesSource(Source):
@@ -296,6 +292,8 @@ class FilesSource(Source):
     """
 
     rule: CaptionRule
+    WHERE: re.Pattern[str]
+    """What `Place.where` of its items matches."""
 
     def __init__(self, filesystem: Filesystem, files: Iterable[str], rule: CaptionRule, name: str):
         self.filesystem, self.rule, self.name = filesystem, rule, name
@@ -303,9 +301,6 @@ class FilesSource(Source):
         self.files = sorted(set(files), key=lambda file: file + "/")
         self.ignored = Kinds()
         self._versions: dict[str, tuple[int, int]] = {}
-        self._listed: dict[str, tuple[str, str]] = {}
-        self._recall: Callable[[], ItemRows | None] = lambda: None
-        self._recall_lock = Lock()
 
     def parts(self) -> list[Part]:
         self.filesystem.refresh()
@@ -318,35 +313,16 @@ class FilesSource(Source):
         for part in self.parts():
             yield from self.part(part.name)
 
-    def recall(self, places: Iterable[tuple[str, str, str]]) -> None:
-        def tables() -> Iterator[pa.Table]:
-            rest = iter(places)
-            while some := list(islice(rest, ROWS)):
-                yield pa.table(list(zip(*some, strict=True)), _PLACES.names).cast(_PLACES)
+    def _located(self, place: Place) -> tuple[str, re.Match[str]]:
+        """The part of a place, and its `where`.
 
-        # Made when an item is first asked for: `encode` with nothing to do needs no places.
-        self._recall = cache(lambda: ItemRows(self.scratch.table(_PLACES, tables()), self.scratch))
-        self._listed = {}
-
-    def release(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._listed.pop(key, None)
-
-    def _place(self, key: str, part: str, where: str) -> None:
-        """Note where the bytes of a listed item are."""
-        self._listed[key] = part, where
-
-    def _where(self, key: str) -> tuple[str, str] | None:
-        """(part, where) of an item; None if it was not listed."""
-        place = self._listed.get(key)
-        if place is not None:
-            return place
-        with self._recall_lock:
-            recalled = self._recall()
-        if recalled is None or (row := int(recalled.find([key])[0])) < 0:
-            return None
-        item, part, where = (column[row].as_py() for column in recalled.table.columns)
-        return (part, where) if item == key else None
+        Raises:
+            Unreadable: it is a place of a source of another format.
+        """
+        match = self.WHERE.fullmatch(place.where or "")
+        if place.part is None or match is None:
+            raise Unreadable(f"{escaped(place.item)}: is in none of the files of this source, which are {self.format}")
+        return place.part, match
 
     def _version(self, part: str) -> int:
         """The modification time (ns) or number of the ETag of a file, read once per listing."""
@@ -364,39 +340,61 @@ class FilesSource(Source):
         """`Part.stamp` of a file."""
 
 
-class SpilledItems:
-    """Runs of listed items in one temporary table, pickled: as objects they would occupy a kilobyte an item.
+class ListedItems:
+    """Items of parts that only listing can tell, in one temporary table: as objects they would occupy a kilobyte each.
 
-    The table is finished when a run is first read; then no more can be added.
+    First everything is listed (`fragments`), then `finish` is called, then the fragments can be used.
     """
 
     def __init__(self, scratch: Scratch):
-        self._writer, self._lock = scratch.table_writer(_PICKLED), Lock()
-        self._table: pa.Table | None = None
-        self._error: Exception | None = None
+        self._writer, self._table = scratch.table_writer(_LISTED), _LISTED.empty_table()
 
-    @property
-    def is_open(self) -> bool:
-        return self._table is None
+    def fragments(self, source: Source, part: Part, size: int) -> Iterator[Fragment]:
+        """List a part of a source and cut it into fragments of `size` items and rejects."""
+        listing = iter(source.part(part.name))
+        while entries := list(islice(listing, size)):
+            columns = zip(*map(_columns, entries), strict=True)
+            arrays = [pa.array(column, kind) for column, kind in zip(columns, _LISTED.types, strict=True)]
+            rows = self._writer.add(pa.table(arrays, schema=_LISTED))
+            look, identity = partial(self._look, source, rows), partial(self._identity, rows)
+            yield Fragment(look, identity, partial(self._of, rows), len(entries))
 
-    def add(self, entries: list[Item | Reject]) -> Callable[[], list[Item | Reject]]:
-        """Append a run. Returns a function that reads it, for any thread."""
-        row, _ = self._writer.add(pa.table([pa.array([pickle.dumps(entries)], pa.large_binary())], schema=_PICKLED))
-        return partial(self._read, row)
+    def finish(self) -> None:
+        """Close the table.
 
-    def _read(self, row: int) -> list[Item | Reject]:
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if self._table is None:
+        Raises:
+            NoSpaceError: the disk is full.
+        """
+        self._table = self._writer.finish()
+
+    def _of(self, rows: tuple[int, int]) -> Iterator[Item | Reject]:
+        return map(_entry, self._table.slice(*rows).to_pylist())
+
+    def _look(self, source: Source, rows: tuple[int, int]) -> Stats:
+        stats: Stats = {}
+        for entry in self._of(rows):
+            if isinstance(entry, Item):
                 try:
-                    self._table = self._writer.finish()
-                except Exception as error:  # a full disk: the same for every reader
-                    self._error = error
-                    raise
-        entries: list[Item | Reject] = pickle.loads(self._table.column(0)[row].as_buffer())
-        return entries
+                    stats[entry.key] = source.stat(entry.place)
+                except Unreadable as error:
+                    stats[entry.key] = error
+        return stats
+
+    def _identity(self, rows: tuple[int, int], stats: Stats) -> bytes:
+        return digest("items", *map(repr, self._of(rows)), *map(repr, stats.values()))
 
 
-def _identity(entries: list[Item | Reject], stats: Stats) -> bytes:
-    return digest("items", *map(repr, entries), *map(repr, stats.values()))
+def _columns(entry: Item | Reject) -> tuple[Any, ...]:
+    """The row of `_LISTED` for an entry of a listing."""
+    if isinstance(entry, Reject):
+        return entry.key, None, None, None, None, entry.reason
+    captions = [{"text": text, "weight": weight} for text, weight in entry.captions]
+    return entry.key, captions, entry.meta_json, entry.part, entry.where, None
+
+
+def _entry(row: dict[str, Any]) -> Item | Reject:
+    """The entry of a listing from its row of `_LISTED`."""
+    if row["reject"] is not None:
+        return Reject(row["item"], row["reject"])
+    captions = tuple((caption["text"], caption["weight"]) for caption in row["captions"])
+    return Item(row["item"], captions, json.loads(row["meta"]), row["part"], row["where"])

@@ -35,10 +35,10 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, has_surrogates, shown, stem
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
-from pipeline.sources.link_tables import LinkTables, digest_of, is_link
+from pipeline.sources.link_tables import ADDRESS, LinkTables, digest_of, is_link
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns
-from pipeline.sources.source import Fragment, Item, Part, Reject, Stats
+from pipeline.sources.source import Fragment, Item, ListedItems, Part, Place, Reject, Stats
 
 RULE = "parquet-2"
 FIRST_ROWS = 1024
@@ -158,6 +158,9 @@ class ParquetSource(LinkTables):
     """
 
     format = "parquet"
+    WHERE = re.compile(
+        rf"=(?P<name>.*)|(?P<group>\d+):(?P<row>\d+)(\+(?P<size>\d+)|{ADDRESS}(?P<address>[0-9a-f]{{16}}))", re.DOTALL
+    )
 
     def __init__(
         self,
@@ -191,10 +194,10 @@ class ParquetSource(LinkTables):
         self.picture_columns = frozenset(column for column, _ in self._columns.values())
         return parts
 
-    def runs(self, part: Part, size: int) -> Iterator[Fragment]:
-        """As `Source.runs`; but fetching a table of links takes long, so it is cut into ranges of rows, unlisted."""
+    def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
+        """As `Source.fragments`; but fetching links takes long, so a table of links is cut into ranges of rows."""
         if part.stamp is None or not self._link_tables.get(part.name):
-            yield from super().runs(part, size)
+            yield from super().fragments(part, size, listed)
             return
         with self._lock:
             table = self._file(part.name)
@@ -256,14 +259,14 @@ class ParquetSource(LinkTables):
             return
         rule = self._rule_of(name, others)
         for row, values in enumerate(rows, start):
-            place = _Row(name, group, row, f"{name}/{first + row:09d}")
+            at = _Row(name, group, row, f"{name}/{first + row:09d}")
             picture = _value(pictures[row])
             reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
             unreadable.update(reasons.keys())
             if reasons:
-                yield Reject(place.key, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
+                yield Reject(at.key, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
             else:
-                yield from self._item(place, values, picture, rule)
+                yield from self._item(at, values, picture, rule)
 
     def _other_columns(self, name: str, table: ParquetFile) -> list[str]:
         """The columns beside the picture.
@@ -326,23 +329,23 @@ class ParquetSource(LinkTables):
     def _exists(self, table: str, name: str) -> bool:
         return bool(name) and is_file(self.filesystem, name, _folder(table, self.image_root))
 
-    def _item(self, place: _Row, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Iterator[Item | Reject]:
+    def _item(self, at: _Row, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Iterator[Item | Reject]:
         """The item of a row. values: of the columns beside the picture."""
-        key = place.key
+        key = at.key
         data, file = _bytes_and_name(picture)
         if data is not None:
-            where = f"{place.group}:{place.row}+{len(data)}"
+            where = f"{at.group}:{at.row}+{len(data)}"
         elif file is None:
             yield Reject(key, "has no picture")
             return
-        elif self._names_links(place.part):
+        elif self._names_links(at.part):
             if not is_link(file):
                 yield Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
                 return
-            where = f"{place.group}:{place.row}@{digest_of(file)}"
+            where = f"{at.group}:{at.row}{ADDRESS}{digest_of(file)}"
         else:
             try:
-                where = "=" + self.filesystem.key(file, _folder(place.part, self.image_root))
+                where = "=" + self.filesystem.key(file, _folder(at.part, self.image_root))
             except ValueError as error:
                 yield Reject(key, f"names {shown(file)!r}: {error}")
                 return
@@ -358,8 +361,7 @@ class ParquetSource(LinkTables):
             meta = {column: value for column, value in values.items() if column not in rule.columns}
             if data is not None and file:
                 meta.setdefault("path", file)
-            self._place(key, place.part, where)
-            yield Item(key, captions, meta, where)
+            yield Item(key, captions, meta, at.part, where)
 
     def _picture(self, part: str, table: ParquetFile) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
@@ -429,59 +431,41 @@ class ParquetSource(LinkTables):
 
     # ------------------------------------------------------------ reading
 
-    def stat(self, key: str) -> tuple[int, int]:
-        part, place = self._locate(key)
-        if isinstance(place, str):
-            return self.filesystem.stat(place)
-        if isinstance(place, _Link):
-            return -1, int(place.address, 16) >> 1
-        return place[2], self._version(part)
+    def stat(self, place: Place) -> tuple[int, int]:
+        part, where = self._located(place)
+        if where["address"] is not None:
+            return -1, int(where["address"], 16) >> 1
+        if where["size"] is None:
+            return self.filesystem.stat(where["name"])
+        return int(where["size"]), self._version(part)
 
-    def read(self, key: str) -> bytes:
-        part, place = self._locate(key)
-        if isinstance(place, str):
-            return self.filesystem.read(place)
-        if isinstance(place, _Link):
-            return self._fetch(key, place.address)
-        group, row, _ = place
-        try:
-            data, _ = _bytes_and_name(_value(self._group(part, group)[row]))
-        except (pa.ArrowException, IndexError, OSError) as error:
-            raise Unreadable.of(key, error) from None
+    def read(self, place: Place) -> bytes:
+        _, where = self._located(place)
+        if where["name"] is not None:
+            return self.filesystem.read(where["name"])
+        if where["address"] is not None:
+            return self._fetch(place, where["address"])
+        data, _ = _bytes_and_name(self._value_at(place))
         if data is None:
-            raise Unreadable(f"{escaped(key)}: has no picture any more")
+            raise Unreadable(f"{escaped(place.item)}: has no picture any more")
         return data
 
-    def head(self, key: str, length: int) -> bytes:
-        _, place = self._locate(key)
-        if isinstance(place, str):
-            return self.filesystem.read(place, length)
-        return self.read(key)  # the smallest unit of reading is a column of a row group
+    def head(self, place: Place, length: int) -> bytes:
+        name = self._located(place)[1]["name"]
+        # of bytes in the table, the smallest unit of reading is a column of a row group
+        return self.read(place) if name is None else self.filesystem.read(name, length)
 
-    def _url(self, key: str) -> str | None:
-        part, place = self._locate(key)
-        if not isinstance(place, _Link):
-            return None
-        try:
-            url = _value(self._group(part, place.group)[place.row])
-        except (pa.ArrowException, IndexError, OSError) as error:
-            raise Unreadable.of(key, error) from None
+    def _url(self, place: Place) -> str | None:
+        url = self._value_at(place)
         return url if isinstance(url, str) else None
 
-    def _locate(self, key: str) -> tuple[str, str | _Link | tuple[int, int, int]]:
-        """The part of an item, and the file that its row names, its link, or (row group, row in the group, bytes)."""
-        place = self._where(key)
-        if place is None:
-            raise Unreadable(f"{escaped(key)}: is in none of the tables that were listed")
-        part, where = place
-        if where.startswith("="):
-            return part, where[1:]
-        position, link, address = where.partition("@")
-        if link:
-            group, row = map(int, position.split(":"))
-            return part, _Link(group, row, address)
-        group, row, size = map(int, where.replace("+", ":").split(":"))
-        return part, (group, row, size)
+    def _value_at(self, place: Place) -> Any:
+        """The value of the picture's column in the row of a place."""
+        part, where = self._located(place)
+        try:
+            return _value(self._group(part, int(where["group"]))[int(where["row"])])
+        except (pa.ArrowException, IndexError, OSError) as error:
+            raise Unreadable.of(place.item, error) from None
 
     def _file(self, name: str) -> ParquetFile:
         """The open file; called with the lock held."""
@@ -534,15 +518,6 @@ class _Row:
     group: int
     row: int
     key: str
-
-
-@dataclass(frozen=True)
-class _Link:
-    """Where an address stands, and its digest (16 hex digits)."""
-
-    group: int
-    row: int
-    address: str
 
 
 @dataclass(frozen=True)

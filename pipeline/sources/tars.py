@@ -36,7 +36,7 @@ from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extensio
 from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, parse_json, read_sidecar
-from pipeline.sources.source import FilesSource, Item, PrefetchedSource, Reject
+from pipeline.sources.source import FilesSource, Item, Place, PrefetchedSource, Reject
 
 RULE = "tar-2"
 """Version of this module's rules; another version lists every tar again."""
@@ -94,6 +94,8 @@ class TarSource(FilesSource, PrefetchedSource):
             addition to its items: samples are missing, or the index belongs to other tars.
     """
 
+    WHERE = re.compile(r"(?P<offset>\d+)\+(?P<size>\d+)")
+
     def __init__(
         self,
         filesystem: Filesystem,
@@ -129,10 +131,7 @@ class TarSource(FilesSource, PrefetchedSource):
         if whole:
             self._check(tar)
         yield from sorted(tar.rejects, key=lambda reject: reject.key)
-        for item in sorted(tar.items, key=lambda item: item.key):
-            assert item.where is not None
-            self._place(item.key, name, item.where)
-            yield item
+        yield from sorted(tar.items, key=lambda item: item.key)
 
     def _check(self, tar: _Tar) -> None:
         """Compare a listed tar as a whole with what is expected of it.
@@ -262,7 +261,7 @@ class TarSource(FilesSource, PrefetchedSource):
         for key in pictures:
             name, offset, size = sample.fields[key]
             if captions:
-                tar.items.append(Item(f"{tar.name}/{name}", captions, meta, f"{offset}+{size}"))
+                tar.items.append(Item(f"{tar.name}/{name}", captions, meta, tar.name, f"{offset}+{size}"))
                 continue
             reason = "; ".join(problems)
             if not reason:
@@ -341,27 +340,21 @@ class TarSource(FilesSource, PrefetchedSource):
 
     # ------------------------------------------------------------ reading
 
-    def stat(self, key: str) -> tuple[int, int]:
-        place = self._locate(key)
-        return place.size or 0, self._version(place.file)
+    def stat(self, place: Place) -> tuple[int, int]:
+        part, where = self._located(place)
+        return int(where["size"]), self._version(part)
 
-    def read(self, key: str) -> bytes:
-        place = self._locate(key)
-        return self.filesystem.read_range(place.file, place.offset, place.size or 0)
+    def read(self, place: Place) -> bytes:
+        part, where = self._located(place)
+        return self.filesystem.read_range(part, int(where["offset"]), int(where["size"]))
 
-    def head(self, key: str, length: int) -> bytes:
-        place = self._locate(key)
-        return self.filesystem.read_range(place.file, place.offset, min(place.size or 0, length))
+    def head(self, place: Place, length: int) -> bytes:
+        part, where = self._located(place)
+        return self.filesystem.read_range(part, int(where["offset"]), min(int(where["size"]), length))
 
-    def _place_of(self, key: str) -> FileRange | None:
-        place = self._where(key)
-        return None if place is None else _range(*place)
-
-    def _locate(self, key: str) -> FileRange:
-        place = self._place_of(key)
-        if place is None:
-            raise Unreadable(f"{escaped(key)}: is in none of the tars that were listed")
-        return place
+    def _range(self, place: Place) -> FileRange:
+        part, where = self._located(place)
+        return FileRange(part, int(where["offset"]), int(where["size"]))
 
     def _stamp(self, file: str) -> str | None:
         try:
@@ -378,11 +371,6 @@ def tar_of(name: str, stems: Mapping[str, str]) -> str | None:
     if not name.endswith(".json"):
         return None
     return next((stems[name[:n]] for n in range(len(name), name.rfind("/") + 1, -1) if name[:n] in stems), None)
-
-
-def _range(part: str, where: str) -> FileRange:
-    offset, _, size = where.partition("+")
-    return FileRange(part, int(offset), int(size))
 
 
 def _lost_picture(key: str, fields: Set[str], has_picture: bool) -> str | None:

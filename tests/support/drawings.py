@@ -11,14 +11,14 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from pipeline.cache import layout
 from pipeline.reporting.run_pictures import DECODED, Drawing
+from pipeline.signals.latent import LatentRecipe
 
 PROMPTS = ("a red cube", "a lighthouse at sea")
 
 
 def draw(
-    run: Path, step: int, recipe: layout.LatentRecipe, prompts: Sequence[str] = PROMPTS, *, seed: int = 0, **facts: Any
+    run: Path, step: int, recipe: LatentRecipe, prompts: Sequence[str] = PROMPTS, *, seed: int = 0, **facts: Any
 ) -> Path:
     """Write `run/pictures/step-XXXXXXXX.safetensors` with random latents of 32 x 48 pixels, and the journal's row."""
     generator = torch.Generator().manual_seed(1000 * seed + step)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cache import arrow, drivers, index, key_columns, long_lists, scratch, snapshot
+from pipeline.cache import arrow, drivers, index, key_columns, root, scratch, snapshot, snapshot_lists
 from pipeline.encoding import scan
 from pipeline.snapshots import join
-from pipeline.sources import folder, remote, source
+from pipeline.sources import folder, remote
 
 
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two, runs of three, one byte in memory. Limits on which bytes depend (rows of a chunk, of a block, of a
     row group) stay as they are, so that results can be compared with those under the usual limits."""
-    for module in (arrow, scan, join, source):
+    for module in (arrow, scan, join):
         monkeypatch.setattr(module, "ROWS", 2)
     for module in (key_columns, index):
         monkeypatch.setattr(module, "BATCH", 2)
     monkeypatch.setattr(snapshot, "OPEN_CHUNKS", 1)
-    for name, value in (("SMALL", 1), ("PIECE", 600), ("ENTRIES", 1)):
-        monkeypatch.setattr(long_lists, name, value)
+    for module in (snapshot_lists, index, root):
+        monkeypatch.setattr(module, "ENTRIES", 1)
     monkeypatch.setattr(scan, "RUN", 2)
     monkeypatch.setattr(folder, "METADATA_BATCH", 2)
     monkeypatch.setattr(folder, "SIDECAR_BATCH", 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config import DataConfig
 from pipeline.sources.detect import open_source
-from pipeline.sources.source import Item, Source
+from pipeline.sources.source import Fragment, Item, ListedItems, Part, Source
 
 Rows = list[tuple[str, bytes | str | dict[str, Any]]]
 
@@ -29,6 +29,14 @@ def make_tar(path: Path, members: Rows, format: int = tarfile.USTAR_FORMAT) -> P
 
 def opened(data: object, format: str | None = None, **config: Any) -> Source:
     return open_source(str(data), DataConfig(**config), None, format)
+
+
+def cut(source: Source, part: Part, size: int) -> list[Fragment]:
+    """The fragments of a part."""
+    items = ListedItems(source.scratch)
+    fragments = list(source.fragments(part, size, items))
+    items.finish()
+    return fragments
 
 
 def listed(source: Source) -> tuple[dict[str, Item], dict[str, str]]:

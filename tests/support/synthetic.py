@@ -15,13 +15,16 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import index, layout, shard
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit
 from pipeline.config import Config, load
 from pipeline.encoding.scan import SCAN
 from pipeline.images import buckets
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules as captions
 
-LATENT = layout.LatentRecipe(weights="w", compression=8, channels=4, decoder="pillow-srgb-1")
+LATENT = LatentRecipe(weights="w", compression=8, channels=4, decoder="pillow-srgb-1")
 TABLE = [(16, 32), (16, 24), (24, 24), (24, 16), (32, 16)]
 PER_UNIT = 50
 
@@ -50,8 +53,8 @@ def config(root: Path | str, *overrides: str) -> Config:
     )
 
 
-def text_recipe(of: Config) -> layout.TextRecipe:
-    return layout.TextRecipe(
+def text_recipe(of: Config) -> TextRecipe:
+    return TextRecipe(
         weights="w",
         width=6,
         dtype=of.text.dtype,
@@ -108,23 +111,20 @@ def add(
     )
     usable = [p for p in pictures if p.reject is None and p.item not in set(without)]
     latents = {
-        layout.latent_key(LATENT.id, layout.digest(p.content), *size): (size, source, p)
+        LATENT.key(layout.digest(p.content), *size): (size, source, p)
         for p in usable
         for size in [buckets.nearest(table, p.height, p.width)]
     }
     texts = {
-        layout.text_key(text.id, captions.normalise(t, text.normalisation)): t
-        for p in pictures
-        if p.reject is None
-        for t, _ in p.texts
+        text.key(captions.normalise(t, text.normalisation)): t for p in pictures if p.reject is None for t, _ in p.texts
     }
     _make(cache, LATENT, {k: _bits(k, (4, h // 8, w // 8)) for k, ((h, w), _, _) in latents.items()}, {})
     rows_of = {k: _bits(k, (1 + k[0] % 9, 6)) for k in sorted(texts)}
-    _make(cache, text, {layout.null_key(text.id): _bits(b"null", (300, 6)), **rows_of}, texts)
+    _make(cache, text, {text.null_key: _bits(b"null", (300, 6)), **rows_of}, texts)
     return cache
 
 
-def _make(cache: Cache, recipe: layout.Recipe, arrays: dict[bytes, np.ndarray], texts: dict[bytes, str]) -> None:
+def _make(cache: Cache, recipe: Recipe, arrays: dict[bytes, np.ndarray], texts: dict[bytes, str]) -> None:
     """Append one plan with the records that no shard holds yet, committed unit by unit."""
     stored = cache.index(recipe.name)
     missing = [key for key in arrays if not stored.has(key)]

@@ -11,15 +11,17 @@ import pyarrow as pa
 from pipeline.cache import index, layout, shard, snapshot
 from pipeline.cache.root import Cache, Unit
 from pipeline.cache.snapshot import Bucket, Head, Policies, ShardFile, TextPlace
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 BATCH = 24
 
 
-def recipes(storage: str = "bf16", weights: str = "w") -> tuple[layout.LatentRecipe, layout.TextRecipe]:
+def recipes(storage: str = "bf16", weights: str = "w") -> tuple[LatentRecipe, TextRecipe]:
     return (
-        layout.LatentRecipe(weights=weights, compression=8, channels=2, storage=storage),
-        layout.TextRecipe(weights=weights, width=3, max_length=9, storage=storage),
+        LatentRecipe(weights=weights, compression=8, channels=2, storage=storage),
+        TextRecipe(weights=weights, width=3, max_length=9, storage=storage),
     )
 
 
@@ -43,16 +45,12 @@ def build(
     order = [size for size, count in sizes.items() for _ in range(count)]
     for i, (height, width) in enumerate(order):
         values = _bits(rng, (2, height // 8, width // 8))
-        records["latent"].append(
-            {"key": layout.latent_key(latent.id, layout.digest(names, str(i)), height, width), "array": values}
-        )
+        records["latent"].append({"key": latent.key(layout.digest(names, str(i)), height, width), "array": values})
         for j in range(2 if i % 3 == 0 else 1):
             caption = f"{names} {i} said in way {j}"
             values = _bits(rng, (1 + (i * 5 + j * 3) % 9, 3))
-            records["text"].append(
-                {"key": layout.text_key(text.id, caption), "array": values, "caption": caption, "of": i}
-            )
-    records["text"].append({"key": layout.null_key(text.id), "array": _bits(rng, (9, 3)), "caption": "", "valid": 1})
+            records["text"].append({"key": text.key(caption), "array": values, "caption": caption, "of": i})
+    records["text"].append({"key": text.null_key, "array": _bits(rng, (9, 3)), "caption": "", "valid": 1})
     rows_by_key: dict[bytes, dict[str, Any]] = {}
     shards: dict[str, list[ShardFile]] = {"latent": [], "text": []}
     for recipe in (latent, text):
@@ -112,7 +110,7 @@ def build(
         rows += [pair[0] for pair in picked]
         written += [pair[1] for pair in picked]
         first += count
-    null = rows_by_key[layout.null_key(text.id)]
+    null = rows_by_key[text.null_key]
     tables = (
         pa.Table.from_pylist(rows, schema=snapshot.samples_schema(latent, text)),
         pa.Table.from_pylist(written, schema=snapshot.NAMES),

@@ -39,8 +39,10 @@ from pipeline.errors import UserError
 from pipeline.images import decoding, vips_decoder
 from pipeline.models.sana_config import read_config
 from pipeline.processes import run_and_exit
+from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import filters
 from pipeline.sources.detect import open_source
+from pipeline.sources.source import Place
 from pipeline.work import claims
 
 SECONDS = 5.0
@@ -88,12 +90,12 @@ ROW = b'{"text": "said", "score": 27.5, "when": [1, 2, {"x": null}], "n": 123456
 MEMBERS = (("0.txt", b"said"), ("0.png", picture()), ("1.jpg", picture("JPEG")), ("1.json", ROW), ("é/long" * 30, b"x"))
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 IMAGES = pa.array([{"bytes": picture(), "path": "a.png"}] * 3, STRUCT)
-RECORDS = shard.RECORDS["latent"].empty_table()
+RECORDS = shard.records_schema("latent").empty_table()
 
 
 def shard_file() -> bytes:
     folder = Path(FOLDER) / "shard"
-    recipe = layout.TextRecipe(weights="w", width=6)
+    recipe = TextRecipe(weights="w", width=6)
     with shard.ShardWriter(Cache(folder, create=True).files, recipe, "unit") as writer:
         for i in range(3):
             writer.add(bytes([i] * 16), np.full((3, 6), i, np.uint16), caption=f"caption {i}")
@@ -150,7 +152,7 @@ def scanned(name: str, *beside: tuple[str, bytes], **options: Any) -> Callable[[
         for row in result.to_pylist():
             assert row["reject"] is None or row["reject"].isprintable(), row["reject"]
             if row["reject"] is None:
-                source.read(row["item"])
+                source.read(Place(row["item"], row["part"], row["where"]))
                 json.loads(row["meta"])
 
     return parse
@@ -191,14 +193,14 @@ def shards(data: bytes) -> None:
 
 def payload(storage: str) -> Callable[[bytes], None]:
     def parse(data: bytes) -> None:
-        codec.Codec("text", storage).decode(data, np.empty((3, 6), np.uint16), "here")
+        codec.Codec(True, storage).decode(data, np.empty((3, 6), np.uint16), "here")
 
     return parse
 
 
 def encoded(storage: str) -> bytes:
     bits = codec.from_float(np.arange(18, dtype=np.float32).reshape(3, 6))
-    return codec.Codec("text", storage).encode(bits)
+    return codec.Codec(True, storage).encode(bits)
 
 
 def file_of(name: str, read: Callable[[Path], Any]) -> Callable[[bytes], None]:

@@ -49,7 +49,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "1f1b": {"parallel": pp()},
         "1f1b, recomputed": {"parallel": pp(), **RECOMPUTED, **SHORT},
-        "1f1b, norm": {"parallel": pp(), "norm": True, **SHORT},
+        "1f1b, norm": {"parallel": pp(), "arch": "norm", **SHORT},
         "1f1b, bf16": {"parallel": pp(), "precision": "bf16", "residual": "fp32"},
         "gpipe, microbatch 4": {"parallel": pp("gpipe"), "microbatch": 4},
         "interleaved_1f1b, every-2": {"parallel": pp("interleaved_1f1b"), "activation_checkpointing": "every-2"},
@@ -65,11 +65,11 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
         "x FSDP2, bf16": {"parallel": pp(dp_shard=2), "precision": "bf16"},
         "x DDP": {"parallel": pp(dp_replicate=2), **SHORT},
-        "x TP, norm": {"parallel": pp(tp_size=2), "norm": True},
+        "x TP, norm": {"parallel": pp(tp_size=2), "arch": "norm"},
     },
     8: {"x FSDP2 x TP": {"parallel": pp(dp_shard=2, tp_size=2)}},
 }
-"""Launch size -> name -> settings of the train section; `norm`: with RMS norm of queries and keys."""
+"""Launch size -> name -> settings of the train section; `arch`: of `strategies.ARCHS`."""
 
 
 def settings_of(case: dict[str, Any]) -> Config:
@@ -93,25 +93,25 @@ def start(settings: Config) -> SanaTransformer:
 def reference(folder: Path) -> None:
     """One process without any wrapping, the whole global batch at once: (loss, norm, gradients) of two shapes, how far
     a plain bf16 model's gradients are from them by `train.residual`, and the losses of all steps."""
-    for norm in (False, True):
-        full = settings_of({"microbatch": 8, "norm": norm, "precision": "fp32"})
+    for arch in (strategies.PLAIN, "norm"):
+        full = settings_of({"microbatch": 8, "arch": arch, "precision": "fp32"})
         steps = [tiny_run.gradients(start(full), full, [batch(step)]) for step in (0, 1)]
         distances = {}
         for residual in ("fp32", "compute"):
-            half = settings_of({"microbatch": 8, "norm": norm, "precision": "bf16", "residual": residual})
+            half = settings_of({"microbatch": 8, "arch": arch, "precision": "bf16", "residual": residual})
             plain = [tiny_run.gradients(start(half).bfloat16(), half, [batch(step)])[2] for step in (0, 1)]
             distances[residual] = [
                 tiny_run.distance({name: value.float() for name, value in found.items()}, exact[2])
                 for found, exact in zip(plain, steps, strict=True)
             ]
         losses = tiny_run.train_losses(start(full), full, STEPS)
-        torch.save({"steps": steps, "losses": losses, "bf16": distances}, folder / f"alone-{norm}.pt")
+        torch.save({"steps": steps, "losses": losses, "bf16": distances}, folder / f"alone-{arch}.pt")
 
 
 def parity(launch: Launch, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     settings = settings_of(case)
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
-    expected = torch.load(folder / f"alone-{bool(case.get('norm'))}.pt")
+    expected = torch.load(folder / f"alone-{case.get('arch', strategies.PLAIN)}.pt")
     found: dict[str, Any] = {
         "loss": [],
         "norm": [],

@@ -12,7 +12,7 @@ from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.processes import run_and_exit
 from pipeline.sources.detect import open_source
-from pipeline.sources.source import Source
+from pipeline.sources.source import Place, Source
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
@@ -24,10 +24,10 @@ def slow(data: str, log: Path, seconds: float) -> Source:
     source = open_source(data, DataConfig(), "photos")
     read = source.read
 
-    def slowly(key: str) -> bytes:
-        content = read(key)
+    def slowly(place: Place) -> bytes:
+        content = read(place)
         with log.open("a") as file:
-            file.write(key + "\n")
+            file.write(place.item + "\n")
         time.sleep(seconds)
         return content
 

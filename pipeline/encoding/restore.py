@@ -17,13 +17,13 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-import pyarrow as pa
-
 from pipeline.cache import copies, index, layout, shard
 from pipeline.cache.contradictions import Work
-from pipeline.cache.layout import PACKED, Paths, numbers_of
-from pipeline.cache.references import owners, plan_count
+from pipeline.cache.layout import PACKED, REPAIR, Paths, numbers_of
+from pipeline.cache.recipes import CaptionRecipe, recipe_class
+from pipeline.cache.references import owners, plan_count, references
 from pipeline.cache.root import Cache, Unit
+from pipeline.encoding.plan import CAPTIONS, IMAGES
 from pipeline.errors import IntegrityError
 
 
@@ -37,9 +37,9 @@ def restore_documents(cache: Cache) -> None:
     every = {*owners(cache), *files.folders("shards")}
     for name in filter(layout.is_document, (f"snapshots/{name}" for name in files.names("snapshots"))):
         for kind, values in files.document(name)["recipes"].items():
-            if (recipe := layout.RECIPES[kind].from_values(values)).name in every:
+            if (recipe := recipe_class(kind).from_values(values)).name in every:
                 cache.add_recipe(recipe)
-    _set_aside_scans(cache)
+    _set_aside_without_table(cache)
     prompts = map(Paths.prompts, files.folders("prompts"))
     for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts):
         _fill_gaps(cache, folder)
@@ -54,17 +54,15 @@ def _numbers(cache: Cache, folder: str) -> list[int]:
     return numbers_of(cache.files.names(folder))
 
 
-def _set_aside_scans(cache: Cache) -> None:
-    """Set aside earlier scans whose table is lost. `encode` makes the table of the last scan again."""
-    forgotten: set[str] = set()
-    with suppress(IntegrityError):
-        forgotten = cache.forgotten_scans()
-    for source in cache.sources():
-        for number in _numbers(cache, Paths.scans(source))[:-1]:
-            name = Paths.numbered(Paths.scans(source), number)
-            table = Paths.table(cache.files.document(name)["table"], "parquet")
-            if name not in forgotten and not cache.files.duplicate(table):
-                cache.files.set_aside(name)
+def _set_aside_without_table(cache: Cache) -> None:
+    """Set aside plans, segments and earlier scans of which a table is lost with its copy. `encode` makes the table of
+    the last scan again."""
+    for reference in references(cache):
+        if reference.stored == 2 and reference.fix == REPAIR:
+            with suppress(IntegrityError):  # the document itself is missing
+                lost = [table for table in reference.files if not cache.files.duplicate(table)]
+                for name in [reference.document, *lost] if lost else []:
+                    cache.files.set_aside(name)
 
 
 def _fill_gaps(cache: Cache, folder: str) -> None:
@@ -76,18 +74,13 @@ def _fill_gaps(cache: Cache, folder: str) -> None:
 
 
 def _restore_plans(cache: Cache, owner: str) -> None:
-    """Set aside plans whose table is lost, and plans that do not list their commits; plan the units of commits without
-    a plan. Only `bucket --pack` can plan a pack: its commits are set aside."""
-    files, packed = cache.files, owner.startswith(PACKED)
-    for number in _numbers(cache, Paths.plans(owner)):
-        plan = cache.plan(owner, number)
-        table = Paths.table(plan.table, "parquet")
-        intact = files.duplicate(table)
-        if not intact:
-            files.set_aside(table)
-        if not intact or not (packed or index.committed(files, owner, number) <= {unit.unit for unit in plan.units}):
-            files.set_aside(Paths.numbered(Paths.plans(owner), number))
-    for number in sorted({*range(plan_count(cache, owner))} - {*_numbers(cache, Paths.plans(owner))}):
+    """Plan the commits without a plan; a plan that does not list its commits is set aside first. Only `bucket --pack`
+    can plan a pack: its commits are set aside."""
+    files, packed, folder = cache.files, owner.startswith(PACKED), Paths.plans(owner)
+    for plan in () if packed else [cache.plan(owner, number) for number in _numbers(cache, folder)]:
+        if not index.committed(files, owner, plan.number) <= {unit.unit for unit in plan.units}:
+            files.set_aside(Paths.numbered(folder, plan.number))
+    for number in sorted({*range(plan_count(cache, owner))} - {*_numbers(cache, folder)}):
         if packed:
             for name in files.unit_names(Paths.units(owner, number)):
                 files.set_aside(name)
@@ -97,8 +90,8 @@ def _restore_plans(cache: Cache, owner: str) -> None:
 
 def _add_plan(cache: Cache, owner: str, number: int, units: list[str]) -> None:
     """Add a plan of units whose rows are not known."""
-    rows = pa.table({"key": pa.array([], pa.binary(16))})
-    cache.add_plan(owner, number, (Unit(unit, 0, 0, 1) for unit in units), rows)
+    schema = CAPTIONS if isinstance(cache.recipe(owner), CaptionRecipe) else IMAGES
+    cache.add_plan(owner, number, (Unit(unit, 0, 0, 1) for unit in units), schema.empty_table())
 
 
 def _restore_commits(cache: Cache, owner: str) -> None:

@@ -1,0 +1,1 @@
+"""Signals: the kinds of records that a cache holds, one module each."""
