@@ -672,6 +672,17 @@ def test_a_snapshot_that_cannot_be_made_again_can_be_done_without(tiny: Cache, n
     assert [finding.fix for finding in contradictions(tiny)] == ([] if named else ["sana-pipe bucket"])
 
 
+def test_a_chunk_of_several_snapshots_is_made_again_by_one_with_a_name(tiny: Cache) -> None:
+    head, number = tiny.open_snapshot().head, 0
+    while tiny.snapshot_of("latest") == max(name.removesuffix(".json") for name in tiny.files.names("snapshots")):
+        tiny.add_snapshot(replace(head, left_out={"a reason": (number := number + 1)}), None)
+    table = Paths.table(head.chunks[0].samples, "arrow")
+    for place in (table, Paths.copy(table)):
+        tiny.files.path(place).unlink()
+    fixes = {finding.fix for finding in audit.verify(tiny) if finding.path == table}
+    assert fixes == {"sana-pipe bucket --again latest"}
+
+
 @pytest.mark.parametrize("damaged", ["lists", "chunks"])
 def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, damaged: str) -> None:
     """So has its copy, and its source has changed since."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from pipeline.encoding.restore import restore_documents
 
 from pipeline.cache import audit, garbage, index, layout
 from pipeline.cache.contradictions import contradictions
@@ -17,6 +16,7 @@ from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, Units
 from pipeline.cache.snapshot_lists import publish
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import IntegrityError
 from pipeline.signals.latent import LatentRecipe
 from tests.support import tiny_cache
