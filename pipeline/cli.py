@@ -76,7 +76,7 @@ class _Command(click.Command):
     def _as_setting(self, option: str, args: list[str]) -> str | None:
         """The `--set` that an unknown option stands for; None: no option of the configuration that this command reads
         ends with its name."""
-        from pipeline.config import READS, option_fields, reads
+        from pipeline.config import option_fields, reads
         from pipeline.options import section_of
 
         if all(parameter.name != "overrides" for parameter in self.params):
@@ -85,11 +85,10 @@ class _Command(click.Command):
         word, following = args[at], args[at + 1] if at + 1 < len(args) else "-"
         value = word.partition("=")[2] or ("" if following.startswith("-") else following)
         ending = "." + option.lstrip("-").replace("-", "_")
-        modes = [mode for mode in READS if mode.split()[0] == self.name] or [str(self.name)]
         settings = [
             shlex.join(["--set", f"{name}={value or ('{}' if section_of(field) else 'VALUE')}"])
             for name, field in sorted(option_fields(), key=lambda option: option[0].count("."))
-            if f".{name}".endswith(ending) and "NAME" not in name and any(reads(mode, name) for mode in modes)
+            if f".{name}".endswith(ending) and "NAME" not in name and reads(str(self.name), name)
         ]
         return f"it is an option of the configuration: {' or '.join(settings)}" if settings else None
 
@@ -558,7 +557,7 @@ def forget(given: _Given, **what: str | None) -> Any:
 )
 @click.option(
     "--from",
-    "begin",
+    "origin",
     metavar="CHECKPOINT|RUN",
     help="Begin a new run with its weights, moments and averages, on any snapshot. Beside --resume auto it counts "
     "until the new run has a checkpoint.",
@@ -568,7 +567,7 @@ def forget(given: _Given, **what: str | None) -> Any:
     metavar="FILE",
     help="Replace an unreadable record by another sample of its bucket, and write a line to FILE.",
 )
-def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | None, quarantine: str | None) -> Any:
+def train(given: _Given, snapshot: str | None, resume: str | None, origin: str | None, quarantine: str | None) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train.
 
     With `phases` in the configuration their runs follow one another, each from the last checkpoint of the run before;
@@ -577,7 +576,7 @@ def train(given: _Given, snapshot: str | None, resume: str | None, begin: str | 
     config = given.load()
     from stages import train as stage
 
-    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, begin=begin)
+    report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, origin=origin)
     return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
 
 

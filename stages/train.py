@@ -64,7 +64,7 @@ def run(
     resume: str | Path | None = None,
     quarantine: str | Path | None = None,
     log: Callable[[str], None] | None = None,
-    begin: str | Path | None = None,
+    origin: str | Path | None = None,
 ) -> Report:
     """Train on a snapshot, or the phases of the configuration one after the other.
 
@@ -73,7 +73,7 @@ def run(
         resume: None, `auto` or a checkpoint folder.
         quarantine: file that lists unreadable records; other samples then substitute for theirs.
         log: prints one line (default: print, flushed); called on the first process only.
-        begin: a checkpoint or run directory that a new run begins from (`--from`); `train.phase` follows its phase
+        origin: a checkpoint or run directory that a new run begins from (`--from`); `train.phase` follows its phase
             unless the configuration gives one.
 
     Raises:
@@ -83,7 +83,7 @@ def run(
     launch = detect()
     log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
     if not config.phases:
-        report = _train(config, launch, snapshot, resume, quarantine, log, begin)
+        report = _train(config, launch, snapshot, resume, quarantine, log, origin)
         return _decoded_later(config, launch, report)
     if snapshot is not None or resume not in (None, "auto"):
         raise ConfigError(
@@ -92,7 +92,7 @@ def run(
         )
     launch = reopening(launch, config.train.parallel.timeout_s)
     with catch_signals_of(launch) as stop:
-        report = _chain(config, launch, resume, quarantine, log, begin, stop)
+        report = _chain(config, launch, resume, quarantine, log, origin, stop)
     return _decoded_later(config, launch, report)
 
 
@@ -114,12 +114,12 @@ def _chain(
     resume: str | Path | None,
     quarantine: str | Path | None,
     log: Log,
-    begin: str | Path | None,
+    origin: str | Path | None,
     stop: StopRequest,
 ) -> Report:
     """Train the phases that are not finished. The first process reads where they stand, for all."""
     cache = Cache.of(config)
-    places, summaries = _from_rank_0(config, launch, lambda: _survey(config, cache, resume, begin, log))
+    places, summaries = _from_rank_0(config, launch, lambda: _survey(config, cache, resume, origin, log))
     report = Report(0, None, None, None)
     for number, (place, phase) in enumerate(zip(places, config.phases, strict=True), start=1):
         phase_config, last = config.of_phase(phase.name), place.last
@@ -131,12 +131,12 @@ def _chain(
             report = Report(last.done, last.folder, None, None)
         else:
             log(title)
-            report = _train(phase_config, launch, phase.snapshot, resume, quarantine, log, begin, stop)
+            report = _train(phase_config, launch, phase.snapshot, resume, quarantine, log, origin, stop)
             if report.stopped_by is not None:
                 return report
             _give_back()
             summaries.append(_from_rank_0(config, launch, partial(_summary, cache, place, report.checkpoint)))
-        begin = report.checkpoint
+        origin = report.checkpoint
         if number == len(places) or not place.finished:
             for line in phases.table(summaries):
                 log(line)
@@ -157,7 +157,7 @@ def _changed(cache: Cache, place: phases.PhaseState, config: Config, snapshot: s
 
 
 def _survey(
-    config: Config, cache: Cache, resume: str | Path | None, begin: str | Path | None, log: Log
+    config: Config, cache: Cache, resume: str | Path | None, origin: str | Path | None, log: Log
 ) -> tuple[list[phases.PhaseState], list[dict[str, Any]]]:
     """Where the phases stand, and the summaries of the finished ones; refuses a chain that cannot go on from there."""
     places = phases.survey(config)
@@ -168,9 +168,9 @@ def _survey(
             f"{output}: phase {begun[-1].name!r} already holds checkpoints",
             fix="--resume auto to continue the phases, or --set train.output=DIR for new ones",
         )
-    if begun and begin is not None:
-        log(f"--from {begin} is not used: phase {begun[0].name!r} has begun")
-    if not begun and begin is None and checkpoint.newest(output / "checkpoints") is not None:
+    if begun and origin is not None:
+        log(f"--from {origin} is not used: phase {begun[0].name!r} has begun")
+    if not begun and origin is None and checkpoint.newest(output / "checkpoints") is not None:
         raise ConfigError(
             f"{output} holds checkpoints of a run without phases, from which the first phase would not begin",
             fix=f"--from {output}, or --set train.output=DIR",
@@ -237,14 +237,14 @@ def _train(
     resume: str | Path | None,
     quarantine: str | Path | None,
     log: Log,
-    begin: str | Path | None,
+    origin: str | Path | None,
     stop: StopRequest | None = None,
 ) -> Report:
     """One run. `stop`: it is a phase, which keeps the snapshot that it began with whatever the configuration says."""
     cache = Cache.of(config)
 
     def start() -> tuple[checkpoint.Resumed | None, str]:
-        return _start(config, cache, snapshot, resume, begin, is_phase=stop is not None)
+        return _start(config, cache, snapshot, resume, origin, is_phase=stop is not None)
 
     resumed, chosen = start() if stop is None else _from_rank_0(config, launch, start)
     continued = None if resumed is None or resumed.begins else resumed.document
@@ -273,7 +273,7 @@ def _train(
         return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
 
     given = replace(task(config, inputs, launch, quarantine), expect=predicted, accepted=partial(inputs.keep, cache))
-    return fit(config, given, launch, resume=resume, origin=begin, log=log, stop=stop)
+    return fit(config, given, launch, resume=resume, origin=origin, log=log, stop=stop)
 
 
 def _decided(
@@ -311,12 +311,12 @@ def _start(
     cache: Cache,
     snapshot: str | None,
     resume: str | Path | None,
-    begin: str | Path | None,
+    origin: str | Path | None,
     *,
     is_phase: bool,
 ) -> tuple[checkpoint.Resumed | None, str]:
     """The checkpoint that the run starts from, if any, and the id of its snapshot."""
-    resumed, _ = checkpoint.choose(Path(config.train.output), resume, begin)  # its notes come under the run's lock
+    resumed, _ = checkpoint.choose(Path(config.train.output), resume, origin)  # its notes come under the run's lock
     run_snapshot = None if resumed is None or resumed.begins else resumed.document.state.snapshot
     wanted = run_snapshot if is_phase and run_snapshot is not None else snapshot or run_snapshot
     return resumed, cache.open_snapshot(wanted).id

@@ -373,9 +373,9 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
     assert bucket[1][0][0].bucket.caches == ["c"]
     assert bucket[1][1] == {"name": None, "dry_run": True, "as_json": True, "move": False}
     assert end("train", "--snapshot", "s", "--resume", "auto") == 0
-    assert train[0][1] == {"snapshot": "s", "resume": "auto", "quarantine": None, "begin": None}
+    assert train[0][1] == {"snapshot": "s", "resume": "auto", "quarantine": None, "origin": None}
     assert end("train", "--quarantine", "q") == 0
-    assert train[1][1] == {"snapshot": None, "resume": None, "quarantine": "q", "begin": None}
+    assert train[1][1] == {"snapshot": None, "resume": None, "quarantine": "q", "origin": None}
     assert end("export", "--checkpoint", "c", "--out", "o") == 0
     assert export[0][0][1:] == ("c", Path("o"))
     assert end("sample", "--snapshot", "s", "--count", "2", "--out", "o") == 0

@@ -103,10 +103,10 @@ def test_a_stopped_process_that_wakes_late_changes_nothing(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 192 KiB."""
+    """A file system of 208 KiB."""
     small = tmp_path / "small"
     small.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=192k", "tmpfs", str(small)], capture_output=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=208k", "tmpfs", str(small)], capture_output=True)
     if made.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {made.stderr.decode().strip()}")
     try:

@@ -527,7 +527,7 @@ def test_the_base_is_drawn_beside_the_trained_weights_one_model_at_a_time(
     sample.run(trained.config, "auto", None, tmp_path / "samples", 3)
     assert list(published.pop()) == ["reconstruction", "drawn"] and len(seen) == 1
     later = changed(trained.config, tmp_path, f"train.output={tmp_path / 'later'}", "train.steps=1")
-    train.run(later, begin=trained.checkpoint)
+    train.run(later, origin=trained.checkpoint)
     sample.run(later, "auto", None, tmp_path / "samples", 3)
     assert list(published.pop()) == ["reconstruction", "base", "drawn"]
     first, last = checkpoints.load_model_state(trained.checkpoint)[1], seen[2]

@@ -221,7 +221,7 @@ def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_co
     stages.bucket.run(settings("one", "bucket.batch=6"))
     old, new = state("one")[0], Cache(settings("one").cache).open_snapshot(None).id
     assert old != new
-    stages.train.run(settings("two", "train.steps=2"), begin=tmp_path / "one", log=printed.append)
+    stages.train.run(settings("two", "train.steps=2"), origin=tmp_path / "one", log=printed.append)
     assert state("two") == (new, 1, 2)
     stages.train.run(settings("two", "train.steps=3"), resume="auto", log=printed.append)
     assert state("two") == (new, 1, 3)
@@ -232,7 +232,7 @@ def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_co
     assert new[:12] in line and f"--from {tmp_path / 'one'} --set train.output=DIR" in line
     with pytest.raises(checkpoint.CheckpointError, match=r"--from .*step-00000003 --set train.output=DIR"):
         stages.train.run(settings("one", "train.steps=4"), snapshot="latest", resume="auto", log=printed.append)
-    stages.train.run(settings("three", "train.steps=1", "train.phase=7"), begin=tmp_path / "two", log=printed.append)
+    stages.train.run(settings("three", "train.steps=1", "train.phase=7"), origin=tmp_path / "two", log=printed.append)
     assert state("three") == (new, 7, 1)
 
 
@@ -333,7 +333,7 @@ def test_a_chain_is_its_phases_one_by_one(rounds: Callable[..., Config], tmp_pat
     for number, name in enumerate("abc"):
         part = rounds(A, B, C, output="hand").of_phase(name)
         snapshot = "one" if name == "a" else "two"
-        hand = stages.train.run(part, snapshot=snapshot, begin=before, log=lambda line: None)
+        hand = stages.train.run(part, snapshot=snapshot, origin=before, log=lambda line: None)
         before = hand.checkpoint
         assert before is not None
         assert tensors(step(tmp_path / f"run/{name}", hand.step)) == tensors(before)
@@ -618,9 +618,9 @@ def test_a_chain_begins_where_it_is_told_and_nowhere_by_accident(rounds: Callabl
         run_phases(rounds(B, output="plain"), resume="auto")
     missing = {**C, "name": "later", "snapshot": "nowhere"}
     with pytest.raises(CacheError, match="nowhere"):
-        run_phases(rounds(B, missing, output="plain"), resume="auto", begin=tmp_path / "plain")
+        run_phases(rounds(B, missing, output="plain"), resume="auto", origin=tmp_path / "plain")
     assert checkpoint.read_document(step(tmp_path / "plain/b", 2)).state.phase == 1
-    _, printed = run_phases(rounds(B, output="plain"), resume="auto", begin=tmp_path / "plain")
+    _, printed = run_phases(rounds(B, output="plain"), resume="auto", origin=tmp_path / "plain")
     assert any("not used" in line for line in printed)
     for refused in ({"snapshot": "one"}, {"resume": tmp_path / "plain"}):
         with pytest.raises(ConfigError, match=naming("--" + next(iter(refused)), "phases")):

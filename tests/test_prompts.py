@@ -138,7 +138,7 @@ def test_a_caption_prefix_gives_prompts_with_the_trigger_word(
     done = stages.encode.run(config, str(photos))
     made = prompts.open_prompts(Cache.of(config), prompts.TRIGGER, recipe_of(Cache.of(config)))
     assert done["prompts"] == {"name": "trigger", "id": made.id, "prompts": 4, "new": 4}
-    assert all(text.startswith("sks dog, ") for text in made.texts) and len({*made.texts}) == 4
+    assert made.texts == tuple(context.format("sks dog") for context in prompts.TRIGGER_CONTEXTS)
 
 
 def test_captions_of_a_packed_snapshot_are_prompts_too(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_the_files_of_a_run_are_on_the_disk_before_they_have_a_name(
 ) -> None:
     fit_tiny(tiny_run.config(tmp_path / "first", steps=1))
     disk = Disk(tmp_path / "run", monkeypatch)
-    fit_tiny(tiny_run.config(tmp_path / "run", steps=1), begin=tmp_path / "first")
+    fit_tiny(tiny_run.config(tmp_path / "run", steps=1), origin=tmp_path / "first")
     assert not disk.unsynced
     assert {"config.yaml", "from.json", "checkpoints"} <= disk.named.keys()
 

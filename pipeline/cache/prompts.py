@@ -29,6 +29,8 @@ NAME = "prompts"
 """The name of a set that was not given any other."""
 TRIGGER = "trigger"
 """The name of the set that `encode` makes of `data.caption_prefix`."""
+TRIGGER_CONTEXTS = ("{}", "{} on a beach at sunset", "{} in the snow", "a pencil drawing of {}")
+"""Prompts that show whether a trigger word, `{}`, is learnt."""
 
 
 ROWS = pa.schema([("text", pa.string()), ("valid", pa.uint32()), ("rows", pa.large_binary())])

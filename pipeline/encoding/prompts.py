@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from pipeline.cache.prompts import TRIGGER_CONTEXTS
 from pipeline.encoding.plan import text_work
 from pipeline.errors import UserError
 from pipeline.signals.text import TextRecipe
@@ -26,8 +27,6 @@ PROMPTS = (
     "three green apples in a white bowl beside an open book",
 )
 """The prompts that `DEFAULT` means: an attribute and a place, a face, a crowded scene, a style, a number."""
-_PLACES = ("in a forest in the morning", "on a beach at sunset", "in a city street at night", "a pencil drawing")
-"""What follows a trigger word in the prompts that show whether it is learnt."""
 _PAGES = ("<!doctype", "<html", "<?xml")
 """How pages begin that servers send instead of a file."""
 
@@ -54,7 +53,7 @@ def of_trigger(prefix: str) -> list[tuple[int, str]]:
         prefix: `data.caption_prefix`, such as `sks dog, `.
     """
     word = prefix.strip().rstrip(",;:. ")
-    return list(enumerate((f"{word}, {place}" for place in _PLACES), 1))
+    return list(enumerate((context.format(word) for context in TRIGGER_CONTEXTS), 1))
 
 
 def read(file: str, patience_s: float) -> list[tuple[int, str]]:

@@ -263,9 +263,9 @@ class Pipeline:
             )
             for stage, number in zip(self.stages, self.numbers, strict=True)
         ]
-        kind = get_schedule_class(SCHEDULES[self.schedule])
+        schedule = get_schedule_class(SCHEDULES[self.schedule])
         takes_list = self.schedule == "interleaved_1f1b"
-        return kind(stages if takes_list else stages[0], count, loss_fn=self._call_loss, scale_grads=False)
+        return schedule(stages if takes_list else stages[0], count, loss_fn=self._call_loss, scale_grads=False)
 
     def _call_loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.cache.prompts import TRIGGER_CONTEXTS
 from pipeline.config import as_yaml, load_given
 from pipeline.errors import UserError
 from pipeline.images import buckets
@@ -157,7 +158,6 @@ SHARP, LARGEST = 1.5, 2.0
 left out. Our choices: `encode` counts what is above 2."""
 TRIGGER = "sks"
 """The trigger word where no picture has a caption and none is given, as in the DreamBooth paper."""
-CONTEXTS = ("{}", "{} on a beach at sunset", "{} in the snow", "a pencil drawing of {}")
 CONTROL = "a street market at night"
 """A prompt without the trigger word: shows what else changes."""
 DRAWN = 8
@@ -379,7 +379,7 @@ def is_tags(caption: str) -> bool:
 
 def _prompts(facts: Facts, trigger: str | None) -> list[str]:
     """Up to `DRAWN` prompts: the trigger word in contexts, captions as they are trained on, one without either."""
-    word = [] if trigger is None else [*(context.format(trigger) for context in CONTEXTS), CONTROL]
+    word = [] if trigger is None else [*(context.format(trigger) for context in TRIGGER_CONTEXTS), CONTROL]
     lines = [" ".join(text.split()) for text in facts.captions]
     prefix = "" if trigger is None or _contain(facts, trigger) else f"{trigger}, "
     captions = [f"{prefix}{line}" for line in lines if line and not line.startswith("#")]

@@ -182,9 +182,9 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, raised: type[BaseException] | None, *rest: object) -> None:
         try:
-            with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
+            with contextlib.nullcontext() if raised is None else contextlib.suppress(Exception):
                 self.wait()  # an error that is being raised goes first
         finally:
             if self._thread is not None:

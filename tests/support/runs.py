@@ -21,12 +21,12 @@ def fit_tiny(
     settings: Config,
     *,
     resume: str | Path | None = None,
-    begin: Path | None = None,
+    origin: Path | None = None,
     log: Any = None,
     **options: Any,
 ) -> Report:
     task = tiny_run.task(settings, **options)
-    return fit(settings, task, Launch(), resume=resume, origin=begin, log=log or (lambda line: None))
+    return fit(settings, task, Launch(), resume=resume, origin=origin, log=log or (lambda line: None))
 
 
 def same_checkpoints(one: Path, other: Path) -> bool:

@@ -50,12 +50,12 @@ def learning_rate(config: OptimConfig, batch: int, step: int, steps: int, recipe
 
 def _share_of_peak(config: OptimConfig, step: int, steps: int) -> float:
     """Linear, half a cosine, or 1 - sqrt (Haegele et al., arXiv 2405.18392) down to `final_lr`."""
-    begin = config.warmup_steps
+    decay_from = config.warmup_steps
     if config.schedule == "wsd":
-        begin = max(begin, steps - (config.decay_steps or max(1, steps // 10)))
-    if config.schedule == "constant" or step <= begin:
+        decay_from = max(decay_from, steps - (config.decay_steps or max(1, steps // 10)))
+    if config.schedule == "constant" or step <= decay_from:
         return 1.0
-    progress = min(1.0, (step - begin) / max(1, steps - begin))
+    progress = min(1.0, (step - decay_from) / max(1, steps - decay_from))
     left = {
         "linear": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
@@ -100,8 +100,8 @@ def joint_weights(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.
     joint: dict[str, list[torch.Tensor]] = {}
     for name, parameter in named:
         if match := re.fullmatch(r"(.*\.)(attn1\.to_[qkv]|attn2\.to_[kv])\.(weight|bias)", name):
-            before, layer, kind = match.groups()
-            joint.setdefault(f"{before}{layer[:5]}.{kind}", []).append(parameter)
+            before, layer, tensor = match.groups()
+            joint.setdefault(f"{before}{layer[:5]}.{tensor}", []).append(parameter)
     return list(joint.values())
 
 
@@ -164,7 +164,7 @@ def check_resumable(before: str, now: str, recipes: tuple[str, str]) -> None:
     if _STATE[before] != _STATE[now]:
         raise ConfigError(
             f"the checkpoint holds the state of {before}, this run has train.optim.name: {now}",
-            expected=" or ".join(name for name, kind in _STATE.items() if kind == _STATE[before]),
+            expected=" or ".join(name for name, state in _STATE.items() if state == _STATE[before]),
             fix="restore it, or begin a new run, with fresh moments: --from CHECKPOINT --set train.output=DIR",
         )
 

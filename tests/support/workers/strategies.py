@@ -94,9 +94,9 @@ ARCHS: dict[str, dict[str, Any]] = {
     "heads of 32": {"num_attention_heads": 1, "attention_head_dim": 32},
 }
 """norm: with RMS norm of queries and keys, and a position embedding. heads of 32: as in Sana. Where ReLU leaves a query
-near zero, linear attention's gradient grows as 1 / query. With heads of 8 that happens often enough for runs to drift
-apart: in fp32, start weights that differ by 2^-14 move the losses of twenty steps by 3e-3, with heads of 32 by 2e-4. In
-fp16 losses were 2.6e-3 to 2.1e-2 away, depending on microbatch and loss scale; with heads of 32 5e-4 for all."""
+near zero, linear attention's gradient grows as 1 / query. With heads of 8 that happens often enough to let runs drift
+apart: in fp32, start weights that differ by 2^-14 move the losses of twenty steps by 3e-3, with heads of 32 by 2e-4.
+In fp16 losses were 2.6e-3 to 2.1e-2 away, by microbatch and loss scale; with heads of 32 5e-4 for all of them."""
 
 
 def settings_of(case: dict[str, Any]) -> Config:
