@@ -15,8 +15,8 @@ from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, 
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.config import Config
-from pipeline.encoding import rebuild
 from pipeline.encoding.repair import Repairs, repair_table
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
@@ -139,7 +139,7 @@ class _Report:
 
 def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) -> None:
     """Repair damaged documents; also write the copies that are missing, with or without findings."""
-    rebuild.rebuild_documents(cache)
+    restore_documents(cache)
     still = {finding.path for finding in audit.verify_documents(cache)} if findings else set()
     for finding in findings:
         if finding.path in still:

@@ -6,7 +6,6 @@ import gc
 import json
 import shutil
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,15 +29,14 @@ from pipeline.cache.root import Cache, Unit, Units, WorkPlan
 from pipeline.cache.snapshot_lists import ShardTable, publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
-from pipeline.encoding import rebuild, repair, unit_records
+from pipeline.encoding import repair, unit_records
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import IntegrityError
-from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
 from pipeline.signals.text import TextRecipe
 from tests.support import synthetic, tiny_cache
 from tests.support.damage import flip
-from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.packed import pack
 
@@ -113,9 +111,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     units: list[str] = []
     real = unit_records.write_unit
 
-    def encode(cache: Cache, recipe: Recipe, plan: WorkPlan, unit: Unit, *rest: Any) -> index.Commit:
+    def encode(cache: Cache, recipe: Recipe, plan: WorkPlan, unit: Unit, *rest: Any, **named: Any) -> index.Commit:
         units.append(unit.unit)
-        return real(cache, recipe, plan, unit, *rest)
+        return real(cache, recipe, plan, unit, *rest, **named)
 
     monkeypatch.setattr(unit_records, "write_unit", encode)
     return units
@@ -253,7 +251,7 @@ def test_what_is_damaged_with_its_copy_is_set_aside_and_made_again(tmp_path: Pat
         for place in (name, Paths.copy(name)):
             HARM[how](cache.root / place)
     assert name in [finding.path for finding in audit.verify_documents(cache)]
-    rebuild.rebuild_documents(cache)
+    restore_documents(cache)
     assert len([*cache.root.glob("damaged/**/*.json-*")]) == 2
     assert not list(audit.verify(Cache(cache.root)))
     assert cache.files.exists(Paths.segment(recipe, 0)), "so that the cache is opened as fast as before"
@@ -284,7 +282,7 @@ def test_two_lost_scans_in_a_row_say_what_their_successor_says(tmp_path: Path) -
     newest = cache.last_scan("one")
     for number in (0, 1):
         lose(cache.root, Paths.numbered(Paths.scans("one"), number))
-    rebuild.rebuild_documents(cache)
+    restore_documents(cache)
     assert [cache.files.document(Paths.numbered(Paths.scans("one"), n)) for n in range(3)] == [newest] * 3
 
 
@@ -296,7 +294,7 @@ def test_only_the_last_scan_stays_without_its_table(tmp_path: Path) -> None:
     newest = cache.last_scan("one")
     for table in sorted(cache.files.document(Paths.numbered(Paths.scans("one"), n))["table"] for n in range(2)):
         cache.files.remove(Paths.table(table, "parquet"))
-    rebuild.rebuild_documents(Cache(cache.root))
+    restore_documents(Cache(cache.root))
     assert cache.last_scan("one") == newest
     assert [*cache.root.glob("damaged/sources/one/00000000.json-*")]
 
@@ -334,11 +332,13 @@ def test_a_table_that_is_lost_is_made_again(
     stages.bucket.run(config)
     assert stages.verify.run(config) == 0 and not encoded
     if not scan:
-        rebuilt = cache.plans(name.split("/")[1])[0]
-        assert cache.table(rebuilt.table).num_rows == sum(unit.count for unit in rebuilt.units) == 12 + ("text" in of)
-        assert cache.table(rebuilt.table).column(1).null_count == ("text" in of), (
-            "pictures and captions are known again"
-        )
+        recipe = name.split("/")[1]
+        damaged = next(iter(sorted(cache.root.glob(f"shards/{recipe}/*/*.tar"))))
+        commit = next(c for c in index.commits(cache.files, recipe, 0) if c.shard == damaged.stem)
+        flip(damaged, audit.record_rows(cache, commit)[0]["offset"])
+        stages.verify.run(config, repair=True)
+        stages.bucket.run(config)
+        assert stages.verify.run(config) == 0, "what its records were made from is known again"
 
 
 def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
@@ -363,11 +363,6 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     lose(Path(config.cache), "segments/latent-*/*.json")
     lose(Path(config.cache), "units/latent-*/*/*/*.json")
     assert stages.verify.run(config, repair=True) == 0
-    cache = Cache.of(config)
-    [rejects] = [
-        commit.rejects for commit in index.commits(cache.files, cache.recipes("latent")[0].name, 0) if commit.rejects
-    ]
-    assert [(photos / reject.item).is_file() for reject in rejects] == [True]
     before = len(encoded)
     tried.clear()
     stages.encode.run(config, data=str(photos))
@@ -376,65 +371,38 @@ def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
     assert status(cache)["complete"] and len(cache.index(cache.recipes("latent")[0].name)) == 12
 
 
-def test_a_lost_plan_of_captions_has_those_that_were_rejected(tmp_path: Path) -> None:
-    cache = tiny_cache.build(tmp_path / "tiny")
-    recipe = cache.recipes("text")[0].name
-    [commit, *_] = index.commits(cache.files, recipe, 0)
-    reject = index.RecordReject("00" * 16, "a caption", "no tokens")
-    lose(cache.root, "units/text-*/**/*.json")
-    lose(cache.root, "segments/text-*/*.json")
-    lose(cache.root, "plans/text-*/*.json")
-    assert index.publish_commit(cache.files, recipe, 0, replace(commit, rejects=(reject,)))
-    rebuild.rebuild_documents(cache)
-    plan = cache.plans(recipe)[0]
-    assert cache.table(plan.table).column("caption").to_pylist()[-1] == "a caption"
+def test_captions_of_a_lost_plan_are_read_from_its_shards(tiny: Cache) -> None:
+    """There is no source. A picture that no last scan has cannot be made again."""
+    config = load("tiny", [f"cache={tiny.root}"])
+    plans = {kind: tiny.plans(tiny.recipes(kind)[0].name)[0] for kind in ("latent", "text")}
+    lose(tiny.root, "plans/*/*.json")
+    restore_documents(tiny)
+    for kind, before in plans.items():
+        [recipe], [plan] = tiny.recipes(kind), tiny.plans(before.recipe)
+        assert {unit.unit for unit in plan.units} == {unit.unit for unit in before.units}
+        for commit in index.commits(tiny.files, recipe.name, 0):
+            unit = next(unit for unit in plan.units if unit.unit == commit.unit)
+            keys = {row["key"] for row in audit.record_rows(tiny, commit)}
+            again = repair.Repairs(config, tiny, {}).rows(recipe, plan, unit, commit, keys)
+            assert len(again) == (commit.records if kind == "text" else 0)
+            for row in again.to_pylist():
+                caption = row["caption"]
+                null = recipe.null_key
+                assert row["key"] == (null if caption is None else recipe.key(caption))
+    path = next(tiny.root.glob("shards/latent-*/*/*.tar"))
+    path.write_bytes(path.read_bytes()[:2000])
+    outcomes = [repair.Repairs(config, tiny, {}).unit(f, {}) for f in audit.verify_contents(tiny) if f.unit]
+    assert outcomes and all("no plan and no source's last scan" in outcome for outcome in outcomes)
 
 
-@pytest.mark.parametrize("lowered", [False, True])
-def test_a_lost_plan_of_pictures_is_derived_in_one_pass_over_the_scans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowered: bool
-) -> None:
-    of = synthetic.config(tmp_path / "c")
-    one, two = synthetic.pictures(120), synthetic.pictures(130, first=100)  # some are in both
-    absent = replace(one[0], item="absent.png", content="in no scan")
-    synthetic.add(of, "one", [*one, absent], without=["00007.png"])
-    cache = synthetic.add(of, "two", [replace(picture, item=f"two-{picture.item}") for picture in two])
-    recipe = synthetic.LATENT
-
-    def key(picture: synthetic.Picture) -> bytes:
-        size = buckets.nearest(synthetic.TABLE, picture.height, picture.width)
-        return recipe.key(layout.digest(picture.content), *size)
-
-    scans = {source: cache.last_scan(source) or {} for source in ("one", "two")}
-    kept = cache.put_table(cache.table(scans["one"]["table"])[:120])
-    cache.add_scan("one", {**scans["one"], "table": kept})
-    [commit, *others] = index.commits(cache.files, recipe.name, 0)
-    reject = index.RecordReject(key(one[7]).hex(), "was.png", "unreadable", retry=True)
-    for pattern in (f"{Paths.units(recipe.name, 0)}/**/*", Paths.segment(recipe.name, 0), "plans/latent-*/*"):
-        lose(cache.root, pattern)
-    for each in (replace(commit, rejects=(reject,)), *others):
-        assert index.publish_commit(cache.files, recipe.name, 0, each)
-    if lowered:
-        lower_limits(monkeypatch)
-    read, table_of = Counter[str](), Cache.table
-    monkeypatch.setattr(Cache, "table", lambda *args: [read.update([args[1]]), table_of(*args)][1])
-    rebuild.rebuild_documents(cache)
-    assert (read[kept], read[scans["two"]["table"]]) == (2, 2), "once a plan, however many units it has"
-
-    expected = {key(p): ("one", p.item, layout.digest(p.content)) for p in one}
-    expected |= {key(p): ("two", f"two-{p.item}", layout.digest(p.content)) for p in two}
-    sides = {key(p): buckets.nearest(synthetic.TABLE, p.height, p.width) for p in (*one, *two, absent)}
-    rows, plans = [], cache.plans(recipe.name)
-    for plan in plans:
-        for unit in plan.units:
-            [its] = [c for c in index.commits(cache.files, recipe.name, plan.number) if c.unit == unit.unit]
-            unit_rows = cache.unit_rows(plan, unit).to_pylist()
-            assert [row["key"] for row in unit_rows[: its.records]] == [r["key"] for r in audit.record_rows(cache, its)]
-            rows += unit_rows
-    assert len(rows) == 120 + 110 + 1 and [len(plan.units) for plan in plans] == [3, 3]
-    for row in rows:
-        assert (row["source"], row["item"], row["digest"]) == expected.get(row["key"], (None, None, None))
-        assert (row["height"], row["width"]) == (sides[row["key"]] if row["key"] != key(one[7]) else (None, None))
+def test_a_plan_that_does_not_list_its_commits_is_replaced(tiny: Cache) -> None:
+    recipe = tiny.recipes("text")[0].name
+    whole, commits = tiny.plan(recipe, 0), index.commits(tiny.files, recipe, 0)
+    lose(tiny.root, Paths.numbered(Paths.plans(recipe), 0))
+    assert tiny.add_plan(recipe, 0, whole.units[1:], tiny.table(whole.table))
+    assert [finding.path for finding in contradictions(tiny)] == [Paths.numbered(Paths.plans(recipe), 0)]
+    restore_documents(tiny)
+    assert not list(audit.verify(tiny)) and index.commits(tiny.files, recipe, 0) == commits
 
 
 def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:
@@ -535,7 +503,7 @@ def test_an_older_snapshot_is_looked_at_too(tmp_path: Path) -> None:
     assert not status(cache)["damaged"]
     cache.files.remove(Paths.table(old.sources["one"], "parquet"))
     assert not status(cache)["damaged"]
-    rebuild.rebuild_documents(cache)
+    restore_documents(cache)
     assert not list(audit.verify(cache))
     with (cache.root / next(iter(old.shard_files()))).open("ab") as file:
         file.write(b"more")
@@ -704,6 +672,17 @@ def test_a_snapshot_that_cannot_be_made_again_can_be_done_without(tiny: Cache, n
     assert [finding.fix for finding in contradictions(tiny)] == ([] if named else ["sana-pipe bucket"])
 
 
+def test_a_chunk_of_several_snapshots_is_made_again_by_one_with_a_name(tiny: Cache) -> None:
+    head, number = tiny.open_snapshot().head, 0
+    while tiny.snapshot_of("latest") == max(name.removesuffix(".json") for name in tiny.files.names("snapshots")):
+        tiny.add_snapshot(replace(head, left_out={"a reason": (number := number + 1)}), None)
+    table = Paths.table(head.chunks[0].samples, "arrow")
+    for place in (table, Paths.copy(table)):
+        tiny.files.path(place).unlink()
+    fixes = {finding.fix for finding in audit.verify(tiny) if finding.path == table}
+    assert fixes == {"sana-pipe bucket --again latest"}
+
+
 @pytest.mark.parametrize("damaged", ["lists", "chunks"])
 def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, damaged: str) -> None:
     """So has its copy, and its source has changed since."""
@@ -766,7 +745,7 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     for data in (first.read_bytes(), b"never committed", b""):
         left.write_bytes(data)
         assert not list(contradictions(tiny))
-        rebuild.rebuild_documents(tiny)
+        restore_documents(tiny)
         left.unlink()
         assert content(tiny.root) == before, "nor does repair commit it"
     left.write_bytes(first.read_bytes().replace(unit, b'"unit":"' + b"f" * 31))

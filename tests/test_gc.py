@@ -51,7 +51,7 @@ from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
 from pipeline.config import Config, load
-from pipeline.encoding import rebuild
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
 from pipeline.signals.latent import LatentRecipe
 from tests.support import tiny_cache
@@ -174,7 +174,7 @@ def test_an_adoption_that_was_stopped_is_finished_by_repair_unless_encode_made_t
         made = Path(ours).stem, cache.files.path(ours).stat().st_size, shard.read_table(cache.files, ours)[1]
         assert index.publish_commit(cache.files, recipe, 1, index.commit_of(cache.files, unit, made))
         assert not list(contradictions(cache))
-    rebuild.rebuild_documents(cache)
+    restore_documents(cache)
     [commit] = index.commits(cache.files, recipe, 1)
     assert commit.shard == Path(ours if encoded_here else adopted).stem
     assert not list(contradictions(cache))
@@ -228,7 +228,7 @@ def test_stray_files_between_the_documents_are_no_documents(stray: str, cache: C
         (folder / stray).write_bytes(b"stray")
     (cache.root / "units" / tiny_cache.recipes()[0].name / f"{stray}.d").mkdir()
     assert list(garbage.unneeded(cache)) == [] and list(audit.verify(cache)) == []
-    rebuild.rebuild_documents(cache)
+    restore_documents(cache)
     counts(cache)
     assert list(audit.verify(cache)) == []
 

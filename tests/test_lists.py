@@ -16,7 +16,7 @@ from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, Units
 from pipeline.cache.snapshot_lists import publish
-from pipeline.encoding.rebuild import rebuild_documents
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import IntegrityError
 from pipeline.signals.latent import LatentRecipe
 from tests.support import tiny_cache
@@ -143,7 +143,7 @@ def test_a_list_that_is_lost_twice_stops_gc_and_is_derived_again(cache: Cache, f
     with pytest.raises(IntegrityError):
         list(garbage.unneeded(again, 0, again.files.now() + 9))
     assert document in {finding.path for finding in audit.verify(again)}
-    rebuild_documents(again)
+    restore_documents(again)
     assert not list(audit.verify(Cache(cache.root)))
     assert {name: Cache(cache.root).index(name).keys.tolist() for name in names} == keys
 

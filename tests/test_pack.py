@@ -35,7 +35,7 @@ from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
-from pipeline.encoding import rebuild
+from pipeline.encoding.restore import restore_documents
 from pipeline.errors import IntegrityError, UserError
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
@@ -414,7 +414,7 @@ def test_a_lost_commit_of_a_joint_shard_is_made_again(copy: Cache) -> None:
     for place in (name, layout.Paths.copy(name)):
         (copy.root / place).unlink()
     assert len(index.commits(copy.files, folder, 0)) == len(before) - 1
-    rebuild.rebuild_documents(copy)
+    restore_documents(copy)
     said = [
         [(commit.unit, commit.shard, commit.table) for commit in each]
         for each in (before, index.commits(copy.files, folder, 0))

@@ -76,7 +76,7 @@ def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made
             arrays[row["key"]] = audit.payload(reader, recipe, str(commit.shard), row).copy()
 
     def encode(
-        _: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes]
+        _: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes], rows: object = None
     ) -> list[unit_records.Made]:
         keys = cache.unit_rows(plan, unit).column("key").to_pylist()
         return [([unit_records.EncodedRecord(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
@@ -386,9 +386,10 @@ def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
     unit = next(unit for unit in plan.units if unit.unit == commit.unit)
     only = {row["key"] for row in audit.record_rows(cache, commit)}
     encoder = UnitEncoder(make_config(tmp_path), cache, {}, check=True)
-    assert list(encoder.remake(plan, unit, commit, only))
+    rows = cache.unit_rows(plan, unit)
+    assert list(encoder.remake(plan, unit, commit, only, rows))
     with pytest.raises(CacheError) as caught:
-        encoder.remake(dataclasses.replace(plan, recipe=other.name), unit, commit, only)
+        encoder.remake(dataclasses.replace(plan, recipe=other.name), unit, commit, only, rows)
     assert "weights" in str(caught.value.found)
 
 
@@ -436,7 +437,7 @@ def test_an_adopted_shard_is_taken_over_again(
     intact = there.read_bytes()
 
     def refused(*_: object) -> list[unit_records.Made]:
-        return [([], [index.RecordReject(key.hex(), "x", "is gone") for key in _[-1]])]  # type: ignore[attr-defined]
+        return [([], [index.RecordReject(key.hex(), "x", "is gone") for key in _[-2]])]  # type: ignore[attr-defined]
 
     monkeypatch.setattr(UnitEncoder, "remake", refused)
     if damage == "missing":
@@ -457,8 +458,13 @@ def test_where_an_adopted_shard_is_is_said_beside_where_its_source_may_be(
 ) -> None:
     of, here, _ = adopted
     here.unlink()
-    rows = pa.table({"source": ["two"], "key": pa.array([bytes(16)], pa.binary(16))})
-    monkeypatch.setattr(Cache, "unit_rows", lambda *_: rows)
+    real = Cache.unit_rows
+
+    def unit_rows(cache: Cache, plan: WorkPlan, unit: Unit) -> pa.Table:
+        rows = real(cache, plan, unit)
+        return rows.set_column(1, "source", pa.array(["two"] * len(rows)))
+
+    monkeypatch.setattr(Cache, "unit_rows", unit_rows)
     bucket = of.bucket.model_copy(update={"caches": []})
     with pytest.raises(UserError) as raised:
         stages.verify.run(of.model_copy(update={"bucket": bucket}), repair=True)

@@ -11,7 +11,7 @@ import pytest
 from pipeline.cache import audit, contradictions, garbage, index, layout
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.encoding.rebuild import rebuild_documents
+from pipeline.encoding.restore import restore_documents
 from pipeline.signals.latent import LatentRecipe
 from pipeline.work import engine
 from tests.support import tiny_cache
@@ -98,7 +98,7 @@ def test_lost_commits_are_made_again_from_their_shards(tmp_path: Path) -> None:
     for recipe in recipes:
         for folder in ("units", "copies/units", "segments", "copies/segments"):
             shutil.rmtree(cache.root / folder / recipe)
-    rebuild_documents(cache)
+    restore_documents(cache)
     for recipe in recipes:
         after = index.commits(cache.files, recipe, 0)
         assert [(c.unit, c.shard, c.records) for c in after] == [(c.unit, c.shard, c.records) for c in before[recipe]]

@@ -5,14 +5,14 @@ Price: every document is read, and the heads of the shards that no commit refers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from pipeline.cache import copies, index, layout, shard
+from pipeline.cache import copies, index, shard
 from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_head, named_snapshots, recipe_names
 from pipeline.cache.key_columns import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
+from pipeline.cache.references import owners, plan_count
 from pipeline.cache.root import Cache, list_of
 from pipeline.errors import CacheError
 
@@ -34,18 +34,24 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
     for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts):
         yield from _gap(cache, folder)
     files, recipes = cache.files, set(recipe_names(cache))
-    owners = {name for folder in ("plans", "units", "segments", "shards") for name in files.folders(folder)}
-    for owner in sorted(owners | recipes):
-        packed = owner.startswith(PACKED)
-        if not packed and owner not in recipes:
+    for owner in sorted({*owners(cache), *files.folders("shards"), *recipes}):
+        if owner.startswith(PACKED):
+            plan = Paths.numbered(Paths.plans(owner), 0)
+            if files.unit_names(Paths.units(owner, 0)) and not files.exists(plan):
+                yield Finding(plan, "is missing, and there are commits of its units")
+            continue
+        if owner not in recipes:
             yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
         gap = list(_gap(cache, Paths.plans(owner)))
         yield from gap
-        plan = Paths.numbered(Paths.plans(owner), 0)
-        if not packed:
-            yield from _recipe_contradictions(cache, owner, reported=bool(unreadable or gap))
-        elif files.unit_names(Paths.units(owner, 0)) and not files.exists(plan):
-            yield Finding(plan, "is missing, and there are commits of its units")
+        try:
+            work = Work(cache, owner)
+        except CacheError as error:
+            damage_only(error)
+            if not (unreadable or gap):  # the document could be read a moment ago
+                raise
+            continue
+        yield from _work_contradictions(work)
 
 
 def _unreadable_documents(cache: Cache) -> Iterator[Finding]:
@@ -83,83 +89,89 @@ def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
         yield Finding(folder, damage_only(error))
 
 
-def _recipe_contradictions(cache: Cache, owner: str, reported: bool) -> Iterator[Finding]:
-    """Commits and shards of a recipe whose document is missing. reported: whether damaged documents were."""
-    files = cache.files
-    # Shards are listed before commits, and commits before plans, so that work that is published meanwhile is no
-    # contradiction.
-    shards, others = Digests(), list[str]()
-    for entry in files.walk(f"shards/{owner}"):
-        stem = PurePosixPath(entry.name).stem
-        shards.add(stem) if entry.name == Paths.shard(owner, stem) else others.append(entry.name)
-    committed, made = dict[int, Digests](), Digests()
-    try:
-        numbers = {*layout.numbers_of(files.names(f"segments/{owner}"))}
-        numbers |= {*layout.numbers_of(files.folders(f"units/{owner}"), "")}
-        for number in sorted(numbers):
+class Work:
+    """Units and shards of a recipe or pack.
+
+    Attributes:
+        planned, committed: number of a plan -> its units.
+        uncommitted: paths of shards that no commit names.
+
+    Raises:
+        CacheError: a document is damaged, or a plan is missing between others.
+    """
+
+    def __init__(self, cache: Cache, owner: str):
+        self.cache, self.owner, files = cache, owner, cache.files
+        # Shards are listed before commits, and commits before plans, so that work that is published meanwhile is no
+        # contradiction.
+        shards, others = Digests(), list[str]()
+        for entry in files.walk(f"shards/{owner}"):
+            stem = PurePosixPath(entry.name).stem
+            shards.add(stem) if entry.name == Paths.shard(owner, stem) else others.append(entry.name)
+        self.committed, made = dict[int, Digests](), Digests()
+        for number in range(plan_count(cache, owner)):
             for commit in index.each_commit(files, owner, number):
-                committed.setdefault(number, Digests()).add(commit.unit)
+                self.committed.setdefault(number, Digests()).add(commit.unit)
                 made.update([commit.shard] if commit.shard is not None else [])
-        planned = {plan.number: Digests(unit.unit for unit in plan.units) for plan in cache.plans(owner)}
-    except CacheError as error:
-        damage_only(error)
-        if not reported:  # by `_unreadable_documents` or `_gap`, which could read the document a moment ago
-            raise
-        return
-    yield from _unplanned_commits(owner, committed, planned)
-    others = [name for name in others if PurePosixPath(name).stem not in made]
-    left = chain(others, (Paths.shard(owner, name) for name in shards if name not in made))
-    yield from _uncommitted_shards(cache, owner, left, committed, planned)
+        self.planned = {plan.number: Digests(unit.unit for unit in plan.units) for plan in cache.plans(owner)}
+        self.uncommitted = [name for name in others if PurePosixPath(name).stem not in made]
+        self.uncommitted += [Paths.shard(owner, name) for name in shards if name not in made]
 
+    def unlisted(self, number: int) -> str | None:
+        """A committed unit of a plan that the plan does not list; None if there is none."""
+        return next((unit for unit in self.committed.get(number, ()) if unit not in self.planned[number]), None)
 
-UnitsOf = dict[int, Digests]
-"""Number of a plan -> units."""
+    def unit_of(self, path: str) -> tuple[str, int | None] | None:
+        """The unit of a shard that no commit names, and the number of the plan that lists it.
 
+        Returns:
+            None if the shard is harmless: its unit is committed with another shard, or its bytes are no shard.
 
-def _unplanned_commits(owner: str, committed: UnitsOf, planned: UnitsOf) -> Iterator[Finding]:
-    """Commits whose plan is missing or does not list their unit."""
-    for number in sorted(committed.keys() - planned.keys()):
-        plan = Paths.numbered(Paths.plans(owner), number)
-        yield Finding(plan, "is missing, and there are commits of its units", recipe=owner, plan=number)
-    for number in sorted(committed.keys() & planned.keys()):
-        for unit in committed[number]:
-            if unit not in planned[number]:
-                plan = Paths.numbered(Paths.plans(owner), number)
-                yield Finding(plan, f"does not list unit {unit}, which is committed", owner, number, unit)
-
-
-def _uncommitted_shards(
-    cache: Cache, owner: str, shard_paths: Iterable[str], committed: UnitsOf, planned: UnitsOf
-) -> Iterator[Finding]:
-    """Shards without a commit, unless they are harmless (see `contradictions`)."""
-
-    def plan_of(unit: str) -> int | None:
-        return next((number for number, units in reversed(planned.items()) if unit in units), None)
-
-    def is_committed(unit: str) -> bool:
-        return any(unit in units for units in committed.values())
-
-    def is_known(unit: str) -> bool:
-        return plan_of(unit) is not None or is_committed(unit)
-
-    for path in shard_paths:
+        Raises:
+            CacheError: the shard cannot be read.
+        """
         try:
-            named = shard.read_head(cache.files, path)["unit"]
+            named = shard.read_head(self.cache.files, path)["unit"]
         except (shard.NotAShardError, FileNotFoundError):
-            continue
+            return None
+        unit = index.unit_of(
+            self.owner,
+            PurePosixPath(path).stem,
+            named,
+            lambda unit: self._plan_of(unit) is not None or self._is_committed(unit),
+        )
+        number = self._plan_of(unit)
+        if self._is_committed(unit):
+            return None
+        if number is not None and unit in index.committed(self.cache.files, self.owner, number):  # meanwhile
+            return None
+        return unit, number
+
+    def _plan_of(self, unit: str) -> int | None:
+        return next((number for number, units in reversed(self.planned.items()) if unit in units), None)
+
+    def _is_committed(self, unit: str) -> bool:
+        return any(unit in units for units in self.committed.values())
+
+
+def _work_contradictions(work: Work) -> Iterator[Finding]:
+    """Commits that no plan lists, and shards without a commit that are not harmless."""
+    for number in sorted(work.committed):
+        plan = Paths.numbered(Paths.plans(work.owner), number)
+        if number not in work.planned:
+            yield Finding(plan, "is missing, and there are commits of its units", work.owner, number)
+        elif (unit := work.unlisted(number)) is not None:
+            yield Finding(plan, f"does not list unit {unit}, which is committed", work.owner, number, unit)
+    for path in work.uncommitted:
+        try:
+            needed = work.unit_of(path)
         except CacheError as error:
             fix = "check the disk; if the file stays unreadable, remove it: no commit refers to it"
             yield Finding(path, damage_only(error), fix=fix)
             continue
-        unit = index.unit_of(owner, PurePosixPath(path).stem, named, is_known)
-        number = plan_of(unit)
-        if is_committed(unit) or (number is not None and unit in index.committed(cache.files, owner, number)):
-            continue
-        if number is not None:
-            problem = f"unit {unit} of this shard is not committed: encode was stopped there, or its commit was lost"
-            yield Finding(path, problem, fix=f"{ENCODE}, or {REPAIR}")
-        else:
-            problem = (
-                f"unit {unit} of this shard is in no plan: bucket was stopped at another cache, or a plan was lost"
-            )
-            yield Finding(path, problem, fix=f"{BUCKET}, or {REPAIR}")
+        if needed is not None and needed[1] is not None:
+            problem = "is not committed: encode was stopped there, or its commit was lost"
+            yield Finding(path, f"unit {needed[0]} of this shard {problem}", fix=f"{ENCODE}, or {REPAIR}")
+        elif needed is not None:
+            problem = "is in no plan: bucket was stopped at another cache, or a plan was lost"
+            yield Finding(path, f"unit {needed[0]} of this shard {problem}", fix=f"{BUCKET}, or {REPAIR}")

@@ -48,7 +48,7 @@ def references(cache: Cache) -> Iterator[Reference]:
     for set_name in cache.files.folders("prompts"):
         yield from _of_prompts(cache, set_name)
     for owner in owners(cache):
-        for number in plan_numbers(cache, owner):
+        for number in range(plan_count(cache, owner)):  # a missing plan is an error, too
             yield Reference(Paths.numbered(Paths.plans(owner), number), _files_of_plan(cache, owner, number))
             document = segment = Paths.segment(owner, number)
             if cache.files.exists(segment):
@@ -63,12 +63,13 @@ def owners(cache: Cache) -> list[str]:
     return sorted({name for folder in ("plans", "units", "segments") for name in cache.files.folders(folder)})
 
 
-def plan_numbers(cache: Cache, owner: str) -> list[int]:
-    """Numbers of the plans of a recipe or pack, and of commits whose plan is missing."""
+def plan_count(cache: Cache, owner: str) -> int:
+    """One more than the last number of a plan of a recipe or pack, or of commits."""
     files = cache.files
     numbers = {*numbers_of(files.names(Paths.plans(owner))), *numbers_of(files.names(f"segments/{owner}"))}
     without = {*numbers_of(files.folders(f"units/{owner}"), "")} - numbers
-    return sorted(numbers | {number for number in without if files.unit_names(Paths.units(owner, number))})
+    numbers |= {number for number in without if files.unit_names(Paths.units(owner, number))}
+    return max(numbers, default=-1) + 1
 
 
 def _scans_of_head(cache: Cache, name: str) -> Iterator[str]:

@@ -15,18 +15,24 @@ from contextlib import suppress
 from functools import cache as run_once
 from functools import cached_property, partial
 from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow as pa
 
 from pipeline.cache import audit, index, key_columns, shard
 from pipeline.cache.adopt import bring
-from pipeline.cache.findings import Finding, Replaced
+from pipeline.cache.findings import ENCODE, Finding, Replaced
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
+from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
 from pipeline.encoding.scan import reopen
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import IntegrityError, UserError
+from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.text import TextRecipe
 
 BRING = "sana-pipe verify --repair --set 'bucket.caches=[DIR]', where DIR is the cache that the shard was adopted from"
 
@@ -107,25 +113,53 @@ class Repairs:
         assert commit.shard is not None
         damaged = set(audit.bad_records(cache, recipe.name, commit))
         unreplaced = audit.unreplaced_keys(open_index, commit, sorted(damaged))
-        self._open_sources(plan, unit, f", or {BRING}" if adopted else "")
+        rows = self.rows(recipe, plan, unit, commit, damaged)
+        self._open_sources(rows, f", or {BRING}" if adopted else "")
         made: dict[bytes, unit_records.EncodedRecord] = {}
-        for batch, rejects in self.encoder.remake(plan, unit, commit, damaged):
+        for batch, rejects in self.encoder.remake(plan, unit, commit, damaged, rows):
             made.update((record.key, record) for record in batch)
             lost = [reject for reject in rejects if bytes.fromhex(reject.key) in unreplaced]
             if lost:
                 return f"failed: {lost[0].item}: {lost[0].reason}"
+        if unmade := len(unreplaced - made.keys()):
+            return f"failed: no plan and no source's last scan has {unmade} of its records; {ENCODE} makes those of DIR"
         if damaged <= made.keys() and _restored(cache, recipe, unit, commit, {key: made[key] for key in damaged}):
             replaced.pop(commit.shard, None)
             return "restored"
         if not damaged:
             return "failed: the shard's head or table is damaged and cannot be made again as it was"
         if unreplaced:  # the others are in a later plan already
-            _replace(cache, recipe, plan, unit, commit, unreplaced, made, self.encoder.limits)
+            _replace(cache, recipe, rows, unit, commit, unreplaced, made, self.encoder.limits)
         replaced[commit.shard] = damaged
         return "replaced"
 
-    def _open_sources(self, plan: WorkPlan, unit: Unit, or_else: str) -> None:
-        rows = self.cache.unit_rows(plan, unit)
+    def rows(self, recipe: Recipe, plan: WorkPlan, unit: Unit, commit: index.Commit, damaged: set[bytes]) -> pa.Table:
+        """The rows of a plan for a unit, with the places where its pictures are now. If the plan was lost and does not
+        have those of the damaged records, they are made from the captions in the shard and from the last scans."""
+        cache, rows = self.cache, planning.with_current_places(self.cache, self.cache.unit_rows(plan, unit))
+        missing = damaged - {*rows.column("key").to_pylist()}
+        if not missing:
+            return rows
+        parts = [] if not len(rows) else [rows]
+
+        def add(work: pa.Table) -> None:
+            parts.append(work)
+            missing.difference_update(work.column("key").to_pylist())
+
+        if isinstance(recipe, TextRecipe):
+            add(_captions(cache, recipe, commit, missing))
+        for source in cache.sources():
+            scan = cache.last_scan(source)
+            if scan is None or scan[recipe.kind] != recipe.name or not missing:
+                continue
+            table, only = cache.table(scan["table"]), [key.hex() for key in missing]
+            if isinstance(recipe, TextRecipe):
+                add(planning.caption_work(table, recipe, only=only))
+            elif isinstance(recipe, LatentRecipe):
+                add(planning.image_work(table, source, recipe, [(h, w) for h, w in scan["buckets"]], only=only))
+        return pa.concat_tables(parts) if parts else rows
+
+    def _open_sources(self, rows: pa.Table, or_else: str) -> None:
         names = rows.column("source").unique().to_pylist() if "source" in rows.column_names else []
         for name in names:
             if name in self.encoder.sources:
@@ -167,18 +201,31 @@ def _restored(
     return digest == commit.shard
 
 
+def _captions(cache: Cache, recipe: TextRecipe, commit: index.Commit, keys: set[bytes]) -> pa.Table:
+    """Rows of a plan for some records of a shard, from the captions in the shard that are intact."""
+    reader, rows = shard.ShardReader(cache.files, recipe.name), list[dict[str, Any]]()
+    assert commit.shard is not None
+    for row in audit.record_rows(cache, commit):
+        if row["key"] not in keys:
+            continue
+        where = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
+        with suppress(IntegrityError, FileNotFoundError):
+            is_null = row["key"] == recipe.null_key
+            rows.append({"key": row["key"], "caption": None if is_null else reader.caption(commit.shard, *where)})
+    return pa.Table.from_pylist(rows, schema=planning.CAPTIONS)
+
+
 def _replace(
     cache: Cache,
     recipe: Recipe,
-    plan: WorkPlan,
+    rows: pa.Table,
     unit: Unit,
     commit: index.Commit,
     keys: set[bytes],
     made: dict[bytes, unit_records.EncodedRecord],
     limits: unit_records.Limits,
 ) -> None:
-    """Commit the remade records of these keys as a new plan."""
-    rows = cache.unit_rows(plan, unit)
+    """Commit the remade records of these keys as a new plan. rows: the unit's."""
     table = rows.take([i for i, key in enumerate(rows.column("key").to_pylist()) if key in keys])
     in_order = table.column("key").to_pylist()
     while True:

@@ -22,7 +22,6 @@ from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config, VaeConfig
 from pipeline.encoding import estimate, unit_records
-from pipeline.encoding import plan as planning
 from pipeline.encoding.scan import reopen
 from pipeline.errors import CacheError, is_out_of_memory
 from pipeline.models import encoders
@@ -84,15 +83,16 @@ class UnitEncoder:
         return commit
 
     def remake(
-        self, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes]
+        self, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes], rows: pa.Table
     ) -> Iterable[unit_records.Made]:
-        """Encode again those batches of a committed unit that hold one of the keys, in the mode of its provenance, from
-        where the pictures are now.
+        """Encode again those batches of a committed unit that hold one of the keys, in the mode of its provenance.
 
         Loads no encoder if there is no such batch.
+
+        Args:
+            rows: the unit's.
         """
         recipe = self._recipe(plan.recipe)
-        rows = planning.with_current_places(self.cache, self.cache.unit_rows(plan, unit))
         if not any(key in only for key in rows.column("key").to_pylist()):
             return []
         if isinstance(recipe, TextRecipe):
