@@ -43,7 +43,7 @@ def _basis() -> np.ndarray:
     return np.rint(scale * np.cos(np.pi / (2 * _CELLS) * k * (2 * x + 1))).astype(np.int64)
 
 
-_BASIS = _basis()
+BASIS = _basis()
 
 
 def hashes(pictures: np.ndarray) -> np.ndarray:
@@ -58,8 +58,8 @@ def hashes(pictures: np.ndarray) -> np.ndarray:
         compression. Photographs have over 170; flat areas, gradients and empty frames under 128 say too little to
         compare.
     """
-    cells = _cells(pictures)
-    coefficients = (_BASIS @ cells @ _BASIS.T)[:, _ROW, _COLUMN]
+    means = cells(pictures)
+    coefficients = (BASIS @ means @ BASIS.T)[:, _ROW, _COLUMN]
     result = np.empty((len(pictures), WORDS + 1), np.uint16)
     result[:, :WORDS] = ((coefficients > 0) * _BIT).sum(axis=2)
     result[:, WORDS] = (np.abs(coefficients) >= _NOISE).sum(axis=(1, 2))
@@ -77,7 +77,7 @@ def flipped(hashed: np.ndarray) -> np.ndarray:
     return hashed ^ _MIRRORED[: hashed.shape[-1]]
 
 
-def _cells(pictures: np.ndarray) -> np.ndarray:
+def cells(pictures: np.ndarray) -> np.ndarray:
     """Mean luma of 64 x 64 equal cells, (b, 64, 64) int64, times 2^8 and rounded down. Borders of cells cut pixels."""
     count, height, width, _ = pictures.shape
     rows = _sums(pictures.reshape(count, height, width * 3), np.uint32).reshape(count, _CELLS, width, 3) @ _LUMA
