@@ -177,7 +177,7 @@ def _made_again(config: Config, cache: Cache, head: Head) -> Head:
     bucket = bucket.model_copy(update={"sources": used})
     data = DataConfig.model_validate({**config.data.model_dump(), **options.get("data", {})})
     config = config.model_copy(update={"bucket": bucket, "data": data})
-    recipes = {"latent": head.recipe(LatentRecipe).name, "text": head.recipe(TextRecipe).name}
+    recipes = {kind: recipe.name for kind, recipe in head.recipes_by_kind.items()}
     scans = {source: _Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
     made, heldout, _ = _both(config, _inputs(config, [cache], scans))
     side = head.policies.heldout
@@ -218,15 +218,16 @@ def _inputs(config: Config, caches: list[Cache], scans: dict[str, _Scan] | None 
         raise CacheError(
             f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(scans))
         )
-    latent, text = _recipes(config, {source: scan for source, scan in scans.items() if source not in unused} or scans)
+    recipes = _recipes(config, {source: scan for source, scan in scans.items() if source not in unused} or scans)
+    compression = next(recipe.compression for recipe in recipes if isinstance(recipe, LatentRecipe))
     resolutions, shapes = [], list[tuple[int, int]]()
-    for variant, table in buckets.resolutions(settings, config.data, latent.compression):
+    for variant, table in buckets.resolutions(settings, config.data, compression):
         policy = config.data if settings.resolutions else None
         resolutions.append(Resolution(table, len(shapes), variant, policy))
         shapes += table
-    batches = buckets.batches(settings, shapes, latent.compression)
-    latents, texts = (RecordIndex.union([cache.index(recipe.name) for cache in caches]) for recipe in (latent, text))
-    records = EncodedRecords(latent, text, latents, texts)
+    batches = buckets.batches(settings, shapes, compression)
+    indexes = {one.kind: RecordIndex.union([cache.index(one.name) for cache in caches]) for one in recipes}
+    records = EncodedRecords(recipes, indexes)
     options = _options(config, caches[0])
     return _Inputs(caches, scans, unused, records, resolutions, BucketTable(shapes, batches), options)
 
@@ -385,7 +386,7 @@ def _publish(
     counts = np.zeros(len(sources), np.int64)
     for piece in pieces(len(made.frame)):  # numpy counts in a copy
         counts += np.bincount(made.frame.source[piece], minlength=len(sources))
-    repeated = selection.repeated(made.joined, made.frame, inputs.records.latents)
+    repeated = selection.repeated(made.joined, made.frame, inputs.records)
     return {
         "snapshot": snapshot_id,
         "unchanged": snapshot_id is not None and snapshot_id == before,
@@ -412,7 +413,7 @@ def _publish(
 def _check_shards(made: Made, inputs: _Inputs) -> None:
     """Raise IntegrityError if a shard is missing, in whichever cache it is, or of another size."""
     head = made.assembled.head
-    for index in (inputs.records.latents, inputs.records.texts):
+    for index in inputs.records.indexes.values():
         cache_of = dict(zip(index.shards, index.caches, strict=True))
         for number, cache in enumerate(inputs.caches):
             shards = (shard for shard in head.shards[index.kind] if cache_of[shard.name] == number)
@@ -423,7 +424,7 @@ def _adopt(made: Made, inputs: _Inputs, dry_run: bool) -> int:
     """Bring the shards and scans of other caches into the first cache. Returns the bytes of these shards."""
     head, (cache, *others) = made.assembled.head, inputs.caches
     total = 0
-    for index in (inputs.records.latents, inputs.records.texts):
+    for index in inputs.records.indexes.values():
         cache_of = dict(zip(index.shards, index.caches, strict=True))
         for number, other in enumerate(others, start=1):
             shards = [shard for shard in head.shards[index.kind] if cache_of[shard.name] == number]
@@ -493,10 +494,13 @@ def _print_id(report: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- recipes
 
 
-def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[LatentRecipe, TextRecipe]:
-    """The recipes of the sources. They must be equal, and agree with the configuration."""
-    chosen: dict[str, Recipe] = {}
-    for kind in ("latent", "text"):
+def _recipes(config: Config, scans: dict[str, _Scan]) -> list[Recipe]:
+    """The recipes of the sources: of the kinds of records that all of them have. They must be equal, and agree with the
+    configuration."""
+    chosen = list[Recipe]()
+    for kind in next(iter(scans.values())).recipes:
+        if not all(kind in scan.recipes for scan in scans.values()):
+            continue
         by_source = {source: scan.cache.recipe(scan.recipes[kind]) for source, scan in scans.items()}
         first_source, first = next(iter(sorted(by_source.items())))
         for source, recipe in by_source.items():
@@ -506,30 +510,14 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[LatentRecipe, Tex
                     found="; ".join(first.difference(recipe)),
                     fix="encode both with the same configuration",
                 )
-        chosen[kind] = first
-    latent, text = chosen["latent"], chosen["text"]
-    assert isinstance(latent, LatentRecipe)
-    assert isinstance(text, TextRecipe)
-    _check_settings(config, latent, text)
-    return latent, text
+        chosen.append(first)
+    _check_settings(config, chosen)
+    return chosen
 
 
-def _check_settings(config: Config, latent: LatentRecipe, text: TextRecipe) -> None:
+def _check_settings(config: Config, recipes: list[Recipe]) -> None:
     """Refuse settings of the encoders that differ from the cache's."""
-    pairs: list[tuple[str, Any, Any]] = [
-        ("vae.dtype", config.vae.dtype, latent.dtype),
-        ("vae.tf32", config.vae.tf32, latent.tf32),
-        ("vae.channels_last", config.vae.channels_last, latent.channels_last),
-        ("text.dtype", config.text.dtype, text.dtype),
-        ("text.recipe", config.text.recipe, text.normalisation),
-        ("text.max_length", config.text.max_length, text.max_length),
-        ("text.instruction", instruction(config.text), text.instruction),
-        ("data.background", config.data.background, latent.background),
-        ("encode.storage.latent", config.encode.storage.latent, latent.storage),
-        ("encode.storage.text", config.encode.storage.text, text.storage),
-    ]
-    if config.vae.scaling_factor is not None:
-        pairs.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
+    pairs = [pair for recipe in recipes for pair in _settings(config, recipe)]
     different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
     if different:
         raise CacheError(
@@ -537,3 +525,27 @@ def _check_settings(config: Config, latent: LatentRecipe, text: TextRecipe) -> N
             found="; ".join(different),
             fix="run sana-pipe encode with this configuration, or use the configuration of the cache",
         )
+
+
+def _settings(config: Config, recipe: Recipe) -> list[tuple[str, Any, Any]]:
+    """Settings that decide the records of a recipe, as configured and as the recipe has them."""
+    pairs = list[tuple[str, Any, Any]]()
+    if isinstance(recipe, LatentRecipe):
+        pairs = [
+            ("vae.dtype", config.vae.dtype, recipe.dtype),
+            ("vae.tf32", config.vae.tf32, recipe.tf32),
+            ("vae.channels_last", config.vae.channels_last, recipe.channels_last),
+            ("data.background", config.data.background, recipe.background),
+            ("encode.storage.latent", config.encode.storage.latent, recipe.storage),
+        ]
+        if config.vae.scaling_factor is not None:
+            pairs.append(("vae.scaling_factor", config.vae.scaling_factor, recipe.scaling_factor))
+    if isinstance(recipe, TextRecipe):
+        pairs = [
+            ("text.dtype", config.text.dtype, recipe.dtype),
+            ("text.recipe", config.text.recipe, recipe.normalisation),
+            ("text.max_length", config.text.max_length, recipe.max_length),
+            ("text.instruction", instruction(config.text), recipe.instruction),
+            ("encode.storage.text", config.encode.storage.text, recipe.storage),
+        ]
+    return pairs

@@ -45,6 +45,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import heldout
 from pipeline.sources import caption_rules
 from pipeline.training import checkpoint, phases
+from pipeline.training.assemble import recipe_of
 from pipeline.training.build import architecture_of, with_residual, with_text
 from pipeline.training.checkpoint import Document
 from pipeline.training.stop_request import StopRequest, catch_signals_of
@@ -528,6 +529,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
             stop_step=stop,
             prefetch_mib=train.prefetch_mib,
             text=train.text or "padded",
+            pictures=recipe_of(train).pictures,
             length_window=train.length_window,
             pin=resolve_device(train.device, launch).type == "cuda",
             timeout_s=config.patience_s + 2 * TIMEOUT_S,  # readers of a store give up first

@@ -511,7 +511,7 @@ def test_the_first_half_of_a_digest_decides_what_is_held_out() -> None:
 
 
 def test_frames_are_joined_whose_names_are_parts_of_other_columns(tmp_path: Path) -> None:
-    columns = join.FrameColumns(Scratch())
+    columns = join.FrameColumns(Scratch(), ["latent"])
     names = pa.array(["first", "", "bird", "c", "ü"], pa.large_string())
     for part in (names.slice(1, 3), names.slice(0, 0), names.slice(3), names):
         columns.add(dataclasses.replace(frame_of(np.zeros(len(part), int), [""] * len(part)), item=part))
@@ -530,7 +530,7 @@ def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
         height=sides[:, 0],
         width=sides[:, 1],
         bucket=bucket,
-        latent=np.arange(count),
+        pictures={"latent": np.arange(count)},
         captions=np.arange(count + 1),
         text=np.zeros(count, np.int64),
         weight=np.ones(count, np.float32),

@@ -195,7 +195,7 @@ def test_names_of_items_are_joined_as_large_strings() -> None:
     joined = join.Joined()
     assert joined.frame().item.type == pa.large_string()
     index = type("Index", (), {"rejects": (), "find": lambda self, keys: np.zeros(len(keys), np.int64)})()
-    records = join.EncodedRecords(LATENT, TEXT, index, index)
+    records = join.EncodedRecords([LATENT, TEXT], {"latent": index, "text": index})
     join.join(joined, "one", scan_table(), records, join.Resolution(TABLE))
     join.join(joined, "two", scan_table(), records, join.Resolution(TABLE))
     join.join(joined, "one", scan_table(), records, join.Resolution(TABLE, len(TABLE), "small"))
@@ -210,7 +210,7 @@ def test_names_of_items_are_joined_as_large_strings() -> None:
 def test_a_cache_without_its_null_record_makes_no_snapshot() -> None:
     index = type("Index", (), {"rejects": (), "find": lambda self, keys: np.full(len(keys), -1)})()
     with pytest.raises(CacheError, match="null record"):
-        join.row_of_null(join.EncodedRecords(LATENT, TEXT, index, index))
+        join.row_of_null(join.EncodedRecords([LATENT, TEXT], {"latent": index, "text": index}))
 
 
 def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,10 +122,16 @@ def replace(path: Path, data: bytes) -> None:
 def read_sample(snapshot: Snapshot, row: int) -> None:
     """Read and verify everything that training reads of a sample."""
     sample, bucket = snapshot.sample(row), snapshot.buckets[snapshot.sample(row).bucket]
+    place = sample.pictures["latent"]
     latent, width = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe).width
     shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
     snapshot.reader("latent").read(
-        sample.shard, sample.offset, sample.key, sample.checksum, np.empty(shape, np.uint16), sample.length
+        place.shard,
+        place.offset,
+        place.key,
+        place.checksum,
+        np.empty(shape, np.uint16),
+        place.length,
     )
     text = snapshot.reader("text")
     for caption in sample.captions:

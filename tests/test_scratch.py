@@ -282,13 +282,14 @@ def test_samples_that_are_selected_are_beside_the_cache(
     joined = Joined(["photos"], scratch=cache.files.scratch)
     ids = np.arange(3, dtype=np.uint64)
     sides = np.array([TABLE[0], TABLE[0], TABLE[2]])
-    columns = {"bucket": np.array([0, 0, 2]), "latent": np.arange(3), "height": sides[:, 0], "width": sides[:, 1]}
+    columns = {"bucket": np.array([0, 0, 2]), "height": sides[:, 0], "width": sides[:, 1]}
     frame = Frame(
         source=np.zeros(3, np.int32),
         item=pa.array(["a", "b", "c"], pa.large_string()),
         sample_id=ids,
         picture_id=ids,
         digest=np.array([b"1" * 16, b"1" * 16, b"2" * 16], "S16"),
+        pictures={"latent": np.arange(3)},
         captions=np.arange(4),
         text=np.zeros(3, np.int64),
         weight=np.ones(3, np.float32),

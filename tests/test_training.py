@@ -1176,16 +1176,17 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     snapshot = Cache(small_cache_copy).open_snapshot()
     sample = snapshot.sample(5)
-    path = next(small_cache_copy.glob(f"shards/latent-*/*/{sample.shard}.tar"))
+    place = sample.pictures["latent"]
+    path = next(small_cache_copy.glob(f"shards/latent-*/*/{place.shard}.tar"))
     data = bytearray(path.read_bytes())
-    data[sample.offset] ^= 1
+    data[place.offset] ^= 1
     path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=f"record {sample.key.hex()}"):
+    with pytest.raises(IntegrityError, match=f"record {place.key.hex()}"):
         losses("stopped")
     file = tmp_path / "quarantine.jsonl"
     rows = losses("quarantined", quarantine=file)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {line["record"] for line in lines} == {sample.key.hex()}
+    assert {line["record"] for line in lines} == {place.key.hex()}
     assert {line["sample"] for line in lines} == {f"{sample.sample_id:016x}"}
     assert rows[-1]["quarantined"] == len(lines)
 

@@ -22,7 +22,7 @@ from pipeline.cache import index
 from pipeline.cache.key_columns import fixed
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import MOVING, Cache
-from pipeline.cache.snapshot import Bucket, Snapshot
+from pipeline.cache.snapshot import Bucket, Snapshot, picture_keys
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
 from pipeline.signals.latent import LatentRecipe
@@ -47,7 +47,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     """
     head = snapshot.head
     sizes = _Sizes(cache, snapshot)
-    lengths, captions_per_sample, picture_keys, caption_keys = [], Counter[int](), [], []
+    lengths, captions_per_sample, latent_keys, caption_keys = [], Counter[int](), [], []
     sources = Counter[str]()
     first = 0
     starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in snapshot.buckets])])
@@ -59,7 +59,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         lengths.append(np.bincount(rows, minlength=snapshot.recipe(TextRecipe).max_length + 1))
         counts, how_many = np.unique(pc.list_value_length(samples.column("captions")).to_numpy(), return_counts=True)
         captions_per_sample.update(dict(zip(counts.tolist(), how_many.tolist(), strict=True)))
-        picture_keys.append(fixed(samples.column("key")))
+        latent_keys.append(picture_keys(samples, LatentRecipe.kind))
         caption_keys.append(fixed(captions.field("key")))
         for entry in pc.value_counts(names.column("source")).to_pylist():
             sources[entry["values"]] += entry["counts"]
@@ -76,7 +76,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         "crop_missing": sizes.missing,
         "sources": dict(sorted(sources.items(), key=lambda pair: (-pair[1], pair[0]))),
         "captions": _captions(snapshot, lengths, captions_per_sample),
-        "duplicates": {"pictures": _repeated(picture_keys), "captions": _repeated(caption_keys)},
+        "duplicates": {"pictures": _repeated(latent_keys), "captions": _repeated(caption_keys)},
         "left_out": [
             {"reason": reason, "samples": count}
             for reason, count in sorted(head.left_out.items(), key=lambda pair: (-pair[1], pair[0]))
@@ -260,7 +260,7 @@ def _rejected_items(cache: Cache, snapshot: Snapshot) -> Iterator[tuple[str, str
 
 def _storage(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     """Bytes by kind, of the shards that the snapshot names, which may hold other records, too. A packed snapshot has
-    both kinds in its joint shards, counted under the first."""
+    all kinds in its joint shards, counted under each."""
     tables = [Paths.table(digest, "arrow") for digest in snapshot.head.tables()]
     return {
         **{
@@ -269,7 +269,7 @@ def _storage(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
                 "bytes": sum(shard.bytes for shard in snapshot.head.shards[recipe.kind]),
                 "storage": recipe.storage,
             }
-            for recipe in (snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe))
+            for recipe in snapshot.head.recipes_by_kind.values()
         },
         "shards_bytes": int(snapshot.shard_sizes().sum()),
         "tables_bytes": sum(cache.files.sizes(tables).values()),

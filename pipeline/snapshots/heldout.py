@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache.key_columns import fixed
 from pipeline.cache.root import Cache
-from pipeline.cache.snapshot import Head, Snapshot
+from pipeline.cache.snapshot import Head, Snapshot, picture_keys
 from pipeline.errors import ConfigError, IntegrityError
+from pipeline.signals.latent import LatentRecipe
 
 OPTION = "train.validation.snapshot"
 
@@ -85,4 +85,4 @@ def check_disjoint(snapshot: Snapshot, part: Snapshot) -> None:
 
 def _identities(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """Sample ids, uint64 (n,), and keys of latents, S16 (n,)."""
-    return table.column("sample_id").to_numpy(), fixed(table.column("key"))
+    return table.column("sample_id").to_numpy(), picture_keys(table, LatentRecipe.kind)

@@ -16,12 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
 from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import Frame, Joined, pieces
+from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
 
 
 def filtered(
@@ -169,11 +168,12 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Ea
     return frame.take(keep, joined.scratch)
 
 
-def repeated(joined: Joined, frame: Frame, latents: RecordIndex) -> int:
-    """How many samples have the latent of a sample before them."""
-    seen, count = joined.scratch.array(len(latents), bool), 0
+def repeated(joined: Joined, frame: Frame, records: EncodedRecords) -> int:
+    """How many samples have the picture records of a sample before them."""
+    kind = records.pictures[0].kind
+    seen, count = joined.scratch.array(len(records.indexes[kind]), bool), 0
     for piece in pieces(len(frame)):
-        rows = np.unique(frame.latent[piece])
+        rows = np.unique(frame.pictures[kind][piece])
         count += piece.stop - piece.start - len(rows) + int(np.count_nonzero(seen[rows]))
         seen[rows] = True
     return count
