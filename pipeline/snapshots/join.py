@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.index import RecordIndex
-from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes, of_halves
+from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes, of_halves
 from pipeline.cache.many_keys import sample_ids
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
 from pipeline.cache.scratch import Scratch
@@ -578,16 +578,15 @@ def _order(frame: Frame, parts: _Parts, places: np.ndarray, scratch: Scratch) ->
     count = groups * max((int(frame.bucket[piece].max()) + 1 for piece in pieces(len(frame))), default=1)
     group_size, place_size = np.uint64((1 << 64) // max(2, count)), np.uint64((1 << 64) // (last + 2))
 
-    def keyed() -> Iterator[pa.Table]:
+    def keys() -> Iterator[np.ndarray]:
         for piece in pieces(len(frame)):
             is_new = places[piece] == last
             group = frame.bucket[piece] * groups + parts.of(frame, piece) * 2 + is_new
             within = np.where(is_new, frame.sample_id[piece], places[piece].astype(np.uint64) * place_size)
             high = group.astype(np.uint64) * group_size + within // np.uint64(count + 1)
-            yield pa.table({"key": binary(of_halves(high, within)), "row": np.arange(piece.start, piece.stop)})
+            yield of_halves(high, within)
 
-    rows = ({"row": part.column("row").to_numpy()} for part in scratch.sorted_by_key(keyed()))
-    return scratch.arrays(rows, {"row": np.int64})["row"]
+    return scratch.arrays(({"row": rows} for _, rows, _ in scratch.by_key(keys())), {"row": np.int64})["row"]
 
 
 def _grouped(
@@ -649,11 +648,8 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
 
 
 def _check_samples(joined: Joined, frame: Frame) -> None:
-    def ids() -> Iterator[pa.Table]:
-        for piece in pieces(len(frame)):
-            yield pa.table({"key": binary(of_halves(frame.sample_id[piece]))})
-
-    if doubled := sum(int((~is_first(fixed(p.column("key")))).sum()) for p in joined.scratch.sorted_by_key(ids())):
+    ids = (of_halves(frame.sample_id[piece]) for piece in pieces(len(frame)))
+    if doubled := sum(int((~first).sum()) for _, _, first in joined.scratch.by_key(ids)):
         raise UserError(f"{doubled} samples share a 64-bit sample id with another", fix="rename their files")
     if not len(frame):
         left_out = joined.left_out.most_common()

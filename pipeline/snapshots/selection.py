@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
+from pipeline.cache.key_columns import SortedKeys, halves, of_halves
 from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
@@ -85,18 +85,8 @@ class Earlier:
     """
 
     def __init__(self, scratch: Scratch, ids: Iterable[np.ndarray] = ()):
-        def keyed() -> Iterator[pa.Table]:
-            first = 0
-            for some in ids:
-                for piece in pieces(len(some)):
-                    rows = np.arange(first + piece.start, first + piece.stop)
-                    yield pa.table({"key": binary(of_halves(some[piece])), "row": rows})
-                first += len(some)
-
-        ordered = (
-            {"id": halves(fixed(part.column("key")))[0], "row": part.column("row").to_numpy()}
-            for part in scratch.sorted_by_key(keyed())
-        )
+        every = (of_halves(some[piece]) for some in ids for piece in pieces(len(some)))
+        ordered = ({"id": halves(keys)[0], "row": rows} for keys, rows, _ in scratch.by_key(every))
         columns = scratch.arrays(ordered, {"id": np.uint64, "row": np.int64})
         self._ids = SortedKeys(columns["id"], np.broadcast_to(np.uint64(0), len(columns["id"])))
         self._rows = columns["row"]
@@ -123,17 +113,12 @@ def places(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
 def in_earlier_snapshot(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     """(n,) bool: samples whose picture has a record in an earlier snapshot."""
     stays = joined.scratch.array(len(frame), bool)
-
-    def keyed() -> Iterator[pa.Table]:
-        for piece in pieces(len(frame)):
-            known = earlier.find(frame.sample_id[piece]) < len(earlier)
-            rows = np.arange(piece.start, piece.stop)
-            yield pa.table({"key": binary(of_halves(frame.picture_id[piece])), "row": rows, "known": known})
-
-    for part in joined.scratch.sorted_by_key(keyed()) if len(earlier) else ():
-        starts = np.flatnonzero(is_first(fixed(part.column("key"))))
-        known = np.logical_or.reduceat(part.column("known").to_numpy(), starts)
-        stays[part.column("row").to_numpy()] = np.repeat(known, np.diff([*starts, len(part)]))
+    for piece in pieces(len(frame)) if len(earlier) else ():
+        stays[piece] = earlier.find(frame.sample_id[piece]) < len(earlier)
+    pictures = (of_halves(frame.picture_id[piece]) for piece in pieces(len(frame)))
+    for _, rows, first in joined.scratch.by_key(pictures) if len(earlier) else ():
+        known = np.logical_or.reduceat(stays[rows], np.flatnonzero(first))
+        stays[rows] = known[np.cumsum(first) - 1]
     return stays
 
 
@@ -143,17 +128,10 @@ def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Ea
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
     stays = in_earlier_snapshot(joined, frame, earlier)
     keep = joined.scratch.array(len(frame), bool)
-
-    def keyed() -> Iterator[pa.Table]:
-        for piece in pieces(len(frame)):
-            yield pa.table({"key": binary(frame.digest[piece]), "row": np.arange(piece.start, piece.stop)})
-
-    for part in joined.scratch.sorted_by_key(keyed()):
-        rows, starts = part.column("row").to_numpy(), np.flatnonzero(is_first(fixed(part.column("key"))))
+    for _, rows, first in joined.scratch.by_key(frame.digest[piece] for piece in pieces(len(frame))):
         keep[rows] = True
-        times = np.diff([*starts, len(rows)])
-        group = np.repeat(np.arange(len(starts)), times)
-        suspects = np.flatnonzero(times[group] > 1)
+        group = np.cumsum(first) - 1
+        suspects = np.flatnonzero(np.bincount(group)[group] > 1)
         groups, rows = group[suspects].tolist(), rows[suspects]
         pictures, known = frame.picture_id[rows].tolist(), stays[rows].tolist()
         items = frame.item.take(pa.array(rows)).to_pylist()
@@ -203,16 +181,15 @@ def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[
     stays = in_earlier_snapshot(joined, frame, earlier)
     selected = joined.scratch.array(len(frame), bool)
 
-    def keyed() -> Iterator[pa.Table]:
+    def keys() -> Iterator[np.ndarray]:
         for piece in pieces(len(frame)):
             ids, new = frame.picture_id[piece], (~stays[piece]).astype(np.uint64)
-            keys = of_halves(new << np.uint64(63) | ids >> np.uint64(1), ids)
-            yield pa.table({"key": binary(keys), "row": np.arange(piece.start, piece.stop)})
+            yield of_halves(new << np.uint64(63) | ids >> np.uint64(1), ids)
 
     pictures = 0
-    for part in joined.scratch.sorted_by_key(keyed()):
-        number = pictures + np.cumsum(is_first(fixed(part.column("key"))))
-        selected[part.column("row").to_numpy()[number <= count]] = True
+    for _, rows, first in joined.scratch.by_key(keys()):
+        number = pictures + np.cumsum(first)
+        selected[rows[number <= count]] = True
         pictures = int(number[-1])
     left_out = len(selected) - int(np.count_nonzero(selected))
     joined.leave(f"beyond the first {count} pictures", left_out, "a larger bucket.subset")
