@@ -331,6 +331,9 @@ class EncodeConfig(_Section):
 
     storage: StorageConfig = StorageConfig()
     """How values are stored."""
+    signals: list[Literal["phash"]] = []
+    """Further records of each picture, made from the pixels that are decoded for the latent. phash: a perceptual hash,
+    by which near-duplicates are found. A cache gets those that it lacks without encoding latents again."""
     image_batch: Microbatch = _AUTO
     """Pictures of one VAE batch. auto: on a GPU for each size as many as are predicted to leave a tenth of the memory
     free, at most 15 of 1024 x 1024 pixels (larger tensors are no faster); 8 on a CPU and with `--engine ray`. A batch

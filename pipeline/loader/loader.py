@@ -50,7 +50,7 @@ class Batch:
         sample_ids: of the samples.
         bucket: (H, W) in pixels.
         cu_seqlens: (b + 1,) int32 offsets of the packed captions; None if they are padded.
-        pictures: the records of `LoaderSettings.pictures` by kind, (b, *shape).
+        pictures: the records of `LoaderSettings.pictures` by kind, (b, *shape): bf16, or uint16.
     """
 
     latents: torch.Tensor
@@ -396,10 +396,13 @@ class Loader:
                     tuple(ids[part]),
                     (bucket.height, bucket.width),
                     torch.from_numpy((offsets - offsets[0]).astype(np.int32)) if packed else None,
-                    {kind: bf16(arrays.pictures[kind][part]) for kind in self.settings.pictures},
+                    {kind: self._tensor(kind, arrays.pictures[kind][part]) for kind in self.settings.pictures},
                 )
             )
         return batches
+
+    def _tensor(self, kind: str, values: np.ndarray) -> torch.Tensor:
+        return bf16(values) if self.snapshot.pictures[kind].bf16 else torch.from_numpy(values)
 
 
 def _check(snapshot: Snapshot, settings: LoaderSettings, batches: Sequence[int]) -> None:
