@@ -52,6 +52,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
 from pipeline.sources import remote
 from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.caption_rules import instruction
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.source import ListedItems, Part
@@ -128,7 +129,7 @@ def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
         dtype=config.text.dtype,
         normalisation="nvlabs" if config.text.recipe == "nvlabs" else "diffusers",
         max_length=config.text.max_length,
-        instruction=bucket.instruction(config.text),
+        instruction=instruction(config.text),
         storage=config.encode.storage.text,
     )
 
@@ -168,7 +169,7 @@ def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, 
         for at, (name, stamp) in enumerate(stamps.items())
     )
     scan = pa.concat_tables(scan.slice(at, 1 << 20).combine_chunks() for at in range(0, count, 1 << 20))
-    body = {"latent": latent.name, "text": text.name, "buckets": [list(shape) for shape in table]}
+    body = {"recipes": {"latent": latent.name, "text": text.name}, "buckets": [list(shape) for shape in table]}
     rest = {"source": SOURCE, "root": tars.location, "table": cache.put_table(scan), "source_format": "webdataset"}
     cache.add_scan(SOURCE, body | rest)
     return cache, latent, text, scan
@@ -238,7 +239,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
     table = buckets.table(config.data, latent.compression)
     here = source(folder, config, count)
     run = encode.EncodeRun(
-        config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), latent, table
+        config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), [latent, text], table
     )
     done = encode.encode_source(run, False)
     if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
@@ -296,8 +297,8 @@ def dry_run(folder: Path, count: int) -> None:
     latent, text = dataclasses.replace(latent, weights="others"), dataclasses.replace(text, weights="others")
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
-    work = estimate.wanted(scan, cache, latent, text, buckets.table(config.data, latent.compression))
-    size = estimate.sizes(work, config, latent, text, lambda captions: [len(caption) for caption in captions])
+    work = estimate.wanted(scan, cache, [latent, text], buckets.table(config.data, latent.compression))
+    size = estimate.sizes(work, config, [latent, text], lambda captions: [len(caption) for caption in captions])
     if (work.images, work.captions) != (count, count) or not size.total:
         raise RuntimeError("pictures or captions are missing")
 

@@ -306,7 +306,7 @@ class ImaginedSnapshot(CountedSnapshot):
         self._text_member = np.array(
             [estimate.member_bytes(content.text, (n, width)) + written for n in range(content.text.max_length + 1)]
         )
-        records = [estimate.latent_bytes(content.latent, b.height, b.width) for b in self.buckets]
+        records = [estimate.picture_bytes(content.latent, b.height, b.width) for b in self.buckets]
         self._units = list(content.blocks) or [estimate.unit_images(content.encode, record) for record in records]
         """Samples of a shard with latents, by bucket."""
         counts = [-(-b.samples // unit) for b, unit in zip(self.buckets, self._units, strict=True)]

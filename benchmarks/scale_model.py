@@ -128,9 +128,9 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
         sample=captions[:: math.ceil(len(captions) / estimate.SAMPLE)],
         null=False,
     )
-    size = estimate.sizes(work, config, latent, text, lambda texts: [int(text) for text in texts])
+    size = estimate.sizes(work, config, [latent, text], lambda texts: [int(text) for text in texts])
     scale = pairs / work.images
-    units = [estimate.unit_images(config.encode, estimate.latent_bytes(latent, *shape)) for shape in shapes]
+    units = [estimate.unit_images(config.encode, estimate.picture_bytes(latent, *shape)) for shape in shapes]
     made = scale * (sum(SAMPLE / unit for unit in units) + len(captions) / config.encode.unit_captions)
     hours = [_encode_hours(work, size, config, positions) for positions in (None, INSTRUCTION + POSITIONS - 2)]
     return CacheFigures(

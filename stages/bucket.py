@@ -31,8 +31,8 @@ from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_siz
 from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.images import buckets
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.signals import Signal
+from pipeline.signals.latent import compression
 from pipeline.snapshots import packing, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import (
@@ -50,7 +50,6 @@ from pipeline.snapshots.join import (
     without_policy,
 )
 from pipeline.sources import reasons
-from pipeline.sources.caption_rules import instruction
 
 
 @dataclass(frozen=True)
@@ -219,13 +218,13 @@ def _inputs(config: Config, caches: list[Cache], scans: dict[str, _Scan] | None 
             f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(scans))
         )
     recipes = _recipes(config, {source: scan for source, scan in scans.items() if source not in unused} or scans)
-    compression = next(recipe.compression for recipe in recipes if isinstance(recipe, LatentRecipe))
+    factor = compression(recipes)
     resolutions, shapes = [], list[tuple[int, int]]()
-    for variant, table in buckets.resolutions(settings, config.data, compression):
+    for variant, table in buckets.resolutions(settings, config.data, factor):
         policy = config.data if settings.resolutions else None
         resolutions.append(Resolution(table, len(shapes), variant, policy))
         shapes += table
-    batches = buckets.batches(settings, shapes, compression)
+    batches = buckets.batches(settings, shapes, factor)
     indexes = {one.kind: RecordIndex.union([cache.index(one.name) for cache in caches]) for one in recipes}
     records = EncodedRecords(recipes, indexes)
     options = _options(config, caches[0])
@@ -250,7 +249,7 @@ def _scans(caches: list[Cache], unused: set[str]) -> dict[str, _Scan]:
             body = cache.last_scan(source)
             if body is None:
                 continue
-            scan = _Scan(cache, body["table"], {kind: body[kind] for kind in ("latent", "text")})
+            scan = _Scan(cache, body["table"], body["recipes"])
             first = scans.setdefault(source, scan)
             if first.table != scan.table and source not in unused:
                 raise CacheError(
@@ -517,35 +516,11 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> list[Recipe]:
 
 def _check_settings(config: Config, recipes: list[Recipe]) -> None:
     """Refuse settings of the encoders that differ from the cache's."""
-    pairs = [pair for recipe in recipes for pair in _settings(config, recipe)]
-    different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
+    pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(config).items()]
+    different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, (ours, theirs) in pairs if ours != theirs]
     if different:
         raise CacheError(
             "the cache was encoded with other settings than this configuration has",
             found="; ".join(different),
             fix="run sana-pipe encode with this configuration, or use the configuration of the cache",
         )
-
-
-def _settings(config: Config, recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """Settings that decide the records of a recipe, as configured and as the recipe has them."""
-    pairs = list[tuple[str, Any, Any]]()
-    if isinstance(recipe, LatentRecipe):
-        pairs = [
-            ("vae.dtype", config.vae.dtype, recipe.dtype),
-            ("vae.tf32", config.vae.tf32, recipe.tf32),
-            ("vae.channels_last", config.vae.channels_last, recipe.channels_last),
-            ("data.background", config.data.background, recipe.background),
-            ("encode.storage.latent", config.encode.storage.latent, recipe.storage),
-        ]
-        if config.vae.scaling_factor is not None:
-            pairs.append(("vae.scaling_factor", config.vae.scaling_factor, recipe.scaling_factor))
-    if isinstance(recipe, TextRecipe):
-        pairs = [
-            ("text.dtype", config.text.dtype, recipe.dtype),
-            ("text.recipe", config.text.recipe, recipe.normalisation),
-            ("text.max_length", config.text.max_length, recipe.max_length),
-            ("text.instruction", instruction(config.text), recipe.instruction),
-            ("encode.storage.text", config.encode.storage.text, recipe.storage),
-        ]
-    return pairs

@@ -296,12 +296,12 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
 def _cache_bytes(config: Config, looked: _Looked) -> int:
     """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
     latent, text = LatentRecipe(), TextRecipe(max_length=config.text.max_length)
-    shapes = buckets.table(config.data, latent.compression)
-    work = estimate.wanted(looked.table, None, latent, text, shapes)
-    size = estimate.sizes(
-        work, config, latent, text, lambda texts: [estimate.likely_rows(text, len(each.encode())) for each in texts]
-    )
-    return size.total
+    work = estimate.wanted(looked.table, None, [latent, text], buckets.table(config.data, latent.compression))
+
+    def count(texts: Sequence[str]) -> list[int]:
+        return [estimate.likely_rows(text, len(each.encode())) for each in texts]
+
+    return estimate.sizes(work, config, [latent, text], count).total
 
 
 def _next(options: Options, data: Sequence[str], machine: Machine | None) -> list[str]:

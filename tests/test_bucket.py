@@ -1170,10 +1170,11 @@ def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
     add(of, "one", pictures(8))
     add(of, "old", pictures(8, "old-"))
     cache = Cache(root)
-    cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": "latent-" + "0" * 32})
+    last = cache.last_scan("old") or {}
+    cache.add_scan("old", {**last, "recipes": {**last["recipes"], "latent": "latent-" + "0" * 32}})
     other = LatentRecipe(weights="other")
     cache.add_recipe(other)
-    cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": other.name})
+    cache.add_scan("old", {**last, "recipes": {**last["recipes"], "latent": other.name}})
     with pytest.raises(CacheError, match=naming("'old'", "'one'", "weights")):
         stages.bucket.run(of)
     weightless = "bucket.sources={old: {weight: 0}}"

@@ -26,11 +26,12 @@ from pipeline.config import Config, EncodeConfig, dump, load
 from pipeline.encoding import estimate, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding.survey import recipes, survey
+from pipeline.encoding.survey import survey
 from pipeline.errors import CacheError, NoSpaceError, RejectRateError
 from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder, count_rows
+from pipeline.signals import recipes
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
@@ -215,12 +216,12 @@ def test_the_probe_keeps_to_its_time(
         )
     config = make_config(tmp_path)
     result = survey(config, str(source))
-    speed = estimate.probe(result.work, config, result.source, result.latent, "cpu", budget_s=0)
+    speed = estimate.probe(result.work, config, result.source, result.recipes, "cpu", budget_s=0)
     assert set(sizes) == {1}
     assert speed.image_s and speed.token_s and speed.decode_s
     ends: list[float] = []
     monkeypatch.setattr(estimate, "probe_images", lambda *rest: (ends.append(rest[6]), (None, 0))[1])
-    estimate.probe(dataclasses.replace(result.work, captions=0), config, result.source, result.latent, "cpu", 600)
+    estimate.probe(dataclasses.replace(result.work, captions=0), config, result.source, result.recipes, "cpu", 600)
     assert len(ends) > 1 and np.diff(ends) == pytest.approx(400 / len(ends))
 
 
@@ -246,7 +247,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
             clock[0] += cost * len(pictures)
 
     config = make_config(tmp_path)
-    latent, _ = recipes(config)
+    latent = recipes(config)[0]
     folder = FolderSource(source, "text")
     items = [item.place for item in folder.items()]
     decoded: list[float] = []
@@ -435,7 +436,7 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
             lower_limits(monkeypatch)
             monkeypatch.setattr(estimate, "SAMPLE", sample)
             monkeypatch.setattr(estimate, "FIRST", 3)
-        work = estimate.wanted(scan, cache, latent, text, table)
+        work = estimate.wanted(scan, cache, [latent, text], table)
         assert {name: getattr(work, name) for name in expected} == expected and work.items == len(rows) and work.null
         assert work.pictures == pictures
         assert {shape: len(set(first)) for shape, first in work.first.items()} == {

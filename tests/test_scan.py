@@ -148,7 +148,10 @@ def scanned(
             max_bytes=max_bytes,
         )
     if publish:
-        cache.add_scan("photos", {"root": source.location, "table": cache.put_table(table), "latent": "l", "text": "t"})
+        cache.add_scan(
+            "photos",
+            {"root": source.location, "table": cache.put_table(table), "recipes": {"latent": "l", "text": "t"}},
+        )
         fragments.finish()
     return table
 
@@ -292,7 +295,7 @@ def test_a_source_is_opened_again_without_its_table(
 ) -> None:
     source = CountedTars(tars)
     table = scanned(source, cache, publish=False)
-    cache.add_scan("photos", source.document() | {"table": "00" * 16, "latent": "l", "text": "t"})
+    cache.add_scan("photos", source.document() | {"table": "00" * 16, "recipes": {"latent": "l", "text": "t"}})
     monkeypatch.setattr(Cache, "table", lambda *_: 1 / 0)
     again = scanning.reopen(cache, "photos", DataConfig())
     for row in range(len(table)):
@@ -734,7 +737,9 @@ def test_rejects_that_came_from_failed_reads_are_tried_again(
     ]
     old = pa.Table.from_pylist(kept, scanning.SCAN)
     source = CountedTars(tars)
-    cache.add_scan("photos", {"root": source.location, "table": cache.put_table(old), "latent": "l", "text": "t"})
+    cache.add_scan(
+        "photos", {"root": source.location, "table": cache.put_table(old), "recipes": {"latent": "l", "text": "t"}}
+    )
     assert scanned(source, cache).equals(truth if again else old)
     assert source.listed == ["1.tar"] * again
 
@@ -841,7 +846,7 @@ def test_the_id_of_a_scan_covers_what_decides_its_table(folder: Path, cache: Cac
     elif change == "the last scan":
         body = cache.last_scan("photos")
         assert body is not None
-        cache.add_scan("photos", {**body, "latent": "other"})
+        cache.add_scan("photos", {**body, "recipes": {**body["recipes"], "latent": "other"}})
     elif change != "nothing":
         options = {"pixels": {"max_pixels": 7}, "bytes": {"max_bytes": 7}, "rehash": {"rehash": True}}[change]
     assert (identity(**options) == before) == (change == "nothing")

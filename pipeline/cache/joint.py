@@ -20,9 +20,9 @@ import pyarrow as pa
 from pipeline.cache import layout
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
-from pipeline.cache.recipes import Recipe, records_schema
+from pipeline.cache.recipes import Recipe, caption_of, records_schema
 from pipeline.cache.shard import TarWriter, npy_header, to_ipc
-from pipeline.cache.snapshot import NAMES, caption_of, samples_schema
+from pipeline.cache.snapshot import NAMES, samples_schema
 
 NULL = f"{layout.META}/null"
 

@@ -160,6 +160,23 @@ class Scratch:
             ordered = fixed(part.column(_KEY))
             yield ordered, part.column("row").to_numpy(), is_first(ordered)
 
+    def absent(self, keys: Iterable[np.ndarray], others: Iterable[np.ndarray], count: int) -> np.ndarray:
+        """Which keys are not among others, (count,) bool.
+
+        Args:
+            keys, others: (n,) S16 each, in the order of rows. count: of all keys.
+        """
+        result = self.array(count, bool)
+
+        def both() -> Iterator[np.ndarray]:
+            yield from keys
+            yield from others
+
+        for _, rows, first in self.by_key(both()):
+            last = np.maximum.reduceat(rows, np.flatnonzero(first))
+            result[rows[(last < count)[np.cumsum(first) - 1]]] = True
+        return result
+
     def sorted_rows(self, rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
         """Rows of text (valid UTF-8) in ascending order by code point, as `sorted` gives them."""
         source = iter(rows)

@@ -37,7 +37,7 @@ from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
-from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, recipe_class
+from pipeline.cache.recipes import CaptionRecipe, Recipe, caption_of, pictures_of, recipe_class
 from pipeline.cache.shard import ShardReader, to_ipc
 from pipeline.cache.snapshot_lists import (
     HEX,
@@ -87,23 +87,6 @@ def samples_schema(recipes: Iterable[Recipe]) -> pa.Schema:
     pictures = [(recipe.kind, _place(recipe)) for recipe in pictures_of(every)]
     captions = pa.list_(_place(caption, ("rows", pa.uint32()), ("weight", pa.float32())))
     return pa.schema([("sample_id", pa.uint64()), *pictures, ("captions", captions)])
-
-
-def pictures_of(recipes: Iterable[Recipe]) -> list[PictureRecipe]:
-    """Those of records that belong to a picture."""
-    return [recipe for recipe in recipes if isinstance(recipe, PictureRecipe)]
-
-
-def caption_of(recipes: Iterable[Recipe]) -> CaptionRecipe:
-    """That of the records that belong to captions.
-
-    Raises:
-        IntegrityError: there is none, or there are several.
-    """
-    found = [recipe for recipe in recipes if isinstance(recipe, CaptionRecipe)]
-    if len(found) != 1:
-        raise IntegrityError("a snapshot has records of one kind for its captions", found=[one.kind for one in found])
-    return found[0]
 
 
 def picture_keys(samples: pa.Table, kind: str) -> np.ndarray:

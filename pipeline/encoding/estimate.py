@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from pipeline.amounts import amount, duration
 from pipeline.cache import codec
 from pipeline.cache.arrow import batches
 from pipeline.cache.key_columns import SortedKeys, fixed
-from pipeline.cache.recipes import Recipe, records_schema
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, pictures_of, records_schema
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, npy_header
@@ -34,10 +35,7 @@ from pipeline.encoding import image_batch
 from pipeline.encoding import plan as planning
 from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
-from pipeline.models import encoders
-from pipeline.models.text import TextEncoder
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.signals import CaptionSignal, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reasons import Kinds
@@ -73,6 +71,7 @@ class Wanted:
         first: (height, width) -> places of the first of these, at most `FIRST`.
         captions: number of new captions. caption_bytes: their length as written.
         sample: some of them, normalised, and their length in bytes as written.
+        further: of other picture records: new ones, and those that the cache holds.
         cached_latents, cached_captions: records that the cache already holds (the null record included).
         null: whether the null record is missing.
     """
@@ -88,6 +87,7 @@ class Wanted:
     captions: int = 0
     caption_bytes: int = 0
     sample: list[tuple[str, int]] = field(default_factory=list)
+    further: dict[PictureRecipe, tuple[int, int]] = field(default_factory=dict)
     cached_latents: int = 0
     cached_captions: int = 0
     null: bool = True
@@ -112,18 +112,29 @@ class Wanted:
             first += [Place(**place) for place in places.to_pylist()]
 
 
-def wanted(scan: pa.Table, cache: Cache | None, latent: LatentRecipe, text: TextRecipe, table: list[Shape]) -> Wanted:
-    """Compare a scan (of whole pictures or of headers) with a cache. table: the target resolutions of the buckets."""
+def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table: list[Shape]) -> Wanted:
+    """Compare a scan (of whole pictures or of headers) with a cache.
+
+    Args:
+        recipes: as of `pipeline.signals.recipes`. table: the target resolutions of the buckets.
+    """
+    latent, *further = pictures_of(recipes)
+    text = caption_of(recipes)
     scratch = cache.files.scratch if cache is not None else Scratch()
     work = Wanted(items=scan.num_rows)
     read = scratch.table(pa.schema([scan.schema.field(name) for name in planning.SCANNED]), _judged(scan, work, table))
-    for new, cached in _new(planning.image_work(read, "", latent, table, scratch=scratch), "item", cache, latent, work):
+    unread = work.images
+    for new, cached in _new(planning.image_work(read, "", latent, table, scratch), "item", cache, latent, work):
         work.cached_latents += cached
         height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
         targets, which = np.unique(height << 32 | width, return_inverse=True)
         places = [table.index((target >> 32, target & 0xFFFFFFFF)) for target in targets.tolist()]
         work.add_pictures(new, table, np.array(places, np.int64)[which])
 
+    for recipe in further:
+        parts = _new(planning.image_work(read, "", recipe, table, scratch), "item", cache, recipe, None)
+        counts = [(len(new), cached) for new, cached in parts]
+        work.further[recipe] = unread + sum(new for new, _ in counts), sum(cached for _, cached in counts)
     captions = scratch.table_writer(planning.CAPTIONS)
     every = planning.caption_work(scan, text, scratch)
     for new, cached in _new(every.slice(1), "caption", cache, text, work):  # the null record is the first
@@ -163,10 +174,10 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
 
 
 def _new(
-    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, work: Wanted
+    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, work: Wanted | None
 ) -> Iterator[tuple[pa.Table, int]]:
     """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
-    made are rejects under the value of column `name`."""
+    made are rejects of `work`, under the value of column `name`."""
     index = None if cache is None else cache.index(recipe.name)
     rejects = {} if index is None else index.outcomes
     reasons = {bytes.fromhex(key): reject.reason for key, reject in rejects.items() if not reject.retry}
@@ -177,11 +188,12 @@ def _new(
         failed = ~present & (impossible.find(keys) >= 0)
         refused = batch.filter(pa.array(failed))
         pairs = zip(refused.column(name).to_pylist(), refused.column("key").to_pylist(), strict=True)
-        work.rejects.add((label, reasons[key]) for label, key in pairs)
+        if work is not None:
+            work.rejects.add((label, reasons[key]) for label, key in pairs)
         yield batch.filter(pa.array(~present & ~failed)), int(present.sum())
 
 
-def _sampled(captions: pa.Table, recipe: TextRecipe) -> Iterator[tuple[str, int]]:
+def _sampled(captions: pa.Table, recipe: CaptionRecipe) -> Iterator[tuple[str, int]]:
     """About `SAMPLE` captions at equal distances."""
     step, before = max(1, math.ceil(len(captions) / SAMPLE)), 0
     for batch in batches(captions.select(["caption"])):
@@ -198,10 +210,10 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
     recipe = cache.recipe(plan.recipe)
     rows = cache.unit_rows(plan, unit)
-    if isinstance(recipe, LatentRecipe):
+    if isinstance(recipe, PictureRecipe):
         shapes = zip(rows.column("height").to_pylist(), rows.column("width").to_pylist(), strict=True)
-        return sum(latent_bytes(recipe, height, width) for height, width in shapes)
-    assert isinstance(recipe, TextRecipe)
+        return sum(picture_bytes(recipe, height, width) for height, width in shapes)
+    assert isinstance(recipe, CaptionRecipe)
     lengths = [None if text is None else len(text.encode()) for text in rows.column("caption").to_pylist()]
     return sum(
         text_bytes(recipe, recipe.max_length if length is None else likely_rows(recipe, length), length or 0)
@@ -209,12 +221,12 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     )
 
 
-def latent_bytes(recipe: LatentRecipe, height: int, width: int) -> int:
-    """Bytes of a latent in a shard, including its row of the shard's table. height, width: in pixels."""
+def picture_bytes(recipe: PictureRecipe, height: int, width: int) -> int:
+    """Bytes of a picture's record in a shard, including its row of the shard's table. height, width: in pixels."""
     return _record(recipe, recipe.shape(height, width))
 
 
-def text_bytes(recipe: TextRecipe, rows: int, caption: int) -> int:
+def text_bytes(recipe: CaptionRecipe, rows: int, caption: int) -> int:
     """Bytes of a text record in a shard. rows: of the record; caption: bytes of the caption as written."""
     return _record(recipe, (rows, recipe.width)) + BLOCK + _padded(caption)
 
@@ -237,7 +249,7 @@ def _row(kind: str) -> int:
     return sum(column.type.bit_width // 8 for column in records_schema(kind))
 
 
-def likely_rows(recipe: TextRecipe, caption: int) -> int:
+def likely_rows(recipe: CaptionRecipe, caption: int) -> int:
     """Rows of a caption of so many bytes, without a tokenizer: three bytes per token, fewer than most captions have."""
     return min(recipe.max_length, 2 + -(-caption // 3))
 
@@ -247,7 +259,7 @@ class Sizes:
     """Bytes that the work will take.
 
     Attributes:
-        latents, text: of shards.
+        latents, text, further: of shards; further by kind.
         index: of all tables and documents.
         tokens: rows of all new captions, without <bos> and without the null record.
         sampled: captions that were tokenized.
@@ -258,29 +270,31 @@ class Sizes:
     index: int
     tokens: int
     sampled: int
+    further: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        return self.latents + self.text + self.index
+        return self.latents + self.text + sum(self.further.values()) + self.index
 
 
 def sizes(
     work: Wanted,
     config: Config,
-    latent: LatentRecipe,
-    text: TextRecipe,
+    recipes: Sequence[Recipe],
     count_rows: Callable[[Sequence[str]], list[int]],
 ) -> Sizes:
     """Bytes by kind.
 
     Args:
+        recipes: as of `wanted`.
         count_rows: normalised captions -> their rows (a tokenizer); called for `Wanted.sample`.
     """
-    known = {shape: latent_bytes(latent, *shape) for shape in work.pictures}
+    latent, text = pictures_of(recipes)[0], caption_of(recipes)
+    known = {shape: picture_bytes(latent, *shape) for shape in work.pictures}
     latents = sum(known[shape] * count for shape, count in work.pictures.items())
     if work.undecided:
         counted = work.images - work.undecided
-        mean = latents / counted if counted else latent_bytes(latent, config.data.resolution, config.data.resolution)
+        mean = latents / counted if counted else picture_bytes(latent, config.data.resolution, config.data.resolution)
         latents += round(mean * work.undecided)
     rows = count_rows([caption for caption, _ in work.sample]) if work.sample else []
     scale = work.captions / len(rows) if rows else 0.0
@@ -289,20 +303,27 @@ def sizes(
     image_units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in work.pictures.items())
     text_units = -(-work.captions // config.encode.unit_captions) + work.null
     # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.
-    index = work.images * (2 * _row("latent") + 128) + work.texts * (2 * _row("text") + 48)
+    index = work.images * (2 * _row(latent.kind) + 128) + work.texts * (2 * _row(text.kind) + 48)
     index += _PLAN * (bool(image_units) + bool(text_units))
     index += (image_units + text_units) * _UNIT + work.caption_bytes + work.items * 96
+    further, side = dict[str, int](), config.data.resolution
+    for recipe, (new, _) in work.further.items():
+        each = picture_bytes(recipe, side, side)
+        units = -(-new // unit_images(config.encode, each))
+        further[recipe.kind] = new * each + units * _SHARD
+        index += new * (2 * _row(recipe.kind) + 128) + _PLAN * bool(units) + units * _UNIT
     return Sizes(
         latents + image_units * _SHARD,
         round(body * scale) + null + text_units * _SHARD,
-        index if work.images + work.texts else 0,
+        index if work.images + work.texts + sum(further.values()) else 0,
         round((sum(rows) - len(rows)) * scale),
         len(rows),
+        further,
     )
 
 
 def unit_images(encode: EncodeConfig, record: int) -> int:
-    """Pictures of a unit. record: bytes of one latent."""
+    """Pictures of a unit. record: bytes of one record."""
     return max(1, min(encode.unit_images, (encode.unit_mib << 20) // record))
 
 
@@ -331,7 +352,7 @@ class Speed:
 
 
 def probe(
-    work: Wanted, config: Config, source: Source, latent: LatentRecipe, device: Any, budget_s: float = PROBE_S
+    work: Wanted, config: Config, source: Source, recipes: Sequence[Recipe], device: Any, budget_s: float = PROBE_S
 ) -> Speed:
     """Encode a few real batches of captions and of the most frequent buckets, and drop the results.
 
@@ -340,20 +361,23 @@ def probe(
     Raises:
         UserError: the encoders cannot be loaded, or their output is wrong.
     """
+    latent, text = pictures_of(recipes)[0], caption_of(recipes)
+    assert isinstance(latent, PictureSignal)
+    assert isinstance(text, CaptionSignal)
     image_s: dict[Shape, float] = {}
     decoded: list[float] = []
     load_s, images, texts = 0.0, 0, 0
     token_s = None
     if work.captions:
         began = time.monotonic()
-        text = TextEncoder.load(config.text, caption_rules.instruction(config.text), device)
+        encoder: Any = text.encoder(config, device)
         load_s += time.monotonic() - began
-        token_s, texts = _probe_text(text, work, config, began + load_s + budget_s / 3)
-        del text
+        token_s, texts = _probe_text(encoder, work, config, began + load_s + budget_s / 3)
+        del encoder
     if work.pictures:
         began = time.monotonic()
-        vae = encoders.LatentEncoder.load(config.vae, device)
-        fitting = image_batch.fitting(config.vae, lambda: device)
+        vae = latent.encoder(config, device)
+        fitting = image_batch.fitting(partial(latent.footprint, config), lambda: device)
         spent = time.monotonic() - began
         load_s += spent
         often = sorted(work.pictures, key=lambda shape: -work.pictures[shape])[:_PROBED_BUCKETS]
@@ -367,7 +391,7 @@ def probe(
     return Speed(image_s, decode_s, token_s, load_s, images, texts, str(device))
 
 
-def _probe_text(encoder: TextEncoder, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
+def _probe_text(encoder: Any, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
     by_length = sorted(caption for caption, _ in work.sample)
     by_length.sort(key=len)
     take = min(len(by_length), config.encode.text_batch)
@@ -385,12 +409,12 @@ def _probe_text(encoder: TextEncoder, work: Wanted, config: Config, end: float) 
 
 
 def probe_images(
-    encoder: encoders.LatentEncoder,
+    encoder: PictureEncoder,
     source: Source,
     places: list[Place],
     shape: Shape,
     config: Config,
-    recipe: LatentRecipe,
+    recipe: PictureRecipe,
     end: float,
     decoded: list[float],
     fitting: Fitting | None = None,
@@ -487,10 +511,24 @@ def report(
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
             for shape, (count, loss) in sorted(work.buckets.items())
         ],
-        "reused": {"latents": work.cached_latents, "captions": work.cached_captions},
-        "new": {"latents": work.images, "captions": work.texts},
+        "reused": {
+            "latents": work.cached_latents,
+            **{recipe.kind: cached for recipe, (_, cached) in work.further.items()},
+            "captions": work.cached_captions,
+        },
+        "new": {
+            "latents": work.images,
+            **{recipe.kind: new for recipe, (new, _) in work.further.items()},
+            "captions": work.texts,
+        },
         "tokens": {"total": size.tokens, "captions_tokenized": size.sampled, "captions": work.captions},
-        "bytes": {"latents": size.latents, "text": size.text, "index": size.index, "total": size.total},
+        "bytes": {
+            "latents": size.latents,
+            **size.further,
+            "text": size.text,
+            "index": size.index,
+            "total": size.total,
+        },
         "free_bytes": free,
         "reserve_bytes": reserve,
         "enough_space": None if free is None else size.total + reserve <= free,
@@ -533,9 +571,9 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
         f"mean crop loss {bucket['crop_loss']:.1%}"
         for bucket in report["buckets"]
     ]
-    reused, new, tokens = report["reused"], report["new"], report["tokens"]
-    out.append(f"already in the cache: {reused['latents']} latents, {reused['captions']} captions")
-    out.append(f"to be encoded: {new['latents']} latents, {new['captions']} captions")
+    tokens = report["tokens"]
+    for what, counts in (("already in the cache", report["reused"]), ("to be encoded", report["new"])):
+        out.append(f"{what}: " + ", ".join(f"{count} {noun}" for noun, count in counts.items()))
     if tokens["captions_tokenized"] < tokens["captions"]:
         out.append(f"  tokens counted in a sample of {tokens['captions_tokenized']} of {tokens['captions']} captions")
     return [*out, *_space_lines(report, cache), *_time_lines(report["time"])]
@@ -546,8 +584,9 @@ def _space_lines(report: dict[str, Any], cache: str) -> list[str]:
     state = {True: "enough", False: "NOT ENOUGH", None: "whether that is enough is unknown"}[report["enough_space"]]
     free = "free space unknown" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free"
     return [
-        f"bytes: latents {amount(size['latents'])}, text {amount(size['text'])}, index {amount(size['index'])}; "
-        f"in all {amount(size['total'])}",
+        "bytes: "
+        + ", ".join(f"{what} {amount(count)}" for what, count in size.items() if what != "total")
+        + f"; in all {amount(size['total'])}",
         f"space at {cache}: {free}, {amount(size['total'])} needed and "
         f"{amount(report['reserve_bytes'])} in reserve: {state}",
     ]

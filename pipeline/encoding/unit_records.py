@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,13 +26,12 @@ import torch
 
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, RecordReject
-from pipeline.cache.recipes import Recipe
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.frozen import NonFiniteOutputError
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.signals import CaptionEncoder, PictureEncoder
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.source import Place, Source
 
@@ -54,23 +53,9 @@ class Limits:
     halved: int = 0
 
 
-class ImageEncoder(Protocol):
-    """uint8 (b, H, W, 3) to bf16 bits, uint16 (b, C, h, w)."""
-
-    def encode(self, images: np.ndarray) -> np.ndarray: ...
-
-
-class CaptionEncoder(Protocol):
-    """Normalised captions to bf16 bits, uint16 (rows, width) each; `null` gives the null record and its valid rows."""
-
-    def encode(self, captions: list[str]) -> list[np.ndarray]: ...
-
-    def null(self) -> tuple[np.ndarray, int]: ...
-
-
 @dataclass(frozen=True)
 class EncodedRecord:
-    """One encoded record. `caption` is None for latents; `valid` None means every row."""
+    """One encoded record. `caption` is None for records of pictures; `valid` None means every row."""
 
     key: bytes
     array: np.ndarray
@@ -83,12 +68,13 @@ Made = tuple[list[EncodedRecord], list[RecordReject]]
 
 
 def image_records(
-    recipe: LatentRecipe,
+    recipe: PictureRecipe,
     unit: Unit,
     rows: pa.Table,
     sources: dict[str, Source],
-    encoder: ImageEncoder,
+    encoder: PictureEncoder,
     *,
+    beside: Sequence[UnitBeside] = (),
     max_pixels: int,
     workers: int,
     only: Container[bytes] | None = None,
@@ -100,6 +86,7 @@ def image_records(
     Args:
         rows: the unit's rows of the plan's table.
         sources: source name -> source; every source of the unit must be here.
+        beside: are given the pixels of each batch, too.
         only: encode only the batches that hold one of these keys, in their planned composition.
         limits: those of earlier units; updated.
     """
@@ -130,21 +117,74 @@ def image_records(
         for batch, decoded in _ahead(pool, decode, batches, DECODE_AHEAD):
             rejects = [d for d in decoded if isinstance(d, RecordReject)]
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, RecordReject)]
-            records = []
-            if good:
-                latents = encode_finite(
-                    [picture for _, picture in good], lambda pictures: encoder.encode(np.stack(pictures)), limits
-                )
-                for (row, _), latent in zip(good, latents, strict=True):
-                    if latent is not None:
-                        records.append(EncodedRecord(row["key"], latent))
-                    else:
-                        rejects.append(RecordReject(row["key"].hex(), row["item"], _NOT_FINITE))
-            yield records, rejects
+            for each in beside:
+                each.add(good, rejects)
+            yield _of_pictures(good, rejects, encoder, limits)
+
+
+def _of_pictures(
+    good: list[tuple[dict[str, Any], np.ndarray]],
+    rejects: list[RecordReject],
+    encoder: PictureEncoder,
+    limits: Limits,
+) -> Made:
+    """The records of a batch. good: rows and their pixels; rejects: of the others."""
+    records, pictures = [], [picture for _, picture in good]
+    made = encode_finite(pictures, lambda some: encoder.encode(np.stack(some)), limits) if good else []
+    for (row, _), values in zip(good, made, strict=True):
+        if values is not None:
+            records.append(EncodedRecord(row["key"], values))
+        else:
+            rejects.append(RecordReject(row["key"].hex(), row["item"], _NOT_FINITE))
+    return records, rejects
+
+
+class UnitBeside:
+    """A unit of another kind of picture records, made from the pixels that are decoded for the unit that it goes with
+    (see `pipeline.encoding.plan.plan_beside`).
+
+    Args:
+        rows: of its plan, for this unit; lead: those of the other unit.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        recipe: Recipe,
+        plan: WorkPlan,
+        unit: Unit,
+        rows: pa.Table,
+        lead: pa.Table,
+        encoder: PictureEncoder,
+    ):
+        self.cache, self.recipe, self.plan, self.unit, self._encoder = cache, recipe, plan, unit, encoder
+        self._rows = dict(zip(lead.column("key").to_pylist(), rows.to_pylist(), strict=True))
+        self._writer = shard.ShardWriter(cache.files, recipe, unit.unit)
+        self._rejects: list[RecordReject] = []
+
+    def __enter__(self) -> UnitBeside:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._writer.__exit__(*error)
+
+    def add(self, good: list[tuple[dict[str, Any], np.ndarray]], rejects: list[RecordReject]) -> None:
+        """Make the records of a batch of the other unit. Arguments as of `_of_pictures`."""
+        ours = [(self._rows[row["key"]], picture) for row, picture in good]
+        bad = [replace(each, key=self._rows[bytes.fromhex(each.key)]["key"].hex()) for each in rejects]
+        records, bad = _of_pictures(ours, bad, self._encoder, Limits())
+        for record in records:
+            self._writer.add(record.key, record.array)
+        self._rejects += bad
+
+    def commit(self, made_by: dict[str, Any]) -> Commit:
+        """Publish the unit. made_by: added to its provenance."""
+        return _commit(self.cache, self.recipe, self.plan, self.unit, self._writer, self._rejects, made_by)
 
 
 def caption_records(
-    recipe: TextRecipe,
+    recipe: CaptionRecipe,
     unit: Unit,
     rows: pa.Table,
     encoder: CaptionEncoder,

@@ -23,7 +23,7 @@ from pipeline.cache.arrow import text as text_column
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes, of_halves
 from pipeline.cache.many_keys import sample_ids
-from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, pictures_of
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
@@ -35,8 +35,6 @@ from pipeline.cache.snapshot import (
     Policies,
     ShardFile,
     TextPlace,
-    caption_of,
-    pictures_of,
     samples_schema,
 )
 from pipeline.config import DataConfig

@@ -104,8 +104,7 @@ def add(
             "source": source,
             "root": "/nowhere",
             "table": cache.put_table(scan),
-            "latent": LATENT.name,
-            "text": text.name,
+            "recipes": {"latent": LATENT.name, "text": text.name},
             "buckets": [list(b) for b in table],
         },
     )

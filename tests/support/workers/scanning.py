@@ -52,7 +52,9 @@ def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: s
                 progress=lambda done, total: None,
                 fragments=fragments,
             )
-            cache.add_scan("photos", {"root": data, "table": cache.put_table(table), "latent": "l", "text": "t"})
+            cache.add_scan(
+                "photos", {"root": data, "table": cache.put_table(table), "recipes": {"latent": "l", "text": "t"}}
+            )
             fragments.finish()
     except Stopped:
         print("stopped", flush=True)

@@ -1,0 +1,102 @@
+"""A hash of what a picture shows: near-duplicates differ in few of its bits, other pictures in about half of them.
+
+What: signs of the 128 lowest frequencies of a DCT of the luma, twice: of the whole picture, and of its inner 92.5 % by
+side, which is the whole of a cropped copy (with the whole alone no distance separated crops to 90 % from others).
+Why signs, where pHash and PDQ compare with the median: a mirrored picture has the same coefficients with the opposite
+sign in odd columns, so `flipped` is exact; with the median, mirrored photographs were up to 24 of 256 bits away. Other
+distances were equal. Why no library: pdqhash and imagehash have neither property, and hash in floating point; these
+integers are the same on every machine, in every batch and number of threads.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import numpy as np
+
+RULE = "dct-sign-2x128-1"
+"""The algorithm's name in a recipe: a change of the bits requires a change of the name."""
+
+VIEW_WORDS = 8
+"""16-bit words of the hash of a view. Words 0 to 7: the whole picture; 8 to 15: its inner part."""
+WORDS = 2 * VIEW_WORDS
+BITS = 16 * VIEW_WORDS
+"""Of a view: the highest distance, and the highest quality."""
+INNER = 0.925
+"""Side of the inner part: centred crops from 0.89 to 0.97 have 15 bits or fewer of its hash changed."""
+
+CELLS = 64
+_LUMA = np.array([299, 587, 114], np.int64)  # thousandths, ITU-R BT.601
+_BASIS_BITS, _CELL_BITS = 18, 8
+_NOISE = 2 << (2 * _BASIS_BITS + _CELL_BITS)
+"""2 gray levels: above, JPEG at quality 50 changed no sign of 20,000; below 1 level it changed one in 5."""
+
+# (row, column) frequencies, lowest sum first, without the mean. Word w holds numbers w, w + 8, ...: each word has low
+# and high frequencies, so differences spread over all words.
+_ORDER = sorted(((u, v) for u in range(CELLS) for v in range(CELLS) if u + v), key=lambda f: (sum(f), max(f), f))[:BITS]
+_ROW, _COLUMN = (np.array(_ORDER).reshape(16, VIEW_WORDS, 2)[..., axis].T for axis in (0, 1))
+_BIT = np.uint16(1) << np.arange(16, dtype=np.uint16)
+_MIRRORED = (_COLUMN % 2 * _BIT).sum(axis=1)
+_MIRRORED = np.concatenate([_MIRRORED, _MIRRORED, [0]]).astype(np.uint16)
+
+
+def basis(side: float) -> np.ndarray:
+    """Orthonormal cosines over the inner `side` (0..1) of a row of cells, integrated over each cell and rounded:
+    (frequencies, CELLS) int64, times 2^18."""
+    length = side * CELLS
+    k = np.arange(1, max(_ROW.max(), _COLUMN.max()) + 1)[:, None]
+    border = np.clip((np.arange(CELLS + 1) - CELLS / 2) / length + 0.5, 0, 1)  # of cells, in the inner part
+    waves = np.sqrt(2 / length) * length * np.diff(np.sin(np.pi * k * border)) / (np.pi * k)
+    mean = np.sqrt(1 / length) * length * np.diff(border)
+    return np.rint(np.vstack([mean, waves]) * 2**_BASIS_BITS).astype(np.int64)
+
+
+_VIEWS = (basis(1.0), basis(INNER))
+
+
+def hashes(pictures: np.ndarray) -> np.ndarray:
+    """The hash of each picture and its quality.
+
+    Args:
+        pictures: uint8 (b, H, W, 3), sRGB. A picture's hash hardly depends on the size; sides that 64 divides are
+            fastest (0.8 ms for 1024 x 1024), others take longer by up to 64 / gcd(side, 64).
+
+    Returns:
+        uint16 (b, 17): 16 words of 16 bits; then how many of the 128 coefficients are above the noise of a strong
+        compression, in the view that has fewer. Photographs have over 100; flat areas, gradients and empty frames are
+        under 64 and say too little to compare.
+    """
+    means = cells(pictures)
+    words, quality = [], []
+    for view in _VIEWS:
+        coefficients = (view @ means @ view.T)[:, _ROW, _COLUMN]
+        words.append(((coefficients > 0) * _BIT).sum(axis=2))
+        quality.append((np.abs(coefficients) >= _NOISE).sum(axis=(1, 2)))
+    return np.concatenate([*words, np.minimum(*quality)[:, None]], axis=1).astype(np.uint16)
+
+
+def flipped(hashed: np.ndarray) -> np.ndarray:
+    """The hashes of the pictures mirrored left to right.
+
+    Exact, except bits of coefficients that are exactly 0: a symmetric picture is found by its hash itself.
+
+    Args:
+        hashed: uint16 (..., 17), or fewer words from the first on.
+    """
+    return hashed ^ _MIRRORED[: hashed.shape[-1]]
+
+
+def cells(pictures: np.ndarray) -> np.ndarray:
+    """Mean luma of 64 x 64 equal cells, (b, 64, 64) int64, times 2^8 and rounded down. Borders of cells cut pixels."""
+    count, height, width, _ = pictures.shape
+    rows = _sums(pictures.reshape(count, height, width * 3), np.uint32).reshape(count, CELLS, width, 3) @ _LUMA
+    sums = _sums(rows.transpose(0, 2, 1), np.int64).transpose(0, 2, 1)
+    pixels = height // gcd(height, CELLS) * (width // gcd(width, CELLS))
+    return (sums << _CELL_BITS) // (1000 * pixels)
+
+
+def _sums(values: np.ndarray, dtype: type[np.unsignedinteger | np.signedinteger]) -> np.ndarray:
+    """Sums over 64 equal parts of axis 1, which is first repeated so that 64 divides it: (b, 64, n)."""
+    repeats = CELLS // gcd(values.shape[1], CELLS)
+    parts = np.repeat(values, repeats, axis=1) if repeats > 1 else values
+    return parts.reshape(len(values), CELLS, parts.shape[1] // CELLS, values.shape[2]).sum(axis=2, dtype=dtype)
