@@ -30,6 +30,7 @@ from pipeline import __version__
 from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
 from pipeline.processes import INTERRUPTED, allow_many_files, pass_on, run_and_exit
 from pipeline.processes import shown as shell_line
+from pipeline.sources.formats import FORMATS
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -351,7 +352,7 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 )
 @click.option(
     "--format",
-    type=click.Choice(["folder", "webdataset", "wids", "parquet", "jsonl", "csv"]),
+    type=click.Choice(list(FORMATS)),
     help="The kind of --data. Default: from its content.",
 )
 @click.option("--source-name", metavar="NAME", help="Name of this source in the cache. Default: the folder's name.")

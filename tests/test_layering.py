@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         " parallel training",
         "pipeline.reporting": "config errors options amounts processes cache signals sources images models snapshots"
         " loader encoding training",
-        "pipeline.cli": "config errors options launch processes stages",
+        "pipeline.cli": "config errors options launch processes sources.formats stages",
         "stages": "config errors options gpus amounts urls launch processes retrying cache metrics signals sources"
         " images models snapshots loader work parallel encoding training planning reporting demo",
     }.items()

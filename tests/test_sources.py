@@ -13,6 +13,7 @@ import random
 import re
 import shlex
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -28,7 +29,7 @@ from pipeline import retrying
 from pipeline.cache import scratch
 from pipeline.config import DataConfig
 from pipeline.errors import AwayError, UserError
-from pipeline.sources import detect, tables
+from pipeline.sources import detect, formats, tables
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
@@ -1038,6 +1039,49 @@ def test_files_beside_tars_are_named_but_for_those_of_the_tars(tmp_path: Path) -
         ".json file": 1,
         ".json file beside a tar that is about no samples": 1,
     }
+
+
+def test_a_new_format_is_one_file_and_one_line_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as archive:
+            archive.writestr("a.jpg", JPEG)
+            archive.writestr("a.txt", f"of {number}")
+            archive.writestr("b.jpg", JPEG)
+    with pytest.raises(UserError, match=naming("zip")):
+        opened(tmp_path, "zip")
+    monkeypatch.setitem(formats.FORMATS, "zip", "tests.support.zip_source:Zip")
+    for data in (tmp_path, tmp_path / "{0,1}.zip"):
+        source = opened(data)
+        items, rejects = listed(source)
+        assert {key: texts(item) for key, item in items.items()} == {"0.zip/a.jpg": ["of 0"], "1.zip/a.jpg": ["of 1"]}
+        assert set(rejects) == {"0.zip/b.jpg", "1.zip/b.jpg"}
+    again = detect.reopen(source.document(), DataConfig(), "x")
+    assert [again.read(item.place) for item in items.values()] == [JPEG, JPEG]
+    assert set(listed(opened(tmp_path / "1.zip"))[0]) == {"1.zip/a.jpg"}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "1.jpg").write_bytes(JPEG)
+    with pytest.raises(UserError, match=naming("0.zip")) as caught:
+        opened(tmp_path)
+    assert caught.value.fix == "--format folder or --format zip"
+    assert opened(tmp_path, "zip").left_out.counts == {".jpg file": 1}
+    with pytest.raises(UserError, match=naming(tmp_path / "none")) as caught:
+        opened(tmp_path / "none")
+    assert ".zip" in str(caught.value.expected)
+
+
+def test_the_page_of_sources_names_each_format() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "encoding.md").read_text()
+    for name, format in formats.formats().items():
+        assert f"`{name}`" in page
+        for ending in (*format.endings, *format.named_endings):
+            assert f".{ending}`" in page, f"{name}: .{ending}"
+
+
+def test_links_can_be_named_where_the_first_row_has_none(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,text\na.jpg,x\nhttp://host/b.jpg,y\n")
+    assert set(listed(opened(tmp_path / "list.csv"))[0]) == {"a.jpg"}
+    source = opened(tmp_path / "list.csv", "links")
+    assert (set(listed(source)[0]), source.format) == ({"list.csv/000000003"}, "links")
 
 
 LOST = ["a.jpg_large", "d.jpeg?x=1.5", "e.jpg ", "g.JPG.1", "k.png:large", "m.webp!w640"]

@@ -16,6 +16,7 @@ import re
 import shlex
 import stat as stat_module
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -115,6 +116,10 @@ class Filesystem(ABC):
         Raises:
             UserError: a folder under the root cannot be listed.
         """
+
+    def find_top_first(self) -> Iterator[str]:
+        """`find`, the files of the root itself first, where that costs nothing."""
+        return self.find()
 
     def find_with_sizes(self, scratch: Scratch) -> Iterator[str]:
         """`find`, for a source that will ask for the size of every file: a remote one remembers what its server says
@@ -288,9 +293,9 @@ class LocalFilesystem(Filesystem):
         return retrying.when_reachable(read, self.location, self.patience_s)
 
     def find(self) -> Iterator[str]:
-        folders = [""]
-        while folders:
-            folder = folders.pop()
+        folders = deque([""])
+        while folders:  # level by level, so that a few names show what there is
+            folder = folders.popleft()
             for entry in self.entries(folder):
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.name.startswith("."):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from pipeline.cache.layout import digest
 from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
-from pipeline.retrying import PATIENCE_S
 from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import (
@@ -51,7 +49,19 @@ from pipeline.sources.metadata_files import (
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reasons import EXAMPLES, Kinds
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
-from pipeline.sources.source import Fragment, Item, ListedItems, Part, Place, PrefetchedSource, Reject, Stats
+from pipeline.sources.source import (
+    Format,
+    Fragment,
+    Given,
+    Item,
+    ListedItems,
+    Part,
+    Place,
+    PrefetchedSource,
+    Reject,
+    Source,
+    Stats,
+)
 from pipeline.sources.unread import explain
 
 METADATA_BATCH = 4096
@@ -247,31 +257,11 @@ class FolderSource(PrefetchedSource):
         root: the folder, or another filesystem.
         rule: which captions; or the column of the metadata files that holds them.
         name: the source's name in sample identities.
-        patience_s: of the root, if it is a folder; see `LocalFilesystem`.
-
-    Raises:
-        UserError: the root does not exist or is not a folder.
     """
 
-    def __init__(
-        self,
-        root: Path | str | Filesystem,
-        rule: CaptionRule | str,
-        name: str = "folder",
-        patience_s: float = PATIENCE_S,
-    ):
-        if not isinstance(root, Filesystem):
-            mode = mode_of(root, patience_s)
-            if not stat.S_ISDIR(mode):
-                raise UserError(
-                    f"the data folder {str(root)!r} "
-                    + ("is not a folder" if mode else "does not exist or may not be read"),
-                    expected="a folder of pictures with captions in .txt files or a metadata.jsonl / metadata.csv",
-                    fix="sana-pipe encode --data DIR",
-                )
-            root = LocalFilesystem(root, patience_s)
-        self.filesystem = root
-        self.location = root.location
+    def __init__(self, root: Path | str | Filesystem, rule: CaptionRule | str, name: str = "folder"):
+        self.filesystem = root if isinstance(root, Filesystem) else LocalFilesystem(root)
+        self.location = self.filesystem.location
         self.rule: CaptionRule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
         self.name = name
         self.ignored = Kinds()
@@ -523,6 +513,26 @@ class FolderSource(PrefetchedSource):
                 picture.problems.append(Reject(file, reason))
             elif reason:
                 picture.without.append(f"{file} {reason}")
+
+
+class Folder(Format):
+    """A folder of pictures."""
+
+    def shows(self, file: str) -> bool:
+        name = posixpath.basename(file)
+        return name.lower() in METADATA_NAMES or extension(file) in EXTENSIONS or lost_picture(file) is not None
+
+    def has(self, filesystem: Filesystem, file: str) -> bool:
+        return False
+
+    def files(self, given: Given) -> tuple[Iterable[str], Kinds]:
+        if given.files is not None:
+            what = f"{given.filesystem.location}/{given.files[0]}: is a file, not a folder of pictures"
+            raise UserError(what, fix="leave --format out, or give a folder")
+        return (), Kinds()
+
+    def source(self, given: Given, files: Iterable[str]) -> Source:
+        return FolderSource(given.filesystem, given.rule, given.name)
 
 
 def texts(table: pa.Table) -> Iterator[tuple[str, ...]]:

@@ -246,11 +246,6 @@ def first_row(filesystem: Filesystem, file: str, image_field: str | None) -> tup
     return "", {}
 
 
-def lists_links(filesystem: Filesystem, file: str, image_field: str | None) -> bool:
-    """Whether a listing is of links: its first row that names a picture decides."""
-    return is_link(first_row(filesystem, file, image_field)[0])
-
-
 def is_link(name: str) -> bool:
     """Whether a name is an address of another machine. One on this disk is an absolute name."""
     return is_url(name) and not name.strip().lower().startswith(("file:", "local:"))

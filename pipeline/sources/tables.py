@@ -31,14 +31,15 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.config import setting
 from pipeline.errors import UserError
+from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, has_surrogates, shown, stem
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
-from pipeline.sources.link_tables import ADDRESS, LinkTables, digest_of, is_link
+from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
 from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns
-from pipeline.sources.source import Fragment, Item, ListedItems, Part, Place, Reject, Stats
+from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source, Stats
 
 RULE = "parquet-2"
 FIRST_ROWS = 1024
@@ -135,8 +136,8 @@ class ListingSource(FolderSource):
             if key is not None:
                 metadata.add(where, row, column, self._with_ending(key) if extension(file) == "json" else key)
 
-    def names_files(self, name: str) -> bool:
-        """Whether a file is a table of pictures that are files here."""
+    @property
+    def uses_files(self) -> bool:
         return True
 
     def _with_ending(self, name: str) -> str:
@@ -312,6 +313,10 @@ class ParquetSource(LinkTables):
                 links = False
             self._link_tables[name] = links
         return links
+
+    @property
+    def uses_files(self) -> bool:
+        return any(map(self.names_files, self.files))
 
     def names_files(self, name: str) -> bool:
         """Whether a file is a table of pictures that are files here."""
@@ -498,6 +503,73 @@ class ParquetSource(LinkTables):
             else:
                 self._groups.move_to_end((part, group))
             return pictures
+
+
+class Parquet(Format):
+    """Parquet files of pictures, or of the names or links of some."""
+
+    endings = ("parquet",)
+
+    def names(self, given: Given, file: str) -> str:
+        return "files" if self.source(given, [file]).uses_files else "pictures"
+
+    def source(self, given: Given, files: Iterable[str]) -> Source:
+        field, root, links = given.config.image_field, given.config.image_root, _links(given)
+        source = ParquetSource(
+            given.filesystem, files, given.rule, given.name, image_field=field, image_root=root, links=links
+        )
+        source.retries_links = given.config.retry_links
+        return source
+
+
+class Jsonl(Format):
+    """Listings of files or links, one JSON object in a line or one array of them."""
+
+    endings: tuple[str, ...] = ("jsonl", "ndjson")
+    named_endings: tuple[str, ...] = ("json",)
+    is_listing = True
+
+    def names(self, given: Given, file: str) -> str:
+        name, row = first_row(given.filesystem, file, given.config.image_field)
+        if is_link(name):
+            return "links" if not row.keys().isdisjoint((*given.rule.columns, *LINK_CAPTIONS)) else ""
+        has_caption = name and not row.keys().isdisjoint(given.rule.columns)
+        return "files" if has_caption and is_file(given.filesystem, name, given.config.image_root or "") else ""
+
+    def source(self, given: Given, files: Iterable[str]) -> Source:
+        filesystem, field, files = given.filesystem, given.config.image_field, sorted(set(files))
+        if files and annotation_files.form_of(filesystem, files[0]) == "COCO":
+            raise annotation_files.refused(filesystem, files[0], "COCO")
+        if files and is_link(first_row(filesystem, files[0], field)[0]):
+            return Linked(LinkListing.format).source(given, files)
+        root = given.config.image_root
+        return ListingSource(
+            filesystem, files, given.rule, given.name, image_field=field, image_root=root, format=self.name
+        )
+
+
+class Csv(Jsonl):
+    """The same, separated by commas, semicolons, tabs or `|`."""
+
+    endings = ("csv", "tsv")
+    named_endings = ()
+
+
+class Linked(Jsonl):
+    """Listings whose pictures are links, also if the first row names none."""
+
+    endings = (*Jsonl.endings, *Csv.endings)
+
+    def source(self, given: Given, files: Iterable[str]) -> Source:
+        field, links = given.config.image_field, _links(given)
+        source = LinkListing(given.filesystem, files, given.rule, given.name, image_field=field, links=links)
+        source.retries_links = given.config.retry_links
+        return source
+
+
+def _links(given: Given) -> Links:
+    config = given.config
+    return Links(config.max_bytes, config.link_timeout_s, given.patience_s, config.allow_links)
 
 
 def _folder(table: str, image_root: str | None) -> str:
