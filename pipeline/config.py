@@ -419,11 +419,15 @@ class BucketConfig(_Section):
     filter: str | None = None
     """A condition in SQL that samples must satisfy, such as `least(width, height) >= 512 AND score > 5`
     (docs/snapshots.md)."""
-    dedup: Literal["none", "image"] = "none"
+    dedup: Literal["none", "image", "near"] = "none"
     """image: of pictures with equal bytes use one, from the source listed first in `sources`, then by name of source
-    and item."""
+    and item. near: of pictures that look the same (resized, compressed again, slightly cropped, mirrored) use the one
+    with the most pixels, then with the longest caption; it needs `encode.signals: [phash]`."""
+    dedup_distance: Annotated[int, Field(ge=0, le=32)] = 10
+    """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout."""
+    """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout. In a cache with
+    hashes (`encode.signals: [phash]`) pictures that look the same stay on one side."""
     subset: Positive | None = None
     """Use this many pictures, those with the smallest sample ids. A larger number later keeps them, in the same
     order."""

@@ -29,11 +29,12 @@ from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
 from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting
-from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.errors import CacheError, IntegrityError, UserError, escaped
 from pipeline.images import buckets
 from pipeline.signals import Signal
 from pipeline.signals.latent import compression
-from pipeline.snapshots import packing, selection
+from pipeline.signals.phash import HashRecipe
+from pipeline.snapshots import near_samples, packing, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import (
     Assembled,
@@ -84,11 +85,12 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class Made:
-    """A snapshot to be published."""
+    """A snapshot to be published. near: the pictures that look the same, where they were compared."""
 
     assembled: Assembled
     joined: Joined
     frame: Frame
+    near: near_samples.NearGroups | None = None
 
 
 def run(
@@ -316,41 +318,90 @@ def _both(config: Config, inputs: _Inputs) -> tuple[Made, Made | None, str]:
     joined = _joined(config, inputs)
     frame = joined.frame()
     earlier = _earlier(config, inputs.caches[0])
+    order = list(settings.sources)
     if settings.dedup == "image":
-        frame = selection.deduplicated(joined, frame, list(settings.sources), earlier)
-    frame, heldout_made = _held_out(config, inputs, joined, frame, earlier)
+        frame = selection.deduplicated(joined, frame, order, earlier)
+    near = _near_groups(config, inputs, joined, frame)
+    keys = None if near is None else near.keys
+    if near is not None and settings.dedup == "near":
+        frame = selection.deduplicated(joined, frame, order, earlier, keys, selection.larger(frame, inputs.records))
+        keys = None  # one picture of each group is left
+    frame, heldout_made = _held_out(config, inputs, joined, frame, earlier, keys)
     if settings.subset is not None:
         frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
         if pictures < settings.subset:
             note = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
-    return _make(config, inputs, joined, frame, earlier), heldout_made, note
+    distance = None if keys is None else settings.dedup_distance
+    made = _make(config, inputs, joined, frame, earlier, distance=distance)
+    return replace(made, near=near), heldout_made, note
+
+
+def _near_groups(config: Config, inputs: _Inputs, joined: Joined, frame: Frame) -> near_samples.NearGroups | None:
+    """The pictures that look the same, where that decides anything.
+
+    Raises:
+        CacheError: `bucket.dedup: near` in a cache without hashes.
+    """
+    settings, records = config.bucket, inputs.records
+    if HashRecipe.kind not in records.indexes:
+        if settings.dedup == "near":
+            raise CacheError(
+                "bucket.dedup: near compares hashes of pictures, and not all sources have them",
+                expected=f"records of the kind {HashRecipe.kind}",
+                found=", ".join(records.indexes),
+                fix="sana-pipe encode --set 'encode.signals=[phash]' with each source (it encodes no latents again)",
+            )
+        return None
+    if settings.dedup != "near" and not settings.heldout:
+        return None
+    return near_samples.near_groups(joined, frame, records, inputs.caches, settings.dedup_distance)
 
 
 def _held_out(
-    config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: selection.Earlier
+    config: Config,
+    inputs: _Inputs,
+    joined: Joined,
+    frame: Frame,
+    earlier: selection.Earlier,
+    keys: np.ndarray | None,
 ) -> tuple[Frame, Made | None]:
-    """The samples to train on, and the snapshot of those held out, if there are any."""
-    held_out = selection.heldout(frame, config.bucket.heldout, joined.scratch)
+    """The samples to train on, and the snapshot of those held out, if there are any. keys: of the groups that stay on
+    one side; None: digests."""
+    distance = None if keys is None else config.bucket.dedup_distance
+    held_out = selection.heldout(frame.digest if keys is None else keys, config.bucket.heldout, joined.scratch)
     if not held_out.any():
         return frame, None
     heldout_joined = Joined(joined.sources, scratch=joined.scratch)
     heldout_joined.leave("not in the held-out part", len(frame) - int(held_out.sum()))
-    made = _make(config, inputs, heldout_joined, frame.take(held_out, joined.scratch), earlier, heldout=True)
+    taken = frame.take(held_out, joined.scratch)
+    made = _make(config, inputs, heldout_joined, taken, earlier, heldout=True, distance=distance)
     joined.leave("held out for validation", int(held_out.sum()), "bucket.heldout=0")
     return frame.take(np.logical_not(held_out, out=held_out), joined.scratch), made
 
 
 def _make(
-    config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: selection.Earlier, *, heldout: bool = False
+    config: Config,
+    inputs: _Inputs,
+    joined: Joined,
+    frame: Frame,
+    earlier: selection.Earlier,
+    *,
+    heldout: bool = False,
+    distance: int | None = None,
 ) -> Made:
-    """Assemble a snapshot of some samples. heldout: it is the held-out part, which keeps small buckets."""
-    settings, records = config.bucket, inputs.records
+    """Assemble a snapshot of some samples.
+
+    Args:
+        heldout: it is the held-out part, which keeps small buckets.
+        distance: as in `HeldOut`.
+    """
+    settings, records, side = config.bucket, inputs.records, "heldout" if heldout else "train"
     small = "carry" if heldout else settings.remainder
     policies = Policies(
         small=small,
         pad_text_multiple=settings.pad_text_multiple,
         order=None if heldout or settings.order == "random" else settings.order,
-        heldout=HeldOut(settings.heldout, "heldout" if heldout else "train") if settings.heldout else None,
+        heldout=HeldOut(settings.heldout, side, distance) if settings.heldout else None,
     )
     assembled = assemble(
         joined,
@@ -406,7 +457,13 @@ def _publish(
         ],
         "adopted_bytes": adopted_bytes,
         "repeats": made.joined.repeats,
+        "near": None if made.near is None else _described(made.near),
     }
+
+
+def _described(near: near_samples.NearGroups) -> dict[str, Any]:
+    """As JSON values."""
+    return {"groups": near.count, "pictures": near.pictures, "largest": [asdict(group) for group in near.groups]}
 
 
 def _check_shards(made: Made, inputs: _Inputs) -> None:
@@ -478,6 +535,14 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
             f"note: {report['repeated_pictures']} samples repeat a picture of another sample (equal files); with "
             "--set bucket.dedup=image each picture is used once"
         )
+    if report["near"] is not None:
+        near = report["near"]
+        click.echo(
+            f"near-duplicates: {near['groups']} groups of {near['pictures']} pictures"
+            + ("; the largest, with their largest picture:" if near["groups"] else "")
+        )
+        for group in near["largest"]:
+            click.echo(f"{group['pictures']:>9} {escaped(group['example'])}")
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
         click.echo(f"{amount(report['adopted_bytes'])} of shards {verb} linked or copied from other caches")

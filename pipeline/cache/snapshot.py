@@ -145,10 +145,12 @@ class PackedOrder(HeadObject):
 
 @dataclass(frozen=True)
 class HeldOut(HeadObject):
-    """share: of the pictures that is held out. side: `train` or `heldout`."""
+    """share: of the pictures that is held out. side: `train` or `heldout`. distance: bits of 128 in which the hashes of
+    pictures differ that stay on one side; None: only equal files do."""
 
     share: float
     side: str
+    distance: int | None = None
 
 
 @dataclass(frozen=True)

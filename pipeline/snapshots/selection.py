@@ -10,7 +10,8 @@ exactly the requested number of pictures; a held-out part has the requested shar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -122,27 +123,54 @@ def in_earlier_snapshot(joined: Joined, frame: Frame, earlier: Earlier) -> np.nd
     return stays
 
 
-def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Earlier) -> Frame:
-    """Keep one picture of each digest. A picture in an earlier snapshot precedes; then sources precede as in `order`,
-    then items by (source, item)."""
+Better = Callable[[np.ndarray], list[tuple[int, ...]]]
+"""Rows of a frame -> what makes their pictures better than others of their group; less is better."""
+
+
+def larger(frame: Frame, records: EncodedRecords) -> Better:
+    """More pixels, then a longer caption."""
+    length = records.texts.columns["caption_length"]
+
+    def better(rows: np.ndarray) -> list[tuple[int, ...]]:
+        longest = np.array([length[frame.text[frame.captions[row] : frame.captions[row + 1]]].max() for row in rows])
+        return list(zip((-frame.height[rows] * frame.width[rows]).tolist(), (-longest.astype(np.int64)).tolist()))
+
+    return better
+
+
+def deduplicated(
+    joined: Joined,
+    frame: Frame,
+    order: Sequence[str],
+    earlier: Earlier,
+    keys: np.ndarray | None = None,
+    better: Better | None = None,
+) -> Frame:
+    """Keep one picture of each digest, or group. A picture in an earlier snapshot precedes; then a better one; then
+    sources precede as in `order`, then items by (source, item).
+
+    Args:
+        keys: (n,) S16, of the samples' groups; None: their digests.
+    """
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
     stays = in_earlier_snapshot(joined, frame, earlier)
-    keep = joined.scratch.array(len(frame), bool)
-    for _, rows, first in joined.scratch.by_key(frame.digest[piece] for piece in pieces(len(frame))):
+    keep, groups_of = joined.scratch.array(len(frame), bool), frame.digest if keys is None else keys
+    for _, rows, first in joined.scratch.by_key(groups_of[piece] for piece in pieces(len(frame))):
         keep[rows] = True
         group = np.cumsum(first) - 1
         suspects = np.flatnonzero(np.bincount(group)[group] > 1)
         groups, rows = group[suspects].tolist(), rows[suspects]
         pictures, known = frame.picture_id[rows].tolist(), stays[rows].tolist()
         items = frame.item.take(pa.array(rows)).to_pylist()
-        best: dict[int, tuple[bool, int, str, str, int]] = {}
+        merits = better(rows) if better is not None else [()] * len(rows)
+        best: dict[int, tuple[Any, ...]] = {}
         for at, source in enumerate(frame.source[rows].tolist()):
-            candidate = (not known[at], rank[source], joined.sources[source], items[at], pictures[at])
+            candidate = (not known[at], *merits[at], rank[source], joined.sources[source], items[at], pictures[at])
             best[groups[at]] = min(best.get(groups[at], candidate), candidate)
-        keep[rows] = [picture == best[of][4] for of, picture in zip(groups, pictures, strict=True)]
-    joined.leave(
-        "its picture is the same as another sample's", len(keep) - int(np.count_nonzero(keep)), "bucket.dedup=none"
-    )
+        keep[rows] = [picture == best[of][-1] for of, picture in zip(groups, pictures, strict=True)]
+    what, instead = ("is the same as", "none") if keys is None else ("looks the same as", "image")
+    left_out = len(keep) - int(np.count_nonzero(keep))
+    joined.leave(f"its picture {what} another sample's", left_out, f"bucket.dedup={instead}")
     return frame.take(keep, joined.scratch)
 
 
@@ -157,11 +185,12 @@ def repeated(joined: Joined, frame: Frame, records: EncodedRecords) -> int:
     return count
 
 
-def heldout(frame: Frame, share: float, scratch: Scratch | None = None) -> np.ndarray:
-    """(n,) bool: which samples are held out, see `is_held_out`. scratch: temporary storage."""
-    held_out = (scratch or Scratch()).array(len(frame.digest), bool)
-    for piece in pieces(len(frame.digest)):
-        held_out[piece] = is_held_out(frame.digest[piece], share)
+def heldout(digests: np.ndarray, share: float, scratch: Scratch | None = None) -> np.ndarray:
+    """(n,) bool: which samples are held out, see `is_held_out`. digests: (n,) S16, of their pictures' files, or of the
+    files of their groups; scratch: temporary storage."""
+    held_out = (scratch or Scratch()).array(len(digests), bool)
+    for piece in pieces(len(digests)):
+        held_out[piece] = is_held_out(digests[piece], share)
     return held_out
 
 

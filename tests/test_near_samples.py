@@ -1,0 +1,155 @@
+"""`bucket` with near-duplicates: one picture of each group, whole groups held out, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageOps
+
+import stages.bucket
+import stages.encode
+import stages.verify
+from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
+from pipeline.config import Config
+from pipeline.errors import CacheError, IntegrityError
+from pipeline.snapshots import heldout
+
+MakeConfig = Callable[..., Config]
+SIZE = "encode.signals=[phash]"
+
+
+def copies(picture: Path) -> dict[str, Image.Image]:
+    """What people make of a picture, by the end of the name."""
+    with Image.open(picture) as opened:
+        whole = opened.convert("RGB")
+    width, height = whole.size
+    inner = (width // 24, height // 24, width - width // 24, height - height // 24)
+    return {
+        "small": whole.resize((width // 2, height // 2)),
+        "mirrored": ImageOps.mirror(whole),
+        "cropped": whole.crop(inner),
+    }
+
+
+@pytest.fixture(scope="module")
+def source(photos: Path, made_once: Callable[..., Path]) -> Path:
+    """The photographs, and copies of three of them."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(photos, folder / "all")
+        for picture in sorted((folder / "all").glob("*.jpg"))[:3]:
+            for end, copy in copies(picture).items():
+                copy.save(picture.with_name(f"{picture.stem}-{end}.jpg"), quality=60)
+                picture.with_name(f"{picture.stem}-{end}.txt").write_text("a copy")
+
+    return made_once("copies", make) / "all"
+
+
+@pytest.fixture(scope="module")
+def encoded(source: Path, make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
+    return made_once("copied", lambda folder: stages.encode.run(make_config(folder, SIZE), data=str(source))) / "cache"
+
+
+@pytest.fixture
+def config(encoded: Path, make_config: MakeConfig, tmp_path: Path) -> Callable[..., Config]:
+    shutil.copytree(encoded, tmp_path / "cache")
+    return lambda *options: make_config(tmp_path, SIZE, *options)
+
+
+def items(snapshot: Snapshot) -> set[str]:
+    return {snapshot.source_item(row)[1] for row in range(len(snapshot))}
+
+
+def originals(source: Path) -> list[str]:
+    return sorted(path.name.removesuffix("-small.jpg") for path in source.glob("*-small.jpg"))
+
+
+def test_one_picture_of_each_group_stays_the_largest(
+    config: Callable[..., Config], source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = items(Cache(config().cache).open_snapshot(stages.bucket.run(config())))
+    capsys.readouterr()
+    stages.bucket.run(config("bucket.dedup=near"), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    left = items(Cache(config().cache).open_snapshot())
+    assert every - left == {
+        f"{name}-{end}.jpg" for name in originals(source) for end in ("small", "mirrored", "cropped")
+    }
+    assert (report["near"]["groups"], report["near"]["pictures"]) == (3, 12)
+    assert sorted(group["pictures"] for group in report["near"]["largest"]) == [4, 4, 4]
+    assert {group["example"] for group in report["near"]["largest"]} == {f"all: {n}.jpg" for n in originals(source)}
+    [entry] = [entry for entry in report["left_out"] if "looks the same" in entry["reason"]]
+    assert (entry["samples"], entry["keep"]) == (9, "bucket.dedup=image")
+    stages.bucket.run(config("bucket.dedup=near"), dry_run=True)
+    assert "near-duplicates: 3 groups of 12 pictures" in capsys.readouterr().out
+
+
+def test_distance_zero_leaves_copies_alone(config: Callable[..., Config]) -> None:
+    every = items(Cache(config().cache).open_snapshot(stages.bucket.run(config())))
+    exact = stages.bucket.run(config("bucket.dedup=near", "bucket.dedup_distance=0"))
+    near = items(Cache(config().cache).open_snapshot(stages.bucket.run(config("bucket.dedup=near"))))
+    sure = items(Cache(config().cache).open_snapshot(exact))
+    assert near < sure <= every
+
+
+def test_a_longer_caption_wins_between_equal_sizes(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    picture = originals(source)[0]
+    for name, caption in (("a", "short"), ("b", "a much longer caption of it"), ("c", "middle one")):
+        with Image.open(source / f"{picture}.jpg") as opened:
+            opened.save(data / f"{name}.jpg", quality={"a": 95, "b": 60, "c": 80}[name])
+        (data / f"{name}.txt").write_text(caption)
+    of = make_config(tmp_path, SIZE, "bucket.dedup=near")
+    stages.encode.run(of, data=str(data))
+    assert items(Cache(of.cache).open_snapshot(stages.bucket.run(of))) == {"b.jpg"}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
+def test_groups_are_held_out_whole(config: Callable[..., Config], source: Path, share: float) -> None:
+    of = config(f"bucket.heldout={share}")
+    stages.bucket.run(of)
+    cache = Cache(of.cache)
+    train, part = cache.open_snapshot(), cache.open_snapshot("latest.heldout")
+    for name in originals(source):
+        group = {f"{name}.jpg", *(f"{name}-{end}.jpg" for end in ("small", "mirrored", "cropped"))}
+        assert group <= items(train) or group <= items(part)
+    assert train.head.policies.heldout is not None and train.head.policies.heldout.distance == of.bucket.dedup_distance
+    heldout.check_disjoint(train, part)
+    assert heldout.find(cache, train) == part.id
+
+
+def test_a_cache_without_hashes_says_how_to_get_them(small_cache: Path, make_config: MakeConfig) -> None:
+    of = make_config(small_cache.parent, "bucket.dedup=near")
+    with pytest.raises(CacheError, match="compares hashes") as caught:
+        stages.bucket.run(of, dry_run=True)
+    assert "encode.signals=[phash]" in str(caught.value.fix)
+
+
+def test_a_damaged_hash_ends_bucket_with_its_repair(config: Callable[..., Config], tmp_path: Path) -> None:
+    path = next((tmp_path / "cache").glob("shards/phash-*/*/*.tar"))
+    data = bytearray(path.read_bytes())
+    snapshot = Cache(config().cache).open_snapshot(stages.bucket.run(config()))
+    place = snapshot.sample(0).pictures["phash"]
+    data[place.offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=place.key.hex()):
+        stages.bucket.run(config("bucket.dedup=near"))
+    assert stages.verify.run(config(), repair=True) == 0
+    stages.bucket.run(config("bucket.dedup=near"))
+
+
+def test_a_pack_and_another_order_of_caches_change_nothing(
+    config: Callable[..., Config], encoded: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    of = config("bucket.dedup=near")
+    here = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    other = make_config(tmp_path / "joined", SIZE, "bucket.dedup=near", f"bucket.caches=[{encoded}]")
+    stages.bucket.run(other)
+    there = Cache(other.cache).open_snapshot()
+    assert items(here) == items(there) and list(there.sample_ids())[0].tolist() == list(here.sample_ids())[0].tolist()
