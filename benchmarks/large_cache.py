@@ -40,7 +40,7 @@ from pipeline.cache.shard import to_ipc
 from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
-from pipeline.encoding import estimate, unit_records
+from pipeline.encoding import estimate, last_scan, scan_rows, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.reading import Reading
@@ -198,7 +198,7 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "where": pc.binary_join_element_wise(pa.array(offset).cast(pa.string()), "99999", "+"),
         "ignored": pa.nulls(count, pa.string()),
     }
-    return pa.table([columns[name] for name in scanning.SCAN.names], scanning.SCAN.names).cast(scanning.SCAN)
+    return pa.table([columns[name] for name in last_scan.SCAN.names], last_scan.SCAN.names).cast(last_scan.SCAN)
 
 
 def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
@@ -252,7 +252,7 @@ def scan_alone(folder: Path, count: int) -> None:
     cache = Cache.of(config)
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
-    if scan.num_rows != count or scanning.gone(cache, SOURCE, scan, 0.0):
+    if scan.num_rows != count or last_scan.gone(cache, SOURCE, scan, 0.0):
         raise RuntimeError("the source has changed")
 
 
@@ -260,7 +260,7 @@ def list_folder(folder: Path, count: int) -> None:
     """The listing of a folder, as every process of a scan makes it."""
     pictures = Folder(folder, CaptionRule.column("text"), count)
     pictures.scratch = Cache.of(configuration(folder)).files.scratch
-    fragments = list(pictures.fragments(Part(""), scanning.RUN, ListedItems(pictures.scratch)))
+    fragments = list(pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch)))
     if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored:
         raise RuntimeError("pictures or captions are missing")
 
@@ -281,7 +281,7 @@ def list_s3(folder: Path, count: int) -> None:
             files = remote.RemoteFilesystem(f"s3://{s3_listing.BUCKET}/{s3_listing.FOLDER}", 60.0)
             pictures = FolderSource(files, CaptionRule.column("text"))
             pictures.scratch = Cache.of(configuration(folder)).files.scratch
-            fragments = pictures.fragments(Part(""), scanning.RUN, ListedItems(pictures.scratch))
+            fragments = pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch))
             seen = sum(len(fragment.look()) for fragment in fragments)
             if seen != count or pictures.ignored:
                 raise RuntimeError("pictures or captions are missing")

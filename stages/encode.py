@@ -35,7 +35,7 @@ from pipeline.cache.local_files import cache_errors
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
-from pipeline.encoding import estimate, image_batch, unit_encoder
+from pipeline.encoding import estimate, image_batch, last_scan, scan_rows, unit_encoder
 from pipeline.encoding import plan as planning
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import scan as scanning
@@ -424,7 +424,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
 def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Planned, _Work]:
     """Scan and plan, in one process of those that share the work."""
     config, stop = run.config, run.worker.stop
-    look = scanning.from_bytes
+    look = scan_rows.from_bytes
     works: list[_Work] = []
 
     def plan(scan: scanning.Scan, bar: Progress) -> dict[str, Any]:
@@ -477,7 +477,7 @@ def _opened(run: EncodeRun, planned: _Planned) -> _Work:
 def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     """Check and publish a scan, and plan what it lacks."""
     config, cache, source = run.config, run.cache, run.source
-    gone = scanning.gone(cache, source.name, table, config.encode.max_shrink)
+    gone = last_scan.gone(cache, source.name, table, config.encode.max_shrink)
     faults = _faults(table)
     rejects = len(table) - table.column("reject").null_count
     _check_rejects(run, table.num_rows, _Rejects(work, rejects), faults)

@@ -22,7 +22,8 @@ from pipeline.config import DataConfig, EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
-from pipeline.encoding.scan import SCAN, check_unique, unchanged_row
+from pipeline.encoding.last_scan import SCAN, unchanged_row
+from pipeline.encoding.scan import check_unique
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.signals.text import TextRecipe

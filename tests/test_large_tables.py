@@ -17,10 +17,12 @@ from pipeline.cache.root import Cache
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding.scan import SCAN
+from pipeline.encoding import scan_rows
+from pipeline.encoding.last_scan import SCAN
 from pipeline.errors import CacheError
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
+from pipeline.sources.detect import open_source
 from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 
 TEXT = TextRecipe(weights="w")
@@ -219,17 +221,17 @@ def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / f"{n}.txt").write_text(f"caption {n}")
     sizes: list[int] = []
     table = pa.table
-    monkeypatch.setattr(scanning, "ROWS", 4)
+    monkeypatch.setattr(scan_rows, "ROWS", 4)
     monkeypatch.setattr(arrow, "LIMIT", 100)
     monkeypatch.setattr(
-        scanning.pa,
+        scan_rows.pa,
         "table",
         lambda columns, names=None, schema=None: (
             (sizes.append(len(columns["item"])) if schema is SCAN else None)
             or table(columns, names=names, schema=schema)
         ),
     )
-    source = scanning.detect.open_source(str(tmp_path), config(tmp_path).data)
+    source = open_source(str(tmp_path), config(tmp_path).data)
     result = scanning.scan(
         source, "x", None, max_pixels=10**6, workers=1, rehash=False, progress=lambda done, total: None
     )

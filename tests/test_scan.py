@@ -29,6 +29,7 @@ from pipeline.cache.garbage import unneeded
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
+from pipeline.encoding import last_scan, scan_rows
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
 from pipeline.errors import NoSpaceError, ResourceError, UserError
@@ -135,7 +136,7 @@ def scanned(
 ) -> pa.Table:
     fragments = Fragments(cache, "photos", Worker(Claims(cache.files, stale_s), stop or Stop(0), *share))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scanning, "RUN", run)
+        patch.setattr(scan_rows, "RUN", run)
         table = scanning.scan(
             source,
             "photos",
@@ -246,7 +247,7 @@ def test_two_processes_read_every_picture_once_and_have_the_same_table(folder: P
         tables[task] = cache.put_table(scanned(sources[task], cache, (task, 2), stale_s=2, publish=False))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scanning, "RUN", RUN)
+        patch.setattr(scan_rows, "RUN", RUN)
         threads = [threading.Thread(target=work, args=(task,)) for task in range(2)]
         for thread in threads:
             thread.start()
@@ -433,9 +434,9 @@ def test_few_fragments_are_looked_at_before_their_turn(
     folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scanning, "RUNS_AHEAD", 2)
-    monkeypatch.setattr(scanning, "RUN", RUN)
+    monkeypatch.setattr(scan_rows, "RUN", RUN)
     looks, made = [], []
-    real, make = LocalFilesystem.stat_many, scanning.Scan._made
+    real, make = LocalFilesystem.stat_many, scan_rows.RowMaker.make
 
     def stat_many(self: LocalFilesystem, names: Any) -> Any:
         looks.append(names)
@@ -446,7 +447,7 @@ def test_few_fragments_are_looked_at_before_their_turn(
         return make(self, piece)
 
     monkeypatch.setattr(LocalFilesystem, "stat_many", stat_many)
-    monkeypatch.setattr(scanning.Scan, "_made", recorded)
+    monkeypatch.setattr(scan_rows.RowMaker, "make", recorded)
     source = Counted(folder)
     scanning.scan(source, "photos", cache, max_pixels=1 << 20, workers=2, rehash=False, progress=lambda *_: None)
     assert len(source.reads) == COUNT and len(made) == 6
@@ -465,14 +466,14 @@ def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
         pieces.append(piece(*args, **options))
         return pieces[-1]
 
-    piece, gather, waiting = scanning._Piece, Fragments.gather, []
+    piece, gather, waiting = scan_rows.Slice, Fragments.gather, []
 
     def watched(self: Fragments, *args: Any) -> None:
         waiting.extend(one for one in pieces if not (one.kept or one.rows))
         assert not any(one.before or one.stats for one in waiting)
         gather(self, *args)
 
-    monkeypatch.setattr(scanning, "_Piece", recorded)
+    monkeypatch.setattr(scanning, "Slice", recorded)
     monkeypatch.setattr(Fragments, "gather", watched)
     with pytest.raises(KeyboardInterrupt):
         scanned(Counted(folder, dying(2)), cache)
@@ -731,11 +732,11 @@ def test_rejects_that_came_from_failed_reads_are_tried_again(
     rows = truth.to_pylist()
     lost = [row for row in rows if row["part"] == "1.tar"]
     kept = [row for row in rows if row not in lost]
-    empty = dict.fromkeys(scanning.SCAN.names)
+    empty = dict.fromkeys(last_scan.SCAN.names)
     kept[3:3] = [
         {**empty, "item": "1.tar", "captions": [], "reject": reason, "part": "1.tar", "stamp": lost[0]["stamp"]}
     ]
-    old = pa.Table.from_pylist(kept, scanning.SCAN)
+    old = pa.Table.from_pylist(kept, last_scan.SCAN)
     source = CountedTars(tars)
     cache.add_scan(
         "photos", {"root": source.location, "table": cache.put_table(old), "recipes": {"latent": "l", "text": "t"}}
@@ -756,7 +757,7 @@ def begun(source: Source, cache: Cache, task: int = 0, **options: Any) -> Any:
 def test_a_process_that_helps_reads_no_rows(
     folder: Path, cache: Cache, truth: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanning, "RUN", RUN)
+    monkeypatch.setattr(scan_rows, "RUN", RUN)
     printed: list[tuple[int, int | None]] = []
     first, second = Counted(folder, dying(2 * RUN)), Counted(folder)
     with begun(first, cache) as scan, pytest.raises(KeyboardInterrupt):
@@ -781,7 +782,7 @@ def test_a_process_that_helps_reads_no_rows(
 def test_a_helper_that_takes_over_makes_again_what_was_lost(
     kind: str, folder: Path, tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanning, "RUN", RUN)
+    monkeypatch.setattr(scan_rows, "RUN", RUN)
     source: Source = Counted(folder) if kind == "folder" else CountedTars(tars)
     with begun(source, cache) as scan:
         scan.help()
@@ -804,7 +805,7 @@ def test_the_files_that_a_helper_skips_are_counted_once(tars: list[Path], cache:
 
 def test_a_helper_ends_when_another_process_has_published_the_scan(folder: Path, cache: Cache) -> None:
     with begun(Counted(folder), cache, 1) as scan:
-        assert scan.pieces
+        assert scan.slices
         scanned(Counted(folder), cache)
         scan.help()
         with pytest.raises(scanning.ScanSuperseded):

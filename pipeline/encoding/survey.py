@@ -22,7 +22,7 @@ from pipeline.cache.arrow import batches
 from pipeline.cache.recipes import PictureRecipe, Recipe, pictures_of
 from pipeline.cache.root import Cache, check_source_name
 from pipeline.config import Config, DataConfig
-from pipeline.encoding import estimate, unit_encoder
+from pipeline.encoding import estimate, last_scan, scan_rows, unit_encoder
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
@@ -90,10 +90,10 @@ def survey(
     cache = Cache.if_there(config)
     if cache is not None:
         recipes = with_stored_decoder(cache, recipes, config)
-    with scanning_of(config, source, cache, table, rehash, scanning.from_header) as (scanned, _):
+    with scanning_of(config, source, cache, table, rehash, scan_rows.from_header) as (scanned, _):
         scan = scanned.table()
     if cache is not None:
-        scanning.gone(cache, source.name, scan, config.encode.max_shrink)
+        last_scan.gone(cache, source.name, scan, config.encode.max_shrink)
     work = estimate.wanted(scan, cache, recipes, table)
     count = partial(count_rows, config.text, caption_rules.instruction(config.text))
     return Survey(config, source, cache, recipes, table, scan, work, count)
@@ -131,7 +131,7 @@ def scanning_of(
     cache: Cache | None,
     table: list[buckets.Shape],
     rehash: bool,
-    look: scanning.Look,
+    look: scan_rows.Look,
     fragments: Fragments | None = None,
 ) -> Iterator[tuple[scanning.Scan, Progress]]:
     """A scan with the settings of a configuration, and its progress."""
