@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -85,12 +85,14 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class Made:
-    """A snapshot to be published. near: the pictures that look the same, where they were compared."""
+    """A snapshot to be published. near: the pictures that look the same, where they were compared; leaked: as in
+    `Head`."""
 
     assembled: Assembled
     joined: Joined
     frame: Frame
     near: near_samples.NearGroups | None = None
+    leaked: dict[str, int] = field(default_factory=dict)
 
 
 def run(
@@ -333,7 +335,20 @@ def _both(config: Config, inputs: _Inputs) -> tuple[Made, Made | None, str]:
             note = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
     distance = None if keys is None else settings.dedup_distance
     made = _make(config, inputs, joined, frame, earlier, distance=distance)
-    return replace(made, near=near), heldout_made, note
+    return replace(made, near=near, leaked=_leaked(config, inputs, frame)), heldout_made, note
+
+
+def _leaked(config: Config, inputs: _Inputs, frame: Frame) -> dict[str, int]:
+    """Of the held-out snapshot that the configuration names, the samples that look like one of the training."""
+    validation, cache = config.train.validation, inputs.caches[0]
+    named = None if validation is None else validation.snapshot
+    if named is None or HashRecipe.kind not in inputs.records.indexes:
+        return {}
+    part = cache.open_snapshot(named)
+    if part.head.recipes.get(HashRecipe.kind) is None:
+        return {}
+    distance = config.bucket.dedup_distance
+    return {part.id: near_samples.leaked(frame, inputs.records, inputs.caches, part, distance)}
 
 
 def _near_groups(config: Config, inputs: _Inputs, joined: Joined, frame: Frame) -> near_samples.NearGroups | None:
@@ -420,7 +435,8 @@ def _publish(
     made: Made, inputs: _Inputs, dry_run: bool, name: str | None, move: bool, latest: bool = True
 ) -> dict[str, Any]:
     """Adopt the shards of other caches and publish the snapshot; returns the report."""
-    cache, head = inputs.caches[0], replace(made.assembled.head, options=inputs.options)
+    cache = inputs.caches[0]
+    head = replace(made.assembled.head, options=inputs.options, leaked=made.leaked or None)
     adopted_bytes = _adopt(made, inputs, dry_run)
     before = snapshot_id = None
     if dry_run:
@@ -458,6 +474,7 @@ def _publish(
         "adopted_bytes": adopted_bytes,
         "repeats": made.joined.repeats,
         "near": None if made.near is None else _described(made.near),
+        "leaked": made.leaked,
     }
 
 
@@ -543,6 +560,11 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
         )
         for group in near["largest"]:
             click.echo(f"{group['pictures']:>9} {escaped(group['example'])}")
+    for part, count in report["leaked"].items():
+        click.echo(
+            f"held-out snapshot {part[:12]}: {count} of its samples look like one of these"
+            + ("; a loss on it is not of unseen pictures (bucket.heldout makes a clean part)" if count else "")
+        )
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
         click.echo(f"{amount(report['adopted_bytes'])} of shards {verb} linked or copied from other caches")

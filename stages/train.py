@@ -422,7 +422,17 @@ def _heldout(
     part = cache.open_snapshot(name)
     heldout.check(snapshot, part)
     log(f"validation: {min(len(part), validation.samples)} of {len(part)} samples of snapshot {part.id[:12]}")
+    if leaked := _leaked(snapshot, part):
+        log(
+            f"warning: {leaked} of them look like a sample that is trained on, so the loss on them is not of unseen "
+            "pictures; sana-pipe bucket --set bucket.heldout=0.01 holds out a part without copies"
+        )
     return config.with_train(validation=validation.model_copy(update={"snapshot": part.id})), part
+
+
+def _leaked(snapshot: Snapshot, part: Snapshot) -> int:
+    """Samples of a held-out part that look like one of the training, as far as `bucket` counted them."""
+    return (snapshot.head.leaked or {}).get(part.id, 0)
 
 
 def _hold_out(snapshot: Snapshot) -> str:
@@ -554,6 +564,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         names=snapshot.names,
         epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=train.phase).steps_upto(_MANY) / _MANY,
         validation=None if part is None else validation,
+        leaked=0 if part is None else _leaked(snapshot, part),
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,
         preserved=[bf16(rows) for rows in inputs.preserved],

@@ -574,7 +574,10 @@ def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
         ],
     )
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
-    weights = {snapshot.source_item(row)[1]: snapshot.caption_rows(row)[1] for row in range(len(snapshot))}
+    weights = {
+        snapshot.source_item(row)[1]: [caption.weight for caption in snapshot.sample(row).captions]
+        for row in range(len(snapshot))
+    }
     assert weights == {one.item: [1.0], two.item: [1.0, 0.5]}
 
 

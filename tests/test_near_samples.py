@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 import stages.bucket
 import stages.encode
+import stages.train
 import stages.verify
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
@@ -154,3 +155,30 @@ def test_a_pack_and_another_order_of_caches_change_nothing(
     there = Cache(other.cache).open_snapshot()
     ids = [next(snapshot.sample_ids()).tolist() for snapshot in (here, there)]
     assert items(here) == items(there) and ids[0] == ids[1]
+
+
+def test_copies_in_training_of_an_older_held_out_part_are_counted(
+    config: Callable[..., Config], source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The part has one picture of each group, whose copies are trained on."""
+    kept = ", ".join(f"'{name}-small.jpg'" for name in originals(source))
+    stages.bucket.run(config(f"bucket.filter=item IN ({kept})"), name="old")
+    others = f"bucket.filter=item NOT IN ({kept})"
+    assert "train.validation" not in others
+    capsys.readouterr()
+    stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
+    assert "3 of its samples look like one of these; a loss on it is not of unseen" in capsys.readouterr().out
+    cache = Cache(config().cache)
+    part = cache.open_snapshot("old")
+    assert cache.open_snapshot("new").head.leaked == {part.id: 3}
+    clean = (
+        f"bucket.filter=item NOT LIKE '%-%' AND item NOT IN ({', '.join(repr(f'{n}.jpg') for n in originals(source))})"
+    )
+    stages.bucket.run(config(clean, "train.validation.snapshot=old"), name="clean")
+    assert cache.open_snapshot("clean").head.leaked == {part.id: 0}
+    run = config(others, "train.validation={snapshot: old, every: 2}", "train.steps=2")
+    stages.train.run(run, snapshot="new")
+    assert "warning: 3 of them look like a sample that is trained on" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (Path(run.train.output) / "metrics.jsonl").read_text().splitlines()]
+    [row] = [row for row in rows if "leaked" in row][:1]
+    assert row["leaked"] == 3

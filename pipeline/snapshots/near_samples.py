@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
+from pipeline.cache.snapshot import Places, Snapshot
 from pipeline.images.perceptual_hash import WORDS
 from pipeline.signals.phash import HashRecipe
 from pipeline.snapshots import near
@@ -84,6 +85,20 @@ def near_groups(
     return NearGroups(of_samples.finish(), shown, int(several.sum()), int(sizes[several].sum()))
 
 
+def leaked(frame: Frame, records: EncodedRecords, caches: Sequence[Cache], part: Snapshot, distance: int) -> int:
+    """How many samples of a held-out part look like a sample of the training. frame: the training's.
+
+    Raises:
+        IntegrityError: a hash is damaged.
+    """
+    trained = record_values(records, HashRecipe.kind, caches, np.unique(frame.pictures[HashRecipe.kind]), (WORDS + 1,))
+    reader, every = part.reader(HashRecipe.kind), np.arange(len(part))
+    places = part.columns(every, [HashRecipe.kind]).pictures[HashRecipe.kind]
+    held_out = _read(reader, part.shards[HashRecipe.kind], places, (WORDS + 1,))
+    member = near.groups(np.concatenate([trained, held_out]), distance)
+    return int(np.isin(member[len(trained) :], member[: len(trained)]).sum())
+
+
 def record_values(
     records: EncodedRecords, kind: str, caches: Sequence[Cache], rows: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
@@ -103,12 +118,15 @@ def record_values(
         for piece in pieces(len(ours)):
             some = ours[piece]
             columns = {name: index.columns[name][rows[some]] for name in ("shard", "offset", "key", "checksum")}
-            into, at = np.empty((len(some), *shape), np.uint16), np.arange(len(some))
-            flat, step = into.reshape(-1, *shape[1:]), shape[0]
-            bad = reader.read_batch(
-                index.shards, columns, at, flat, at * step, at * step + step, verify=True, on_read=None
-            )
-            if bad:
-                raise bad[0][1]
-            values[some] = into
+            values[some] = _read(reader, index.shards, columns, shape)
     return values
+
+
+def _read(reader: ShardReader, shards: Sequence[str], places: Places, shape: tuple[int, ...]) -> np.ndarray:
+    """Records in the order of their places, (n, *shape)."""
+    count, step = len(places["shard"]), shape[0]
+    values, every = np.empty((count * step, *shape[1:]), np.uint16), np.arange(count)
+    bad = reader.read_batch(shards, places, every, values, every * step, every * step + step, verify=True, on_read=None)
+    if bad:
+        raise bad[0][1]
+    return values.reshape(count, *shape)
