@@ -171,6 +171,10 @@ def test_copies_in_training_of_an_older_held_out_part_are_counted(
     cache = Cache(config().cache)
     part = cache.open_snapshot("old")
     assert cache.open_snapshot("new").head.leaked == {part.id: 3}
+    plain = stages.bucket.run(config(others))
+    assert cache.open_snapshot().head.leaked is None
+    assert stages.bucket.run(config(others, "train.validation.snapshot=old")) != plain
+    assert cache.open_snapshot().head.leaked == {part.id: 3}
     clean = (
         f"bucket.filter=item NOT LIKE '%-%' AND item NOT IN ({', '.join(repr(f'{n}.jpg') for n in originals(source))})"
     )
