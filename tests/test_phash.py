@@ -157,10 +157,24 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
             stages.encode.run(config, data=str(photos))
     cache = Cache(config.cache)
     [plan] = cache.plans(cache.recipes("phash")[0].name)
-    assert plan.beside == (cache.recipes("latent")[0].name, 0)
-    assert not any(map(lead_made(cache, plan), plan.units))
+    lead = cache.recipes("latent")[0].name
+    assert plan.beside == (lead, 0)
+    assert not any(map(lead_made(cache, plan, lead), plan.units))
     stages.encode.run(config, data=str(photos))
-    assert all(map(lead_made(cache, plan), plan.units))
+    assert all(map(lead_made(cache, plan, lead), plan.units))
+
+
+def test_hashes_do_not_wait_for_latents_that_nobody_makes(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run planned them beside latents of a VAE that is not configured any more."""
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.encode.run(with_hashes(make_config, tmp_path), data=str(photos))
+    config = with_hashes(make_config, tmp_path, "vae.scaling_factor=0.5")
+    done = stages.encode.run(config, data=str(photos))
+    assert done["images"] == done["hashes"] == done["new"]["hashes"] > 0 == done["left"]
 
 
 def test_a_damaged_hash_is_repaired_to_the_byte(hashed_copy: Path, make_config: MakeConfig, tmp_path: Path) -> None:
