@@ -20,8 +20,9 @@ from pipeline.cache import audit
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config
-from pipeline.encoding import unit_records
+from pipeline.encoding import estimate, unit_records
 from pipeline.encoding.plan import lead_made
+from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import ConfigError
 from pipeline.images import decoding
 from pipeline.images.perceptual_hash import hashes
@@ -157,10 +158,41 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
             stages.encode.run(config, data=str(photos))
     cache = Cache(config.cache)
     [plan] = cache.plans(cache.recipes("phash")[0].name)
-    assert plan.beside == (cache.recipes("latent")[0].name, 0)
-    assert not any(map(lead_made(cache, plan), plan.units))
+    lead = cache.recipes("latent")[0].name
+    assert plan.beside == (lead, 0)
+    assert not any(map(lead_made(cache, plan, lead), plan.units))
+    first, space = cache.plan(lead, 0), UnitEncoder(config, cache, {}, cache.recipes("phash")).disk_space()
+    for unit, beside in zip(first.units, plan.units, strict=True):
+        need = [estimate.unit_bytes(cache, *one) for one in ((first, unit), (plan, beside))]
+        assert space.unit_bytes(first, unit) == sum(need) and space.unit_bytes(plan, beside) == need[1] > 0
     stages.encode.run(config, data=str(photos))
-    assert all(map(lead_made(cache, plan), plan.units))
+    assert all(map(lead_made(cache, plan, lead), plan.units))
+
+
+def test_hashes_do_not_wait_for_latents_that_nobody_makes(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run planned them beside latents of a VAE that is not configured any more."""
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.encode.run(with_hashes(make_config, tmp_path), data=str(photos))
+    config = with_hashes(make_config, tmp_path, "vae.scaling_factor=0.5")
+    done = stages.encode.run(config, data=str(photos))
+    assert done["images"] == done["hashes"] == done["new"]["hashes"] > 0 == done["left"]
+
+
+def test_what_loads_a_model_is_made_in_a_pass_of_its_own(
+    hashed: Path, photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process holds one model at a time."""
+    monkeypatch.setattr(HashRecipe, "model_free", False)
+    config = with_hashes(make_config, tmp_path)
+    done = stages.encode.run(config, data=str(photos))
+    assert done["images"] == done["hashes"] > 0
+    cache = Cache(config.cache)
+    assert [plan.beside for plan in cache.plans(cache.recipes("phash")[0].name)] == [None]
+    assert records(tmp_path / "cache") == records(hashed)
 
 
 def test_a_damaged_hash_is_repaired_to_the_byte(hashed_copy: Path, make_config: MakeConfig, tmp_path: Path) -> None:

@@ -62,6 +62,14 @@ class Unreadable(OSError):
         return cls(f"{escaped(name)}: {escaped(error_text(error))}")
 
 
+def or_unreadable(read: Callable[..., T], *args: Any) -> T | Unreadable:
+    """The result, or the error in place of it."""
+    try:
+        return read(*args)
+    except Unreadable as error:
+        return error
+
+
 def is_read_error(error: BaseException) -> bool:
     """Whether bytes could not be read. Errors of bytes that were read have no number, or come from a seek to a place
     that a damaged header names."""
@@ -158,11 +166,11 @@ class Filesystem(ABC):
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         """`read` of many small files; for a file that fails, the error."""
-        return [self._read_one(name, limit) for name in names]
+        return [or_unreadable(self.read, name, limit) for name in names]
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
         """`stat` of many files; for a file that fails, the error."""
-        return {name: self._stat_one(name) for name in names}
+        return {name: or_unreadable(self.stat, name) for name in names}
 
     def require(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """`stat` of files that the user named.
@@ -188,18 +196,6 @@ class Filesystem(ABC):
                 fix=error.fix or suggestion(first, others, fix),
             )
         return stats
-
-    def _stat_one(self, name: str) -> tuple[int, int] | Unreadable:
-        try:
-            return self.stat(name)
-        except Unreadable as error:
-            return error
-
-    def _read_one(self, name: str, limit: int) -> bytes | Unreadable:
-        try:
-            return self.read(name, limit)
-        except Unreadable as error:
-            return error
 
     def refresh(self) -> None:  # noqa: B027 - a disk caches nothing
         """Drop cached listings and file contents."""

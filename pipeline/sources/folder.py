@@ -302,12 +302,6 @@ class FolderSource(PrefetchedSource):
     def stat(self, place: Place) -> tuple[int, int]:
         return self.filesystem.stat(place.item)
 
-    def read(self, place: Place) -> bytes:
-        return self.filesystem.read(place.item)
-
-    def head(self, place: Place, length: int) -> bytes:
-        return self.filesystem.read(place.item, length)
-
     def _range(self, place: Place) -> FileRange:
         return FileRange(place.item)
 

@@ -56,6 +56,20 @@ class LinkTables(FilesSource):
             Unreadable: the row cannot be read.
         """
 
+    def _captioned(self, place: Place, values: dict[str, Any], rule: CaptionRule) -> Item | Reject:
+        """The item of a row, or why it is none. values: of the columns beside the picture."""
+        key, row = place.item, rule.read(values)
+        captions = self._weighted(row.candidates, key)
+        if any(has_surrogates(text) for text, _ in captions):
+            return Reject(key, "its caption is not valid Unicode")
+        problems = "; ".join(row.problems)
+        if not captions:
+            return Reject(key, problems)
+        if problems:
+            self._note(key, problems)
+        meta = {column: value for column, value in values.items() if column not in rule.columns}
+        return Item(key, captions, meta, place.part, place.where)
+
     def _fetch(self, place: Place, address: str) -> bytes:
         """The picture behind a link. address: its digest when the table was listed."""
         url = self._url(place)
@@ -170,17 +184,7 @@ class LinkListing(LinkTables):
             yield Reject(key, f"names {shown(url)!r}: is no link, in a table of links")
             return
         values = {other: value for other, value in row.items() if other != column}
-        read = rule.read(values)
-        captions = self._weighted(read.candidates, key)
-        if any(has_surrogates(text) for text, _ in captions):
-            yield Reject(key, "its caption is not valid Unicode")
-        elif not captions:
-            yield Reject(key, "; ".join(read.problems))
-        else:
-            if read.problems:
-                self._note(key, "; ".join(read.problems))
-            meta = {other: value for other, value in values.items() if other not in rule.columns}
-            yield Item(key, captions, meta, part, f"{place}{ADDRESS}{digest_of(url)}")
+        yield self._captioned(Place(key, part, f"{place}{ADDRESS}{digest_of(url)}"), values, rule)
 
     def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
         """As `Source.fragments`; but fetching takes long, so also a file with a stamp is cut."""

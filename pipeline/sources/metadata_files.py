@@ -275,7 +275,7 @@ class RowReader:
         for line, text in enumerate(self._texts(), start=1):
             if text.strip():
                 place = self._end - len(self._bytes(text)), self._end
-                yield line, place, parse_json(text) if _is_unicode(text) else "is not UTF-8"
+                yield line, place, "is not UTF-8" if has_surrogates(text) else parse_json(text)
 
     def _json(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
         text, number = _JsonText(self._texts(), self._bytes), 0
@@ -416,17 +416,8 @@ def _json_row(key: Any, value: Any) -> dict[str, Any] | str:
     if not isinstance(value, dict):
         where = "" if key is None else f"under {short_repr(key)} "
         return f"holds {where}{short_repr(value)}, no row; write a .jsonl, one object for each picture in a line"
-    if not _is_unicode(json.dumps([key, value], ensure_ascii=False)):
+    if has_surrogates(json.dumps([key, value], ensure_ascii=False)):
         return "has an escape that stands for half a character, which is not valid Unicode"
     if key is None or not value.keys().isdisjoint((*NAME_COLUMNS, *LINK_COLUMNS)):
         return value
     return {FILE_COLUMN: key, **value}
-
-
-def _is_unicode(text: str) -> bool:
-    """As `not has_surrogates`, and fast."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

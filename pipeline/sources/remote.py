@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -42,7 +43,7 @@ from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError, expanded
 from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason
-from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length
+from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length, or_unreadable
 from pipeline.urls import strip_credentials
 
 BLOCK = 4 << 20
@@ -222,14 +223,14 @@ class RemoteFilesystem(Filesystem):
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-            return list(pool.map(lambda name: self._read_one(name, limit), names))
+            return list(pool.map(lambda name: or_unreadable(self.read, name, limit), names))
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
         wanted = list(names)
         known = dict(zip(wanted, self._known_of(wanted), strict=True))
         missing = [name for name, described in known.items() if described is None]
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-            asked = dict(zip(missing, pool.map(self._stat_one, missing), strict=True))
+            asked = dict(zip(missing, pool.map(partial(or_unreadable, self.stat), missing), strict=True))
         return {name: asked[name] if described is None else _seen(described) for name, described in known.items()}
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:

@@ -27,7 +27,7 @@ from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import escaped, extension, kind_of_file
-from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.filesystem import Filesystem, Unreadable, or_unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
 from pipeline.sources.reasons import Kinds, kind
 
@@ -266,6 +266,18 @@ class PrefetchedSource(Source):
     def is_remote(self) -> bool:
         return self.filesystem.is_remote
 
+    def read(self, place: Place) -> bytes:
+        at = self._range(place)
+        if at.size is None:
+            return self.filesystem.read(at.file)
+        return self.filesystem.read_range(at.file, at.offset, at.size)
+
+    def head(self, place: Place, length: int) -> bytes:
+        at = self._range(place)
+        if at.size is None:
+            return self.filesystem.read(at.file, length)
+        return self.filesystem.read_range(at.file, at.offset, min(at.size, length))
+
     @contextmanager
     def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
         if not self.is_remote:
@@ -461,10 +473,7 @@ class ListedItems:
         stats: Stats = {}
         for entry in self._of(rows):
             if isinstance(entry, Item):
-                try:
-                    stats[entry.key] = source.stat(entry.place)
-                except Unreadable as error:
-                    stats[entry.key] = error
+                stats[entry.key] = or_unreadable(source.stat, entry.place)
         return stats
 
     def _identity(self, rows: tuple[int, int], stats: Stats) -> bytes:

@@ -33,7 +33,7 @@ from pipeline.config import setting
 from pipeline.errors import UserError
 from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, has_surrogates, shown, stem
+from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, shown, stem
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
@@ -260,14 +260,14 @@ class ParquetSource(LinkTables):
             return
         rule = self._rule_of(name, others)
         for row, values in enumerate(rows, start):
-            at = _Row(name, group, row, f"{name}/{first + row:09d}")
+            at = Place(f"{name}/{first + row:09d}", name, f"{group}:{row}")
             picture = _value(pictures[row])
             reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
             unreadable.update(reasons.keys())
             if reasons:
-                yield Reject(at.key, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
+                yield Reject(at.item, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
             else:
-                yield from self._item(at, values, picture, rule)
+                yield self._item(at, values, picture, rule)
 
     def _other_columns(self, name: str, table: ParquetFile) -> list[str]:
         """The columns beside the picture.
@@ -334,39 +334,28 @@ class ParquetSource(LinkTables):
     def _exists(self, table: str, name: str) -> bool:
         return bool(name) and is_file(self.filesystem, name, _folder(table, self.image_root))
 
-    def _item(self, at: _Row, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Iterator[Item | Reject]:
-        """The item of a row. values: of the columns beside the picture."""
-        key = at.key
+    def _item(self, row: Place, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Item | Reject:
+        """The item of a row. row: its place without that of the picture; values: of the columns beside the picture."""
+        key, part, where = row
+        assert part is not None
         data, file = _bytes_and_name(picture)
         if data is not None:
-            where = f"{at.group}:{at.row}+{len(data)}"
+            where = f"{where}+{len(data)}"
         elif file is None:
-            yield Reject(key, "has no picture")
-            return
-        elif self._names_links(at.part):
+            return Reject(key, "has no picture")
+        elif self._names_links(part):
             if not is_link(file):
-                yield Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
-                return
-            where = f"{at.group}:{at.row}{ADDRESS}{digest_of(file)}"
+                return Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
+            where = f"{where}{ADDRESS}{digest_of(file)}"
         else:
             try:
-                where = "=" + self.filesystem.key(file, _folder(at.part, self.image_root))
+                where = "=" + self.filesystem.key(file, _folder(part, self.image_root))
             except ValueError as error:
-                yield Reject(key, f"names {shown(file)!r}: {error}")
-                return
-        row = rule.read(values)
-        captions = self._weighted(row.candidates, key)
-        if any(has_surrogates(text) for text, _ in captions):
-            yield Reject(key, "its caption is not valid Unicode")
-        elif not captions:
-            yield Reject(key, "; ".join(row.problems))
-        else:
-            if row.problems:
-                self._note(key, "; ".join(row.problems))
-            meta = {column: value for column, value in values.items() if column not in rule.columns}
-            if data is not None and file:
-                meta.setdefault("path", file)
-            yield Item(key, captions, meta, at.part, where)
+                return Reject(key, f"names {shown(file)!r}: {error}")
+        item = self._captioned(Place(key, part, where), values, rule)
+        if isinstance(item, Item) and data is not None and file:
+            item.meta.setdefault("path", file)
+        return item
 
     def _picture(self, part: str, table: ParquetFile) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
@@ -580,16 +569,6 @@ def _folder(table: str, image_root: str | None) -> str:
 def _unlisted(identity: bytes, stats: Stats) -> bytes:
     """`Fragment.identity` of rows that are known without listing them."""
     return identity
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row of a parquet file. row: within its row group."""
-
-    part: str
-    group: int
-    row: int
-    key: str
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class _Tar:
         self.rejects.append(Reject(escaped(key), reason))
 
 
-class TarSource(FilesSource, PrefetchedSource):
+class TarSource(PrefetchedSource, FilesSource):
     """Tars of a filesystem.
 
     Args:
@@ -358,14 +358,6 @@ class TarSource(FilesSource, PrefetchedSource):
     def stat(self, place: Place) -> tuple[int, int]:
         part, where = self._located(place)
         return int(where["size"]), self._version(part)
-
-    def read(self, place: Place) -> bytes:
-        part, where = self._located(place)
-        return self.filesystem.read_range(part, int(where["offset"]), int(where["size"]))
-
-    def head(self, place: Place, length: int) -> bytes:
-        part, where = self._located(place)
-        return self.filesystem.read_range(part, int(where["offset"]), min(int(where["size"]), length))
 
     def _range(self, place: Place) -> FileRange:
         part, where = self._located(place)
