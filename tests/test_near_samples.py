@@ -14,10 +14,11 @@ import stages.bucket
 import stages.encode
 import stages.train
 import stages.verify
+import stages.view
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.snapshots import heldout
 
 MakeConfig = Callable[..., Config]
@@ -211,3 +212,20 @@ def test_captions_of_what_is_left_out_are_kept_once(
     assert sorted(said[stays]) == ["another", "one", "the longest caption"] and said["0.png"] == ["0", "z"]
     weights = {c.weight for row in range(len(snapshot)) for c in snapshot.sample(row).captions}
     assert weights == {1.0}
+
+
+def test_view_names_the_samples_that_look_the_same(
+    config: Callable[..., Config], source: Path, small_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of, name = config(), originals(source)[0]
+    stages.bucket.run(of)
+    capsys.readouterr()
+    stages.view.run(of, f"{name}.jpg", as_json=True, near=True)
+    near = json.loads(capsys.readouterr().out)["near"]
+    assert {each["item"] for each in near} == {f"all: {name}-{end}.jpg" for end in ("small", "mirrored", "cropped")}
+    assert [each["bits"] for each in near] == sorted(each["bits"] for each in near)
+    assert all(each["bits"] <= of.bucket.dedup_distance for each in near)
+    stages.view.run(of, f"{name}.jpg", near=True)
+    assert f"near:      all: {name}-small.jpg (" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no hashes"):
+        stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)
