@@ -100,6 +100,10 @@ class Filesystem(ABC):
         """The root as absolute names may write it."""
         return (self.location,)
 
+    def full_name(self, name: str) -> str:
+        """For messages."""
+        return f"{self.location.rstrip('/')}/{name}"
+
     def key(self, name: str, folder: str) -> str:
         """The name within the root of a file that a table names: relative to `folder`, or absolute and below the root.
 

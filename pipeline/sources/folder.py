@@ -45,6 +45,8 @@ from pipeline.sources.metadata_files import (
     MetadataReader,
     PictureRows,
     Pictures,
+    check_caption_columns,
+    no_column,
 )
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reasons import EXAMPLES, Kinds
@@ -326,7 +328,7 @@ class FolderSource(PrefetchedSource):
             what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
             kinds = "\n" + "\n".join(self.ignored.ranked().lines()) if self.ignored.total else "an empty folder"
             raise UserError(
-                f"the data folder {metadata.root!r} holds no picture",
+                f"the data folder {self.location!r} holds no picture",
                 expected="files that end in .jpg, .png, .webp, .tif, ... (in subfolders, too)",
                 found=": ".join(filter(None, [what, kinds])),
                 fix=way,
@@ -391,26 +393,11 @@ class FolderSource(PrefetchedSource):
 
     def _read_metadata(self, metadata: MetadataReader, file: str, pictures: ItemRows) -> None:
         """Read the rows of one metadata file."""
-        rows, columns = metadata.read(file)
-        path = metadata.path(file)
-        if columns and FILE_COLUMN not in columns:
-            raise UserError(
-                f"{path} has no column {FILE_COLUMN!r}",
-                expected=f"the columns {FILE_COLUMN!r} and {metadata.caption_columns}",
-                found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
-                fix=f"rename the column that names the pictures to {FILE_COLUMN!r} in {path}",
-            )
-        alternative = f", or remove {path} if the captions are in .txt files"
-        metadata.check_columns(file, columns, FILE_COLUMN, alternative)
-        folder = posixpath.dirname(file)
-
-        def names() -> Iterator[tuple[str, dict[str, Any], str]]:
-            for line, row in rows:
-                key = metadata.key(f"{file}:{line}", row, FILE_COLUMN, folder)
-                if key is not None:
-                    yield f"{file}:{line}", row, key
-
-        source = names()
+        keyed = (
+            (where, row, metadata.key(where, row, FILE_COLUMN, posixpath.dirname(file)))
+            for where, row in metadata.rows(file)
+        )
+        source = ((where, row, key) for where, row, key in keyed if key is not None)
         while named := list(islice(source, METADATA_BATCH)):
             spelled = [spellings(key) for *_, key in named]
             known = iter((pictures.find(list(chain.from_iterable(spelled))) >= 0).tolist())
@@ -425,6 +412,12 @@ class FolderSource(PrefetchedSource):
                 name = row[FILE_COLUMN]
                 reason = f"names {name!r}, which {state} as a picture under {posixpath.dirname(key) or '.'}"
                 metadata.reject(where, reason)
+        path, columns = self.filesystem.full_name(file), metadata.columns
+        if columns and FILE_COLUMN not in columns:
+            fix = f"rename the column that names the pictures to {FILE_COLUMN!r} in {path}"
+            raise no_column(self.filesystem, file, repr(FILE_COLUMN), columns, fix)
+        alternative = f", or remove {path} if the captions are in .txt files"
+        check_caption_columns(self.filesystem, file, self.rule, columns, FILE_COLUMN, alternative)
 
     # ------------------------------------------------------------ items
 
