@@ -1,14 +1,9 @@
 """Tables of pictures: parquet files with image bytes, file names or links, and JSONL or CSV listings of files.
 
-`ParquetSource` reads parquet files (each is a part of the source) with Hugging Face's image struct {bytes, path}, a
-column of bytes, or a column of names or URLs. `ListingSource` reads rows of JSONL or CSV that name files.
 Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
-listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table;
-rows with absolute names or `..` are rejected.
-The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`); names
-of the other kind are rejected.
-Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory: reading in about the
-order of the table decodes each group once, reading in random order once per picture. A row group above
+listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table.
+The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`).
+Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory; a row group above
 `MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
 """
 
