@@ -15,16 +15,14 @@ from pipeline.amounts import amount, duration, figure
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import UserError, print_error
-from pipeline.gpus import CARDS, CPU, UNNAMED, card, memory_of
+from pipeline.gpus import CARDS, CPU, GIB, UNNAMED, card, memory_of
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.search import Candidate, NothingFitsError, Search
-from pipeline.training.build import architecture_of_weights
 from pipeline.training.remedies import changed, flags
 
-GIB = 2**30
 LOW_MFU, SHARE = 0.1, 8
 """Below this MFU a larger batch is proposed: of so many samples a GPU."""
 
@@ -70,7 +68,7 @@ def run(config: Config, options: Options) -> int:
         )
     machine = machine_of(options)
     data = data_of(config, snapshot)
-    shape = predicting.architecture(config, data, architecture_of_weights)
+    shape = predicting.architecture(config, data)
     search = Search(shape, data, machine, config.bears)
     try:
         return _search(config, search, options) if options.search else _predict(config, search, options)

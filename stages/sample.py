@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.cache.prompts import spread
@@ -30,7 +29,7 @@ from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.encoders import vae_shape
-from pipeline.models.hub import resolve
+from pipeline.models.hub import open_tensors, resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
 from pipeline.reporting.source_pictures import SourcePictures
@@ -267,11 +266,8 @@ def decode(config: Config, latents: Path, out: Path) -> int:
 
     from pipeline.models.encoders import LatentDecoder
 
-    try:
-        with safe_open(latents, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{latents}: cannot be read as safetensors: {error}") from None
+    with open_tensors(latents) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     set_tf32(False)
     decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device))
     with _writing(out):

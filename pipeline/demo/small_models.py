@@ -22,6 +22,7 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.models.hub import no_progress_bars
+from pipeline.models.sampler import scheduler
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -388,15 +389,6 @@ def _save(model: Any, folder: Path) -> None:
 # ---------------------------------------------------------------- a whole repository
 
 
-def make_scheduler(folder: Path, flow_shift: float = 3.0) -> None:
-    """Save Sana's sampler settings: DPM-Solver++ over shifted flow sigmas (diffusers `DPMSolverMultistepScheduler`)."""
-    from diffusers import DPMSolverMultistepScheduler
-
-    DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, solver_order=2
-    ).save_pretrained(folder)
-
-
 def make_all(
     folder: Path,
     images: Sequence[np.ndarray],
@@ -419,5 +411,5 @@ def make_all(
     folder.mkdir(parents=True, exist_ok=True)
     vae = make_vae(folder / "vae", images, steps=steps, seed=seed, sizes=sizes)
     text = make_text(folder / "text_encoder", captions, instruction=instruction, seed=seed)
-    make_scheduler(folder / "scheduler", flow_shift)
+    scheduler(flow_shift).save_pretrained(folder / "scheduler")
     return {"vae": vae, "text": text}
