@@ -67,7 +67,7 @@ def run(config: Config, options: Options) -> int:
             fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
         )
     machine = machine_of(options)
-    data = data_of(config, snapshot)
+    data = Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
     shape = predicting.architecture(config, data)
     search = Search(shape, data, machine, config.bears)
     try:
@@ -193,15 +193,6 @@ def batch_lines(candidate: Candidate, time: Time, search: Search) -> list[str]:
         f"{figure(found.images_per_s)} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more pictures a "
         "step want fewer train.steps)"
     ]
-
-
-def data_of(config: Config, snapshot: str | None) -> Data:
-    """The buckets of a snapshot; without one, those of the configuration.
-
-    Raises:
-        CacheError: no such snapshot; lists the names.
-    """
-    return Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
 
 
 def memory_lines(prediction: Prediction) -> list[str]:

@@ -197,11 +197,12 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
     uneven = {f"{h}x{w}": batch for (h, w), batch in data.buckets.items() if batch % layout.data_world}
     if uneven:
         name, batch = next(iter(uneven.items()))
+        divisors = [str(n) for n in range(1, batch + 1) if batch % n == 0]
         raise ConfigError(
             f"bucket {name}: a global batch of {batch} cannot be divided into {layout.data_world} equal parts",
             expected=f"bucket.batch a multiple of {layout.data_world}, such as "
             f"{-(-batch // layout.data_world) * layout.data_world}",
-            fix="other numbers of GPUs that would do: " + ", ".join(map(str, _divisors(batch)[:12])),
+            fix="other numbers of GPUs that would do: " + ", ".join(divisors[:12]),
         )
     check_layout(train, lambda: shape, {f"{h}x{w}": batch for (h, w), batch in data.buckets.items()}, layout)
     return layout
@@ -210,10 +211,6 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
 def as_new_run(train: TrainConfig) -> TrainConfig:
     """With `train.residual` as a new run decides it."""
     return train if train.residual is not None else train.model_copy(update={"residual": "fp32"})
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def predict(

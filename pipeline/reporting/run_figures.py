@@ -144,18 +144,8 @@ def _validation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         "samples": rows[-1].get("samples"),
         "loss": _curve(rows, "loss"),
         "ema_loss": _curve(rows, "ema_loss"),
-        "by_sigma": dict(sorted(several("by_sigma").items(), key=lambda pair: _sigma(pair[0]))),
-        "by_bucket": several("by_bucket"),
-        "by_age": several("by_age"),
-        "parts": several("parts"),
+        **{name: several(name) for name in ("by_sigma", "by_bucket", "by_age", "parts")},
     }
-
-
-def _sigma(name: str) -> float:
-    try:
-        return float(name)
-    except ValueError:
-        return np.inf
 
 
 def _document(path: Path) -> dict[str, Any] | None:
