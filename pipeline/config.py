@@ -425,6 +425,8 @@ class BucketConfig(_Section):
     with the most pixels, then with the longest caption; it needs `encode.signals: [phash]`."""
     dedup_distance: Annotated[int, Field(ge=0, le=32)] = 10
     """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies."""
+    dedup_captions: Literal["drop", "keep"] = "drop"
+    """keep: the captions of pictures that `dedup` leaves out become further captions of the one that stays."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout. In a cache with
     hashes (`encode.signals: [phash]`) pictures that look the same stay on one side."""

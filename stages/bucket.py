@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import click
@@ -320,13 +321,20 @@ def _both(config: Config, inputs: _Inputs) -> tuple[Made, Made | None, str]:
     joined = _joined(config, inputs)
     frame = joined.frame()
     earlier = _earlier(config, inputs.caches[0])
-    order = list(settings.sources)
+    dedup = partial(
+        selection.deduplicated,
+        joined,
+        frame,
+        list(settings.sources),
+        earlier,
+        keep_captions=settings.dedup_captions == "keep",
+    )
     if settings.dedup == "image":
-        frame = selection.deduplicated(joined, frame, order, earlier)
+        frame = dedup()
     near = _near_groups(config, inputs, joined, frame)
     keys = None if near is None else near.keys
-    if near is not None and settings.dedup == "near":
-        frame = selection.deduplicated(joined, frame, order, earlier, keys, selection.larger(frame, inputs.records))
+    if settings.dedup == "near":
+        frame = dedup(keys, selection.larger(frame, inputs.records))
         keys = None  # one picture of each group is left
     frame, heldout_made = _held_out(config, inputs, joined, frame, earlier, keys)
     if settings.subset is not None:

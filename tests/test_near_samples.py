@@ -14,10 +14,11 @@ import stages.bucket
 import stages.encode
 import stages.train
 import stages.verify
+import stages.view
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.snapshots import heldout
 
 MakeConfig = Callable[..., Config]
@@ -185,3 +186,46 @@ def test_copies_in_training_of_an_older_held_out_part_are_counted(
     rows = [json.loads(line) for line in (Path(run.train.output) / "metrics.jsonl").read_text().splitlines()]
     [row] = [row for row in rows if "leaked" in row][:1]
     assert row["leaked"] == 3
+
+
+@pytest.mark.parametrize("dedup", ["near", "image"])
+def test_captions_of_what_is_left_out_are_kept_once(
+    dedup: str, source: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    picture = (source / f"{originals(source)[0]}.jpg").read_bytes()
+    for name, caption in (("a", "one"), ("b", "the longest caption"), ("c", "one"), ("d", "another")):
+        (data / f"{name}.jpg").write_bytes(picture)
+        (data / f"{name}.txt").write_text(caption)
+    other = min(source.glob("*.png"))
+    for name in ("0", "z"):
+        shutil.copy(other, data / f"{name}.png")
+        (data / f"{name}.txt").write_text(name)
+    of = make_config(tmp_path, SIZE, f"bucket.dedup={dedup}", "bucket.dedup_captions=keep")
+    stages.encode.run(of, data=str(data))
+    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    reader = snapshot.reader("text")
+    said = {snapshot.source_item(row)[1]: snapshot.captions(row, reader) for row in range(len(snapshot))}
+    stays = {"near": "b.jpg", "image": "a.jpg"}[dedup]
+    assert said.keys() == {stays, "0.png"}
+    assert sorted(said[stays]) == ["another", "one", "the longest caption"] and said["0.png"] == ["0", "z"]
+    weights = {c.weight for row in range(len(snapshot)) for c in snapshot.sample(row).captions}
+    assert weights == {1.0}
+
+
+def test_view_names_the_samples_that_look_the_same(
+    config: Callable[..., Config], source: Path, small_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of, name = config(), originals(source)[0]
+    stages.bucket.run(of)
+    capsys.readouterr()
+    stages.view.run(of, f"{name}.jpg", as_json=True, near=True)
+    near = json.loads(capsys.readouterr().out)["near"]
+    assert {each["item"] for each in near} == {f"all: {name}-{end}.jpg" for end in ("small", "mirrored", "cropped")}
+    assert [each["bits"] for each in near] == sorted(each["bits"] for each in near)
+    assert all(each["bits"] <= of.bucket.dedup_distance for each in near)
+    stages.view.run(of, f"{name}.jpg", near=True)
+    assert f"near:      all: {name}-small.jpg (" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no hashes"):
+        stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)

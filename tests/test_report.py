@@ -26,6 +26,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, load
 from pipeline.demo import small_models
 from pipeline.errors import CacheError, UserError
@@ -108,6 +109,10 @@ def run_copy(made: Made, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made.root / "run", tmp_path / "run"))
 
 
+def tokens_of(snapshot: Snapshot, row: int) -> list[int]:
+    return [caption.rows for caption in snapshot.sample(row).captions]
+
+
 def journal(folder: Path, *rows: dict[str, Any] | str) -> Path:
     """A run directory with these rows; texts are written as they are."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +168,7 @@ def test_caption_lengths_and_bytes_are_those_of_the_records(made: Made) -> None:
     _, cache, snapshot = collect(made.config, snapshot="round2")
     assert cache is not None and snapshot is not None
     captions = data_figures.snapshot_figures(cache, snapshot)["captions"]
-    rows = [tokens for row in range(len(snapshot)) for tokens in snapshot.caption_rows(row)[0]]
+    rows = [tokens for row in range(len(snapshot)) for tokens in tokens_of(snapshot, row)]
     assert captions["by_tokens"] == np.bincount(rows, minlength=captions["max_length"] + 1).tolist()
     assert captions["mean_tokens"] == pytest.approx(np.mean(rows))
     assert captions["p50"] == sorted(rows)[(len(rows) - 1) // 2]
@@ -187,7 +192,7 @@ def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> N
     assert new["sources"] == {"photos": {"new": 1, "old": 7}}
     assert sum(row["new"] for row in new["buckets"]) == 1
     snapshot = Cache.of(made.config).open_snapshot()
-    tokens = {snapshot.source_item(row)[1]: snapshot.caption_rows(row)[0][0] for row in range(len(snapshot))}
+    tokens = {snapshot.source_item(row)[1]: tokens_of(snapshot, row)[0] for row in range(len(snapshot))}
     of_new = tokens.pop("new.png")
     assert new["mean_tokens"] == {"new": of_new, "old": pytest.approx(np.mean([*tokens.values()]))}
     figures = collect(made.config, snapshot="round1")[0]

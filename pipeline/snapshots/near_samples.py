@@ -16,6 +16,7 @@ import numpy as np
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import Places, Snapshot
+from pipeline.errors import ConfigError
 from pipeline.images.perceptual_hash import WORDS
 from pipeline.signals.phash import HashRecipe
 from pipeline.snapshots import near
@@ -92,11 +93,35 @@ def leaked(frame: Frame, records: EncodedRecords, caches: Sequence[Cache], part:
         IntegrityError: a hash is damaged.
     """
     trained = record_values(records, HashRecipe.kind, caches, np.unique(frame.pictures[HashRecipe.kind]), (WORDS + 1,))
-    reader, every = part.reader(HashRecipe.kind), np.arange(len(part))
-    places = part.columns(every, [HashRecipe.kind]).pictures[HashRecipe.kind]
-    held_out = _read(reader, part.shards[HashRecipe.kind], places, (WORDS + 1,))
-    member = near.groups(np.concatenate([trained, held_out]), distance)
+    member = near.groups(np.concatenate([trained, hashes_of(part)]), distance)
     return int(np.isin(member[len(trained) :], member[: len(trained)]).sum())
+
+
+def hashes_of(snapshot: Snapshot) -> np.ndarray:
+    """The hashes of all samples, (n, 17) uint16. Errors as of `leaked`."""
+    kind = HashRecipe.kind
+    places = snapshot.columns(np.arange(len(snapshot)), [kind]).pictures[kind]
+    return _read(snapshot.reader(kind), snapshot.shards[kind], places, (WORDS + 1,))
+
+
+def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
+    """The samples that look like one: (row, bits in which they differ), the nearest first. Reads all hashes.
+
+    Raises:
+        ConfigError: the snapshot has no hashes.
+        IntegrityError: a hash is damaged.
+    """
+    if HashRecipe.kind not in snapshot.pictures:
+        raise ConfigError(
+            f"snapshot {snapshot.id[:12]} has no hashes of pictures",
+            found=", ".join(snapshot.pictures),
+            fix="sana-pipe encode --set 'encode.signals=[phash]', then sana-pipe bucket",
+        )
+    every = hashes_of(snapshot)
+    bits = near.distances(every[row], every)
+    bits[(every[:, WORDS] < near.MIN_QUALITY) | (every[row, WORDS] < near.MIN_QUALITY)] = 1 << 16
+    rows = np.flatnonzero(bits <= distance)
+    return [(at, int(bits[at])) for at in rows[np.argsort(bits[rows], kind="stable")].tolist() if at != row]
 
 
 def record_values(

@@ -14,7 +14,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -24,7 +24,7 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import escaped, has_surrogates, is_url, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reason
 from pipeline.sources.links import REQUESTS, Links
-from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns
+from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns, no_column
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
 from pipeline.sources.source import FilesSource, Fragment, Item, ListedItems, Part, Place, Reject
 
@@ -114,7 +114,7 @@ class LinkTables(FilesSource):
             yield self.read
             return
         ranges = ((place, FileRange(item)) for item, place in links.items())
-        with RangePrefetch(_Reads(lambda item: self.read(links[item])), ranges, self.read, REQUESTS) as prefetch:
+        with RangePrefetch(lambda at: self.read(links[at.file]), ranges, self.read, REQUESTS) as prefetch:
             yield prefetch.read
 
 
@@ -166,11 +166,8 @@ class LinkListing(LinkTables):
     def _check(self, name: str, column: str | None, rule: CaptionRule, row: dict[str, Any]) -> None:
         """Raises a UserError if the first row has no column of links, or of captions."""
         if column is None or column not in row:
-            raise UserError(
-                f"{self.location}/{name} has no column " + (repr(column) if column else "of links"),
-                found="the columns " + ", ".join(repr(escaped(other)) for other in row),
-                fix="--set data.image_field=COLUMN",
-            )
+            what = repr(column) if column else "of links"
+            raise no_column(self.filesystem, name, what, row, "--set data.image_field=COLUMN")
         check_caption_columns(self.filesystem, name, rule, list(row), column)
 
     def _item(
@@ -217,20 +214,6 @@ class LinkListing(LinkTables):
         row = next((row for _, row in RowReader(part, io.BytesIO(data)) if isinstance(row, dict)), {})
         url = row.get(self.image_field or link_column(row) or "")
         return url if isinstance(url, str) else None
-
-
-@dataclass(frozen=True)
-class _Reads:
-    """A function as the remote files of a prefetch."""
-
-    by_key: Callable[[str], bytes]
-    is_remote: bool = True
-
-    def read(self, name: str, limit: int | None = None) -> bytes:
-        return self.by_key(name)
-
-    def read_range(self, name: str, offset: int, length: int) -> bytes:
-        return self.by_key(name)[offset : offset + length]
 
 
 def link_column(row: dict[str, Any]) -> str | None:

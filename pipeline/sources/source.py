@@ -267,10 +267,7 @@ class PrefetchedSource(Source):
         return self.filesystem.is_remote
 
     def read(self, place: Place) -> bytes:
-        at = self._range(place)
-        if at.size is None:
-            return self.filesystem.read(at.file)
-        return self.filesystem.read_range(at.file, at.offset, at.size)
+        return self._read_range(self._range(place))
 
     def head(self, place: Place, length: int) -> bytes:
         at = self._range(place)
@@ -283,8 +280,18 @@ class PrefetchedSource(Source):
         if not self.is_remote:
             yield self.read
             return
-        with RangePrefetch(self.filesystem, self._ranges(places), self.read) as prefetch:
+        with RangePrefetch(self._prefetched, self._ranges(places), self.read) as prefetch:
             yield prefetch.read
+
+    def _prefetched(self, at: FileRange) -> bytes:
+        if not self.is_remote:  # many whole files would answer many requests
+            raise Unreadable(f"{at.file}: its server turned out to have no ranges")
+        return self._read_range(at)
+
+    def _read_range(self, at: FileRange) -> bytes:
+        if at.size is None:
+            return self.filesystem.read(at.file)
+        return self.filesystem.read_range(at.file, at.offset, at.size)
 
     def _ranges(self, places: Iterable[Place]) -> Iterator[tuple[Place, FileRange]]:
         for place in places:

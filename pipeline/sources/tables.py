@@ -1,14 +1,9 @@
 """Tables of pictures: parquet files with image bytes, file names or links, and JSONL or CSV listings of files.
 
-`ParquetSource` reads parquet files (each is a part of the source) with Hugging Face's image struct {bytes, path}, a
-column of bytes, or a column of names or URLs. `ListingSource` reads rows of JSONL or CSV that name files.
 Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
-listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table;
-rows with absolute names or `..` are rejected.
-The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`); names
-of the other kind are rejected.
-Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory: reading in about the
-order of the table decodes each group once, reading in random order once per picture. A row group above
+listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table.
+The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`).
+Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory; a row group above
 `MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
 """
 
@@ -38,7 +33,7 @@ from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, u
 from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
 from pipeline.sources.links import Links
-from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns
+from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns, no_column
 from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source, Stats
 
 RULE = "parquet-2"
@@ -114,27 +109,26 @@ class ListingSource(FolderSource):
         return listing
 
     def _read_listing(self, metadata: MetadataReader, file: str) -> None:
-        rows, columns = metadata.read(file)
-        if not columns:
+        column, is_json = self.image_field, extension(file) == "json"
+        for where, row in metadata.rows(file):
+            column = column or next((name for name in NAME_COLUMNS if name in row), None)
+            key = metadata.key(where, row, column or NAME_COLUMNS[0], _folder(file, self.image_root))
+            if key is not None and column is not None:
+                metadata.add(where, row, column, self._with_ending(key) if is_json else key)
+        if not metadata.columns:
             return
-        column = self.image_field or next((name for name in NAME_COLUMNS if name in columns), None)
-        if column is None or column not in columns:
-            raise UserError(
-                f"{self.location}/{file} has no column " + (repr(column) if column else "that names the pictures"),
-                expected="one of " + ", ".join(NAME_COLUMNS) + ", or the value of data.image_field",
-                found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
-                fix="--set data.image_field=COLUMN",
+        if column is None or column not in metadata.columns:
+            raise no_column(
+                self.filesystem,
+                file,
+                repr(column) if column else "that names the pictures",
+                metadata.columns,
+                "--set data.image_field=COLUMN",
+                f"one of {', '.join(NAME_COLUMNS)}, or the value of data.image_field",
             )
-        other = (
-            ", or write a .jsonl with it, one object for each picture in a line" if extension(file) == "json" else ""
-        )
-        metadata.check_columns(file, columns, column, other)
+        other = ", or write a .jsonl with it, one object for each picture in a line" if is_json else ""
+        check_caption_columns(self.filesystem, file, self.rule, metadata.columns, column, other)
         self.picture_columns |= {column}
-        for line, row in rows:
-            where = f"{file}:{line}"
-            key = metadata.key(where, row, column, _folder(file, self.image_root))
-            if key is not None:
-                metadata.add(where, row, column, self._with_ending(key) if extension(file) == "json" else key)
 
     @property
     def uses_files(self) -> bool:
