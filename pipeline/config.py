@@ -1252,7 +1252,7 @@ def load(
 def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> tuple[Config, Given]:
     """As `load`, and where the values come from."""
     source = find(path)
-    tree = _read_file(source)
+    tree = read_tree(source)
     data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
     assignments = [_parse_override(text) for text in overrides]
     overridden = [".".join(keys) for keys, _, _ in assignments]
@@ -1293,7 +1293,8 @@ def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
     return DataGiven()
 
 
-def _read_file(source: Path) -> dict[str, Any]:
+def read_tree(source: Path) -> dict[str, Any]:
+    """The sections of a configuration file as they stand there; anything else is a ConfigError."""
     try:
         tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

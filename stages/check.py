@@ -172,20 +172,15 @@ def _misfits(
         *([{"channels": vae[1]}] if vae else []),
         *([{"text_width": width}] if width is not None else []),
     )
-    for each in widths:
-        try:
-            if transformer is not None:
-                transformer.check_widths("the encoders", "take all three from one released repository", **each)
-        except ConfigError as error:
-            problems.append(error)
+    checks: list[Callable[[], Any]] = []
     if transformer is not None:
-        try:
-            adapter_of(config.train, transformer)
-        except UserError as error:
-            problems.append(error)
+        of_widths = partial(transformer.check_widths, "the encoders", "take all three from one released repository")
+        checks = [*(partial(of_widths, **each) for each in widths), partial(adapter_of, config.train, transformer)]
     if vae is not None:
+        checks.append(partial(buckets.table, config.data, vae[0]))
+    for check in checks:
         try:
-            buckets.table(config.data, vae[0])
+            check()
         except UserError as error:
             problems.append(error)
     return problems

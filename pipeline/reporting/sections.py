@@ -160,10 +160,6 @@ def _captions(captions: Figures) -> Iterator[Block]:
     yield column_plot("Captions by length", edges, columns, "tokens", "captions")
 
 
-def _same_pictures(data: Figures) -> Iterator[str]:
-    yield "Pictures count as one where file and bucket are the same."
-
-
 def _rejects(data: Figures) -> Iterator[Card]:
     for entry in data["rejects"]:
         items = ", ".join(example["item"] for example in entry["examples"])
@@ -348,6 +344,7 @@ _PARTS = (
     Column("data wait", "mean.data_wait", share),
     Column("snapshot", "snapshots", ids),
 )
+_SAME = "Pictures count as one where file and bucket are the same."
 _DUPLICATES = (
     Column("", "name"),
     Column("in the snapshot", "entries", count),
@@ -386,7 +383,7 @@ SECTIONS = (
     Section("crop", "Crop loss", "snapshot.crop", (_crop,)),
     Section("sources", "Sources", "", (_sources,), needs="snapshot"),
     Section("captions", "Caption lengths", "snapshot.captions", (_captions, table("per_sample", *_PER_SAMPLE))),
-    Section("duplicates", "Duplicates", "snapshot", (_same_pictures, table("duplicates", *_DUPLICATES))),
+    Section("duplicates", "Duplicates", "snapshot", (lambda _: [_SAME], table("duplicates", *_DUPLICATES))),
     Section("rejects", "Rejects and samples left out", "snapshot", (table("left_out", *_LEFT_OUT), _rejects)),
     Section("storage", "Storage", "", (_storage, table("cache.stores", *_STORES)), needs="snapshot"),
     Section("gallery", "Decoded latents"),

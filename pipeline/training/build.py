@@ -134,8 +134,7 @@ def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
 def _why_fresh(train: TrainConfig, earlier: dict[str, Any]) -> str | None:
     """Why a run cannot take the moments of a checkpoint; None: it can, by the rule for a resumed run."""
     try:
-        recipes = earlier.get("recipe", "default"), train.recipe
-        optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
+        optimizers.check_resumable(earlier, train)
     except ConfigError as error:
         return error.what
     return None

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipeline.config import AdapterConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import Adapter, Merged, files, matching
 from pipeline.models.adapters.low_rank import add_low_rank, updated
+from pipeline.models.hub import listed, open_tensors
 from pipeline.models.spec import ModelSpec, Values
 
 PARTS: Mapping[str, str] = {
@@ -124,10 +124,10 @@ class LoRA(Adapter):
         """The parameters in a LoRA file of diffusers, as they are with alpha / rank of this run."""
         option = f"train.adapter.start: {path}"
         try:
-            with safe_open(path, "pt") as file:
+            with open_tensors(path) as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
                 metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        except (OSError, SafetensorError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"{option}: cannot be read: {error}", expected="a LoRA file of diffusers") from None
         wanted = {
             f"transformer.{name}.{ending}": f"{name}.{part}"
@@ -218,13 +218,13 @@ def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> 
     foreign, missing = sorted(keys - wanted.keys()), [key for key in wanted if key not in keys]
     if not foreign and not missing:
         return
-    found = [f"{what} {_listed(names)}" for what, names in (("unexpected", foreign), ("missing", missing)) if names]
+    found = [f"{what} {listed(names, 4)}" for what, names in (("unexpected", foreign), ("missing", missing)) if names]
     remedies = [remedy for part, remedy in _REMEDIES.items() if any(part in key for key in foreign)]
     if keys & wanted.keys():
         remedies.append("train.adapter.targets must choose the modules of the file, all of them and no others")
     raise ConfigError(
         f"{option}: does not hold this adapter",
-        expected=f"{len(wanted)} keys, such as {_listed(wanted, 1)}",
+        expected=f"{len(wanted)} keys, such as {listed(wanted, 1)}",
         found="; ".join(found),
         fix=[*remedies, "give a LoRA file for this model, with keys as diffusers' save_lora_weights writes them"][0],
     )
@@ -240,8 +240,3 @@ def _check_shape(option: str, key: str, expected: tuple[int, ...], found: tuple[
         found=str(list(found)),
         fix=f"--set train.adapter.rank={found[0]}" if is_rank else "give a file for this model",
     )
-
-
-def _listed(names: Iterable[str], limit: int = 4) -> str:
-    listed = list(names)
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
