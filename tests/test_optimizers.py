@@ -638,7 +638,7 @@ def test_the_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_checkpoint_has_the_scale_of_fp16(precision: str) -> None:
     step = _stepper(tiny_run.config(precision=precision))
-    sections = build.TrainingRun(*[None] * 4, step, None).sections()  # type: ignore[arg-type]
+    sections = build.TrainingRun(*[None] * 5, step).sections()  # type: ignore[arg-type]
     assert sections == ({"loss_scale": step.scale.state} if precision == "fp16" else {})
 
 

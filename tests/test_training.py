@@ -399,7 +399,7 @@ def test_only_the_first_process_traces_unless_all_are_asked_for(tmp_path: Path) 
         profiler.begin_step(1)
         torch.zeros(3).add_(1)
         profiler.begin_step(2)
-        profiler.close(2)
+        profiler.close()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["0-first", "1-all"]
     assert len(lines) == 2
 
@@ -409,7 +409,7 @@ def test_a_trace_that_cannot_be_written_is_no_reason_to_lose_a_run(tmp_path: Pat
     lines: list[str] = []
     profiler = Profiler(ProfileConfig(start=1, steps=1), tmp_path, 0, CPU, lines.append)
     profiler.begin_step(1)
-    profiler.close(1)
+    profiler.close()
     (line,) = lines
     assert line.startswith("note: the profile could not be written")
 

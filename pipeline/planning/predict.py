@@ -209,8 +209,9 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
 
 
 def as_new_run(train: TrainConfig) -> TrainConfig:
-    """With `train.residual` as a new run decides it."""
-    return train if train.residual is not None else train.model_copy(update={"residual": "fp32"})
+    """With `train.residual` as a new run decides it, and without the compiler: what compiled blocks save is not
+    predicted; it is about as much, or less."""
+    return train.model_copy(update={"residual": train.residual or "fp32", "compile": "none"})
 
 
 def predict(

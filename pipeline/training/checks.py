@@ -29,11 +29,7 @@ from pipeline.training.task import Context, Log, TrainingTask
 def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -> Context:
     """Refuse a configuration that this launch, device, installation or data cannot carry out."""
     train = config.train
-    if train.epochs is not None:
-        raise ConfigError("train.epochs is not counted in steps", fix="sana-pipe train counts it; or set train.steps")
-    if train.undecided:
-        fix = "sana-pipe train decides it, as does pipeline.planning.auto.decide"
-        raise ConfigError(f"train.{train.undecided[0]}: auto is not decided", fix=fix)
+    assert train.epochs is None and not train.undecided, "the stage decides them"
     layout = check_sizes(train.parallel, launch.world)
     device = resolve_device(train.device, launch)
     check_accelerate(train, device)
