@@ -126,7 +126,7 @@ def validation(step: int, loss: float) -> dict[str, Any]:
         "event": "validation",
         "step": step,
         "loss": loss,
-        "by_sigma": {"0.5": loss + 1, "0.0625": loss - 0.25},
+        "by_sigma": {"0.0625": loss - 0.25, "0.5": loss + 1},
         "by_bucket": {"64x64": loss},
         "by_age": {"old": loss - 0.5, "new": None},
         "samples": 2,
