@@ -28,7 +28,7 @@ from pipeline.models import hub
 from pipeline.models.adapters import Adapter, Merged, adapter_from
 from pipeline.models.encoders import vae_shape
 from pipeline.models.spec import ModelSpec
-from pipeline.models.text import text_width
+from pipeline.models.text import TOKENIZER_FILES, text_width
 from pipeline.options import value_at
 from pipeline.reporting.export_readme import copy_pictures, readme
 from pipeline.training import checkpoint as checkpoints
@@ -40,14 +40,7 @@ MARK = "sana_pipe.json"
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+_TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json", "chat_template.jinja")
 _SAME = (
     *("train.flow.shift", "data.resolution", "vae.scaling_factor"),
     *("text.recipe", "text.instruction", "text.max_length"),

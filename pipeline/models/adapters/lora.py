@@ -83,12 +83,15 @@ class LoRA(Adapter):
         return base.read(weight, [0] * len(whole), whole).flatten(1).float().norm(dim=1)
 
     def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
-        """W + s B A."""
+        """W + s B A; of DoRA m (W + s B A) / n, row by row; n: norm of the row."""
         layer, _, kind = name.rpartition(".")
         if kind != "weight" or f"{layer}.lora_A" not in trained:
             return weight
-        a, b = (trained[f"{layer}.{part}"] for part in ("lora_A", "lora_B"))
-        return updated(weight, a, b, strength * self.scale).view(weight.shape)
+        a, b, *magnitude = (trained[f"{layer}.{part}"].float() for part in self.parts)
+        whole = updated(weight, a, b, strength * self.scale)
+        if magnitude:
+            whole = whole * (magnitude[0] / torch.linalg.vector_norm(whole, dim=1))[:, None]
+        return whole.view(weight.shape)
 
     def change_norms(self, trained: Mapping[str, Tensor]) -> dict[str, float]:
         """|s B A|, from the rank x rank products of each factor with itself; of DoRA without its magnitudes."""
@@ -165,15 +168,6 @@ class DoRA(LoRA):
 
     kind = "dora"
     parts = ("lora_A", "lora_B", "lora_magnitude")
-
-    def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
-        """m (W + s B A) / n, row by row; n: norm of the row."""
-        layer, _, kind = name.rpartition(".")
-        if kind != "weight" or f"{layer}.lora_A" not in trained:
-            return weight
-        a, b, magnitude = (trained[f"{layer}.{part}"].float() for part in self.parts)
-        whole = updated(weight, a, b, strength * self.scale)
-        return (whole * (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]).view(weight.shape)
 
 
 def _targets(given: AdapterConfig, spec: ModelSpec) -> list[str]:
