@@ -23,7 +23,7 @@ from pipeline.config import AdapterConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import Adapter, Merged, files, matching
 from pipeline.models.adapters.low_rank import add_low_rank, updated
-from pipeline.models.hub import listed, open_tensors
+from pipeline.models.hub import ModelError, listed, open_tensors
 from pipeline.models.spec import ModelSpec, Values
 
 PARTS: Mapping[str, str] = {
@@ -130,8 +130,9 @@ class LoRA(Adapter):
             with open_tensors(path) as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
                 metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        except ValueError as error:
-            raise ConfigError(f"{option}: cannot be read: {error}", expected="a LoRA file of diffusers") from None
+        except (ModelError, ValueError) as error:
+            found = error.found if isinstance(error, ModelError) else error
+            raise ConfigError(f"{option}: cannot be read: {found}", expected="a LoRA file of diffusers") from None
         wanted = {
             f"transformer.{name}.{ending}": f"{name}.{part}"
             for name in self.targets
