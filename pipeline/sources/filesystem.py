@@ -293,16 +293,20 @@ class LocalFilesystem(Filesystem):
         return retrying.when_reachable(read, self.location, self.patience_s)
 
     def find(self) -> Iterator[str]:
+        for name, entry in self.walk():
+            if not entry.name.startswith(".") and not self.is_folder(entry):
+                yield name
+
+    def walk(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """All that is no folder to enter: files, and what is hidden, and linked folders."""
         folders = deque([""])
         while folders:  # level by level, so that a few names show what there is
             folder = folders.popleft()
             for entry in self.entries(folder):
                 name = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.name.startswith("."):
-                    continue
-                if not self.is_folder(entry):
-                    yield name
-                elif not entry.is_symlink():
+                if entry.name.startswith(".") or not self.is_folder(entry) or entry.is_symlink():
+                    yield name, entry
+                else:
                     folders.append(name)
 
     def entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
@@ -368,20 +372,19 @@ class LocalFilesystem(Filesystem):
         return status.st_size, status.st_mtime_ns
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        with self.open(name) as stream:
-            try:
-                return stream.read() if limit is None else stream.read(limit + 1)
-            except OSError as error:
-                raise Unreadable.of(name, error) from None
+        return self._read(name, 0, -1 if limit is None else limit + 1)
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
+        return check_length(name, self._read(name, offset, length), offset, length)
+
+    def _read(self, name: str, offset: int, length: int) -> bytes:
         with self.open(name) as stream:
             try:
-                stream.seek(offset)
-                data = stream.read(length)
+                if offset:
+                    stream.seek(offset)
+                return stream.read(length)
             except (OSError, ValueError) as error:
                 raise Unreadable.of(name, error) from None
-        return check_length(name, data, offset, length)
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         path = self.path(name)

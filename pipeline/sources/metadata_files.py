@@ -60,6 +60,12 @@ class PictureRows:
     problems: list[tuple[str, str]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
 
+    def add(self, other: PictureRows) -> None:
+        self.candidates += other.candidates
+        self.problems += other.problems
+        for column, value in other.meta.items():
+            self.meta.setdefault(column, value)
+
 
 class Pictures:
     """What the rows say about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
@@ -74,11 +80,7 @@ class Pictures:
     def _merged(self, rows: list[int]) -> PictureRows:
         picture = PictureRows()
         for row in rows:
-            candidates, problems, meta = pickle.loads(self._table.column("row")[row].as_buffer())
-            picture.candidates += candidates
-            picture.problems += problems
-            for column, value in meta.items():
-                picture.meta.setdefault(column, value)
+            picture.add(PictureRows(*pickle.loads(self._table.column("row")[row].as_buffer())))
         return picture
 
 

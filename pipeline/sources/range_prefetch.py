@@ -1,13 +1,9 @@
 """Range prefetch: fetch remote pictures before they are needed, neighbours in one request.
 
-`RangePrefetch` is given the places in about the order of reading. Members of one file with at most `GAP` bytes between
-them are fetched by one request of at most `REQUEST` bytes; up to `PARALLEL_REQUESTS` requests are in flight.
-Why: a request takes some 10 to 100 ms, so pictures of 100 KB fetched one by one arrive at a few MB/s.
-Price: up to `WINDOW` bytes (and one request per reading thread) wait in memory; the bytes in the gaps are transferred
-in vain.
-
-If a request fails, each of its pictures is read separately and has its own error. The same happens on a server that
-turns out not to support ranges: it would answer many parallel requests with many whole files.
+A request takes some 10 to 100 ms, so pictures of 100 KB fetched one by one arrive at a few MB/s. Members of one file
+with at most `GAP` bytes between them are fetched by one request of at most `REQUEST` bytes; up to `PARALLEL_REQUESTS`
+are in flight. If a request fails, each of its pictures is read separately and has its own error.
+Price: up to `WINDOW` bytes (and one request per reading thread) wait in memory; bytes in gaps are transferred in vain.
 """
 
 from __future__ import annotations

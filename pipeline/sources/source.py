@@ -284,7 +284,7 @@ class PrefetchedSource(Source):
             yield prefetch.read
 
     def _prefetched(self, at: FileRange) -> bytes:
-        if not self.is_remote:
+        if not self.is_remote:  # many whole files would answer many requests
             raise Unreadable(f"{at.file}: its server turned out to have no ranges")
         return self._read_range(at)
 
