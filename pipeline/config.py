@@ -392,6 +392,19 @@ class SourceConfig(_Section):
             yield "weight must have at most three decimals"
 
 
+class BalanceConfig(_Section):
+    """Fewer visits for what a data set has much of, more for what is rare: samples are grouped by what they show or
+    say, and samples of large groups are visited less. Every record of that kind is read once."""
+
+    by: Literal["picture", "text"] = "picture"
+    """picture: by the latents. text: by the text of the first caption."""
+    strength: Share = 0.5
+    """0: as the data are. 1: every group has as many visits, as far as an eighth of a visit to eight visits of a sample
+    an epoch allow."""
+    clusters: Positive = 32
+    """Groups at most."""
+
+
 class BucketConfig(_Section):
     """Which samples are used, and how they form batches."""
 
@@ -427,6 +440,8 @@ class BucketConfig(_Section):
     """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies."""
     dedup_captions: Literal["drop", "keep"] = "drop"
     """keep: the captions of pictures that `dedup` leaves out become further captions of the one that stays."""
+    balance: BalanceConfig | None = None
+    """null: every sample counts the same."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout. In a cache with
     hashes (`encode.signals: [phash]`) pictures that look the same stay on one side."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -29,13 +29,13 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
-from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting
+from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig, setting
 from pipeline.errors import CacheError, IntegrityError, UserError, escaped
 from pipeline.images import buckets
 from pipeline.signals import Signal
 from pipeline.signals.latent import compression
 from pipeline.signals.phash import HashRecipe
-from pipeline.snapshots import near_samples, packing, selection
+from pipeline.snapshots import balance, near_samples, packing, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import (
     Assembled,
@@ -87,13 +87,14 @@ class _Inputs:
 @dataclass(frozen=True)
 class Made:
     """A snapshot to be published. near: the pictures that look the same, where they were compared; leaked: as in
-    `Head`."""
+    `Head`; balance: the clusters."""
 
     assembled: Assembled
     joined: Joined
     frame: Frame
     near: near_samples.NearGroups | None = None
     leaked: dict[str, int] = field(default_factory=dict)
+    balance: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run(
@@ -341,9 +342,40 @@ def _both(config: Config, inputs: _Inputs) -> tuple[Made, Made | None, str]:
         frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
         if pictures < settings.subset:
             note = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
-    distance = None if keys is None else settings.dedup_distance
-    made = _make(config, inputs, joined, frame, earlier, distance=distance)
+    distance, visits = None if keys is None else settings.dedup_distance, [Fraction(1)]
+    if settings.balance is not None and len(frame):
+        frame, visits = _balanced(settings.balance, inputs, frame)
+    made = _make(config, inputs, joined, frame, earlier, distance=distance, clusters=visits)
+    made = replace(made, balance=_described_balance(joined, frame, visits))
     return replace(made, near=near, leaked=_leaked(config, inputs, frame)), heldout_made, note
+
+
+def _balanced(settings: BalanceConfig, inputs: _Inputs, frame: Frame) -> tuple[Frame, list[Fraction]]:
+    """The samples with their clusters, and the visits per epoch of each."""
+    pooled = balance.vectors(settings.by, frame, inputs.records, inputs.caches, inputs.table.shapes)
+    member = balance.clusters(pooled, frame.sample_id, settings.clusters)
+    return replace(frame, cluster=member), balance.weights(member, settings.strength)
+
+
+def _described_balance(joined: Joined, frame: Frame, visits: list[Fraction]) -> list[dict[str, Any]]:
+    """The clusters, the largest first, as JSON values."""
+    if len(visits) < 2:
+        return []
+    sizes = np.bincount(frame.cluster, minlength=len(visits))
+    after = sizes * np.array([float(each) for each in visits])
+    order = np.argsort(-sizes, kind="stable")
+    examples = {int(c): int(row) for c, row in zip(*np.unique(frame.cluster, return_index=True), strict=True)}
+    return [
+        {
+            "samples": int(sizes[c]),
+            "share": float(sizes[c] / sizes.sum()),
+            "visits": float(visits[c]),
+            "share_of_visits": float(after[c] / after.sum()),
+            "example": f"{joined.sources[int(frame.source[examples[c]])]}: {frame.item[examples[c]].as_py()}",
+        }
+        for c in order.tolist()
+        if sizes[c]
+    ]
 
 
 def _leaked(config: Config, inputs: _Inputs, frame: Frame) -> dict[str, int]:
@@ -411,12 +443,14 @@ def _make(
     *,
     heldout: bool = False,
     distance: int | None = None,
+    clusters: Sequence[Fraction] = (Fraction(1),),
 ) -> Made:
     """Assemble a snapshot of some samples.
 
     Args:
         heldout: it is the held-out part, which keeps small buckets.
         distance: as in `HeldOut`.
+        clusters: visits per epoch by `Frame.cluster`.
     """
     settings, records, side = config.bucket, inputs.records, "heldout" if heldout else "train"
     small = "carry" if heldout else settings.remainder
@@ -434,6 +468,7 @@ def _make(
         policies,
         {source: scan.table for source, scan in _used(inputs)},
         weights={source: Fraction(str(setting.weight)) for source, setting in settings.sources.items()},
+        clusters=clusters,
         places=selection.places(joined, frame, earlier),
     )
     return Made(assembled, joined, frame)
@@ -483,6 +518,7 @@ def _publish(
         "repeats": made.joined.repeats,
         "near": None if made.near is None else _described(made.near),
         "leaked": made.leaked,
+        "balance": made.balance,
     }
 
 
@@ -568,6 +604,13 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
         )
         for group in near["largest"]:
             click.echo(f"{group['pictures']:>9} {escaped(group['example'])}")
+    if report["balance"]:
+        click.echo(f"{'cluster':>9} {'share':>7} {'visits':>7} {'share of visits':>16}  such as")
+    for cluster in report["balance"]:
+        click.echo(
+            f"{cluster['samples']:>9} {cluster['share']:>7.1%} {cluster['visits']:>7g} "
+            f"{cluster['share_of_visits']:>16.1%}  {escaped(cluster['example'])}"
+        )
     for part, count in report["leaked"].items():
         click.echo(
             f"held-out snapshot {part[:12]}: {count} of its samples look like one of these"

@@ -531,6 +531,7 @@ def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
         height=sides[:, 0],
         width=sides[:, 1],
         bucket=bucket,
+        cluster=np.zeros(count, np.int64),
         pictures={"latent": np.arange(count)},
         captions=np.arange(count + 1),
         text=np.zeros(count, np.int64),

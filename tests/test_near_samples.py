@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 import stages.bucket
 import stages.encode
+import stages.report
 import stages.train
 import stages.verify
 import stages.view
@@ -19,6 +20,7 @@ from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError
+from pipeline.reporting.figures import collect
 from pipeline.snapshots import heldout
 
 MakeConfig = Callable[..., Config]
@@ -229,3 +231,20 @@ def test_view_names_the_samples_that_look_the_same(
     assert f"near:      all: {name}-small.jpg (" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no hashes"):
         stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)
+
+
+def test_the_report_shows_groups_with_their_pictures(
+    config: Callable[..., Config], source: Path, tmp_path: Path
+) -> None:
+    stages.bucket.run(config())
+    figures, _, _ = collect(config())
+    assert [group["samples"] for group in figures["snapshot"]["alike"]] == [4, 4, 4]
+    names = {example["item"] for group in figures["snapshot"]["alike"] for example in group["examples"]}
+    assert names >= {f"{name}-mirrored.jpg" for name in originals(source)} and figures["snapshot"]["visits"] == []
+    stages.report.run(config(), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("4 samples look the same") == 3 and "Samples that look the same" in page
+    stages.bucket.run(config("bucket.dedup=near"))
+    assert collect(config())[0]["snapshot"]["alike"] == []
+    stages.report.run(config(), tmp_path / "page.html")
+    assert "look the same" not in (tmp_path / "page.html").read_text()

@@ -235,13 +235,22 @@ def test_the_dry_run_counts_hashes(
     config = with_hashes(make_config, tmp_path)
     stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
     report = json.loads(capsys.readouterr().out)
-    assert report["new"]["phash"] == report["new"]["latents"] > 0 == report["reused"]["phash"]
+    assert report["new"]["hashes"] == report["new"]["images"] > 0 == report["reused"]["hashes"]
     stages.encode.run(config, data=str(photos))
     stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("shards/phash-*/*/*.tar"))
-    assert stored == pytest.approx(report["bytes"]["phash"], rel=0.25)
+    assert stored == pytest.approx(report["bytes"]["hashes"], rel=0.25)
     stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["new"]["phash"] == 0 < report["reused"]["phash"]
+    assert report["new"]["hashes"] == 0 < report["reused"]["hashes"]
+
+
+def test_the_dry_run_counts_the_time_of_hashes_alone(
+    small_cache_copy: Path, photos: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages.encode.dry_run(with_hashes(make_config, tmp_path), str(photos), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["new"]["images"] == 0 < report["new"]["hashes"]
+    assert report["time"]["image_encode_s"] > 0 and report["time"]["image_decode_s"] > 0
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -38,7 +38,7 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, Part, Place, Source
+from pipeline.sources.source import Given, Item, Part, Place, Source
 from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
@@ -606,8 +606,8 @@ def test_items_of_tables_that_name_files_are_not_in_memory(
         pq.write_table(pa.table(columns), folder / f"{part}.parquet")
 
     def source() -> ParquetSource:
-        rule = CaptionRule.column("text")
-        return ParquetSource(LocalFilesystem(folder), ["0.parquet", "1.parquet"], rule, "photos")
+        given = Given(LocalFilesystem(folder), None, CaptionRule.column("text"), DataConfig(), "photos", 60)
+        return ParquetSource(given, ["0.parquet", "1.parquet"])
 
     truth = pa.Table.from_pylist(
         [{"item": item.key, "where": item.where} for item in source().items() if isinstance(item, Item)]

@@ -26,7 +26,7 @@ from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reaso
 from pipeline.sources.links import REQUESTS, Links
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns, no_column
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
-from pipeline.sources.source import FilesSource, Fragment, Item, ListedItems, Part, Place, Reject
+from pipeline.sources.source import FilesSource, Fragment, Given, Item, ListedItems, Part, Place, Reject
 
 ADDRESS = "@"
 """In `Place.where` of a link, before the digest of its address."""
@@ -42,7 +42,15 @@ FIRST_ROWS = 64
 class LinkTables(FilesSource):
     """Tables of which some may hold links."""
 
-    links: Links
+    def __init__(self, given: Given, files: Iterable[str]):
+        super().__init__(given.filesystem, files, given.rule, given.name)
+        config = given.config
+        self.image_field, self.image_root, self.retries_links = (
+            config.image_field,
+            config.image_root,
+            config.retry_links,
+        )
+        self.links = Links(config.max_bytes, config.link_timeout_s, given.patience_s, config.allow_links)
 
     @abstractmethod
     def _names_links(self, name: str) -> bool:
@@ -119,27 +127,14 @@ class LinkTables(FilesSource):
 
 
 class LinkListing(LinkTables):
-    """Rows of JSONL or CSV files whose pictures are links.
-
-    Args: as for `pipeline.sources.tables.ListingSource`; `links` fetches the pictures.
-    """
+    """Rows of JSONL or CSV files whose pictures are links."""
 
     format = "links"
     has_links = True
     WHERE = re.compile(rf"(?P<start>\d+)\+(?P<length>\d+){ADDRESS}(?P<address>[0-9a-f]{{16}})")
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        files: Iterable[str],
-        rule: CaptionRule,
-        name: str,
-        *,
-        image_field: str | None,
-        links: Links | None,
-    ):
-        super().__init__(filesystem, files, rule, name)
-        self.image_field, self.links = image_field, links or Links()
+    def __init__(self, given: Given, files: Iterable[str]):
+        super().__init__(given, files)
         self._headers: dict[str, bytes] = {}
 
     def part(self, name: str) -> Iterator[Item | Reject]:

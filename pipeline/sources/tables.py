@@ -32,7 +32,6 @@ from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extensio
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
-from pipeline.sources.links import Links
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns, no_column
 from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source, Stats
 
@@ -65,32 +64,18 @@ class ListingSource(FolderSource):
     Rows that name the same file become one item with all their captions. A missing file is noticed when it is read, and
     becomes a reject.
 
-    Args:
-        filesystem: of the listings and the pictures.
-        files: names of the listings.
-        rule: which captions.
-        name: the source's name in sample identities.
-        image_field: the column that names the file; None: the first of `NAME_COLUMNS` that exists. In a .json file a
-            name without an ending is that of the picture with this stem (kohya's `meta_cap.json`).
-        image_root: the folder within the filesystem that names are relative to; None: each listing's folder.
+    The column that names the file is `data.image_field`, else the first of `NAME_COLUMNS` that a row has. In a .json
+    file a name without an ending is that of the picture with this stem (kohya's `meta_cap.json`).
     """
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        files: Collection[str],
-        rule: CaptionRule,
-        name: str,
-        *,
-        image_field: str | None = None,
-        image_root: str | None = None,
-        format: str = "jsonl",
-    ):
-        if all(extension(file) == "json" for file in files):
-            rule = replace(rule, fallback=JSON_CAPTIONS)
-        super().__init__(filesystem, rule, name)
+    def __init__(self, given: Given, files: Collection[str], format: str):
+        is_json = all(extension(file) == "json" for file in files)
+        super().__init__(
+            given.filesystem, replace(given.rule, fallback=JSON_CAPTIONS) if is_json else given.rule, given.name
+        )
         self._stems: tuple[str, dict[str, str]] | None = None
-        self.files, self.image_field, self.image_root, self.format = sorted(set(files)), image_field, image_root, format
+        self.files, self.format = sorted(set(files)), format
+        self.image_field, self.image_root = given.config.image_field, given.config.image_root
 
     def _list(self) -> Listing:
         self.filesystem.refresh()
@@ -146,31 +131,16 @@ class ListingSource(FolderSource):
 
 
 class ParquetSource(LinkTables):
-    """Parquet files of a filesystem; see the module.
-
-    Args: as for `ListingSource`; `image_field` is the column with the bytes or the name of the picture; `links` fetches
-        those that are URLs.
-    """
+    """Parquet files; see the module."""
 
     format = "parquet"
     WHERE = re.compile(
         rf"=(?P<name>.*)|(?P<group>\d+):(?P<row>\d+)(\+(?P<size>\d+)|{ADDRESS}(?P<address>[0-9a-f]{{16}}))", re.DOTALL
     )
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        files: Iterable[str],
-        rule: CaptionRule,
-        name: str,
-        *,
-        image_field: str | None = None,
-        image_root: str | None = None,
-        links: Links | None = None,
-    ):
-        super().__init__(filesystem, files, rule, name)
+    def __init__(self, given: Given, files: Iterable[str]):
+        super().__init__(given, files)
         self._values: tuple[str, int, pa.Table] | None = None
-        self.image_field, self.image_root, self.links = image_field, image_root, links or Links()
         self._link_tables: dict[str, bool] = {}
         self._columns: dict[str, tuple[str, bool]] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
@@ -497,12 +467,7 @@ class Parquet(Format):
         return "files" if self.source(given, [file]).uses_files else "pictures"
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
-        field, root, links = given.config.image_field, given.config.image_root, _links(given)
-        source = ParquetSource(
-            given.filesystem, files, given.rule, given.name, image_field=field, image_root=root, links=links
-        )
-        source.retries_links = given.config.retry_links
-        return source
+        return ParquetSource(given, files)
 
 
 class Jsonl(Format):
@@ -520,15 +485,12 @@ class Jsonl(Format):
         return "files" if has_caption and is_file(given.filesystem, name, given.config.image_root or "") else ""
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
-        filesystem, field, files = given.filesystem, given.config.image_field, sorted(set(files))
+        filesystem, files = given.filesystem, sorted(set(files))
         if files and annotation_files.form_of(filesystem, files[0]) == "COCO":
             raise annotation_files.refused(filesystem, files[0], "COCO")
-        if files and is_link(first_row(filesystem, files[0], field)[0]):
-            return Linked(LinkListing.format).source(given, files)
-        root = given.config.image_root
-        return ListingSource(
-            filesystem, files, given.rule, given.name, image_field=field, image_root=root, format=self.name
-        )
+        if files and is_link(first_row(filesystem, files[0], given.config.image_field)[0]):
+            return LinkListing(given, files)
+        return ListingSource(given, files, self.name)
 
 
 class Csv(Jsonl):
@@ -544,15 +506,7 @@ class Linked(Jsonl):
     endings = (*Jsonl.endings, *Csv.endings)
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
-        field, links = given.config.image_field, _links(given)
-        source = LinkListing(given.filesystem, files, given.rule, given.name, image_field=field, links=links)
-        source.retries_links = given.config.retry_links
-        return source
-
-
-def _links(given: Given) -> Links:
-    config = given.config
-    return Links(config.max_bytes, config.link_timeout_s, given.patience_s, config.allow_links)
+        return LinkListing(given, files)
 
 
 def _folder(table: str, image_root: str | None) -> str:
