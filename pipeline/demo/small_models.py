@@ -395,7 +395,7 @@ def make_all(
     instruction: str = "",
     steps: int = 400,
     sizes: Sequence[tuple[int, int]] = SIZES,
-    flow_shift: float,
+    flow_shift: float = 3.0,
 ) -> dict[str, dict[str, float]]:
     """Make `vae/`, `text_encoder/`, `tokenizer/` and `scheduler/` in `folder`, so that `id: FOLDER` names them all.
 

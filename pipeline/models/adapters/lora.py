@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipeline.config import AdapterConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import Adapter, Merged, files, matching
 from pipeline.models.adapters.low_rank import add_low_rank, updated
-from pipeline.models.hub import ModelError, listed, open_tensors
+from pipeline.models.hub import listed
 from pipeline.models.spec import ModelSpec, Values
 
 PARTS: Mapping[str, str] = {
@@ -127,12 +128,11 @@ class LoRA(Adapter):
         """The parameters in a LoRA file of diffusers, as they are with alpha / rank of this run."""
         option = f"train.adapter.start: {path}"
         try:
-            with open_tensors(path) as file:
+            with safe_open(path, "pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
                 metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        except (ModelError, ValueError) as error:
-            found = error.found if isinstance(error, ModelError) else error
-            raise ConfigError(f"{option}: cannot be read: {found}", expected="a LoRA file of diffusers") from None
+        except (OSError, SafetensorError, ValueError) as error:
+            raise ConfigError(f"{option}: cannot be read: {error}", expected="a LoRA file of diffusers") from None
         wanted = {
             f"transformer.{name}.{ending}": f"{name}.{part}"
             for name in self.targets
