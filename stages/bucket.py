@@ -388,7 +388,10 @@ def _leaked(config: Config, inputs: _Inputs, frame: Frame) -> dict[str, int]:
     named = None if validation is None else validation.snapshot
     if named is None or HashRecipe.kind not in inputs.records.indexes:
         return {}
-    part = cache.open_snapshot(named)
+    try:
+        part = cache.open_snapshot(named)
+    except CacheError:  # not made yet; `train` says so if it stays away
+        return {}
     if part.head.recipes.get(HashRecipe.kind) is None:
         return {}
     distance = config.bucket.dedup_distance

@@ -168,6 +168,7 @@ def test_copies_in_training_of_an_older_held_out_part_are_counted(
     stages.bucket.run(config(f"bucket.filter=item IN ({kept})"), name="old")
     others = f"bucket.filter=item NOT IN ({kept})"
     assert "train.validation" not in others
+    stages.bucket.run(config(others, "train.validation.snapshot=not-made-yet"))
     before = Cache(config().cache).open_snapshot(stages.bucket.run(config(others)))
     capsys.readouterr()
     stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
