@@ -46,7 +46,7 @@ from pipeline.cache.status import status
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
-from pipeline.encoding.scan import SCAN
+from pipeline.encoding.last_scan import SCAN
 from pipeline.processes import run_and_exit
 from pipeline.signals.latent import LatentRecipe
 from pipeline.work import engine

@@ -40,7 +40,7 @@ from pipeline.cache.shard import to_ipc
 from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
-from pipeline.encoding import estimate, unit_records
+from pipeline.encoding import estimate, last_scan, scan_rows, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.reading import Reading
@@ -52,6 +52,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
 from pipeline.sources import remote
 from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.caption_rules import instruction
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.source import ListedItems, Part
@@ -128,7 +129,7 @@ def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
         dtype=config.text.dtype,
         normalisation="nvlabs" if config.text.recipe == "nvlabs" else "diffusers",
         max_length=config.text.max_length,
-        instruction=bucket.instruction(config.text),
+        instruction=instruction(config.text),
         storage=config.encode.storage.text,
     )
 
@@ -168,7 +169,7 @@ def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, 
         for at, (name, stamp) in enumerate(stamps.items())
     )
     scan = pa.concat_tables(scan.slice(at, 1 << 20).combine_chunks() for at in range(0, count, 1 << 20))
-    body = {"latent": latent.name, "text": text.name, "buckets": [list(shape) for shape in table]}
+    body = {"recipes": {"latent": latent.name, "text": text.name}, "buckets": [list(shape) for shape in table]}
     rest = {"source": SOURCE, "root": tars.location, "table": cache.put_table(scan), "source_format": "webdataset"}
     cache.add_scan(SOURCE, body | rest)
     return cache, latent, text, scan
@@ -197,7 +198,7 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "where": pc.binary_join_element_wise(pa.array(offset).cast(pa.string()), "99999", "+"),
         "ignored": pa.nulls(count, pa.string()),
     }
-    return pa.table([columns[name] for name in scanning.SCAN.names], scanning.SCAN.names).cast(scanning.SCAN)
+    return pa.table([columns[name] for name in last_scan.SCAN.names], last_scan.SCAN.names).cast(last_scan.SCAN)
 
 
 def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
@@ -238,7 +239,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
     table = buckets.table(config.data, latent.compression)
     here = source(folder, config, count)
     run = encode.EncodeRun(
-        config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), latent, table
+        config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), [latent, text], table
     )
     done = encode.encode_source(run, False)
     if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
@@ -251,7 +252,7 @@ def scan_alone(folder: Path, count: int) -> None:
     cache = Cache.of(config)
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
-    if scan.num_rows != count or scanning.gone(cache, SOURCE, scan, 0.0):
+    if scan.num_rows != count or last_scan.gone(cache, SOURCE, scan, 0.0):
         raise RuntimeError("the source has changed")
 
 
@@ -259,7 +260,7 @@ def list_folder(folder: Path, count: int) -> None:
     """The listing of a folder, as every process of a scan makes it."""
     pictures = Folder(folder, CaptionRule.column("text"), count)
     pictures.scratch = Cache.of(configuration(folder)).files.scratch
-    fragments = list(pictures.fragments(Part(""), scanning.RUN, ListedItems(pictures.scratch)))
+    fragments = list(pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch)))
     if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored:
         raise RuntimeError("pictures or captions are missing")
 
@@ -280,7 +281,7 @@ def list_s3(folder: Path, count: int) -> None:
             files = remote.RemoteFilesystem(f"s3://{s3_listing.BUCKET}/{s3_listing.FOLDER}", 60.0)
             pictures = FolderSource(files, CaptionRule.column("text"))
             pictures.scratch = Cache.of(configuration(folder)).files.scratch
-            fragments = pictures.fragments(Part(""), scanning.RUN, ListedItems(pictures.scratch))
+            fragments = pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch))
             seen = sum(len(fragment.look()) for fragment in fragments)
             if seen != count or pictures.ignored:
                 raise RuntimeError("pictures or captions are missing")
@@ -296,8 +297,8 @@ def dry_run(folder: Path, count: int) -> None:
     latent, text = dataclasses.replace(latent, weights="others"), dataclasses.replace(text, weights="others")
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
-    work = estimate.wanted(scan, cache, latent, text, buckets.table(config.data, latent.compression))
-    size = estimate.sizes(work, config, latent, text, lambda captions: [len(caption) for caption in captions])
+    work = estimate.wanted(scan, cache, [latent, text], buckets.table(config.data, latent.compression))
+    size = estimate.sizes(work, config, text, lambda captions: [len(caption) for caption in captions])
     if (work.images, work.captions) != (count, count) or not size.total:
         raise RuntimeError("pictures or captions are missing")
 

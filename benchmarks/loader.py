@@ -71,7 +71,7 @@ def build(
 ) -> Cache:
     """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join. Values are bf16
     between 1/8 and 1; recipes of Sana where none is given."""
-    from pipeline.encoding.scan import SCAN
+    from pipeline.encoding.last_scan import SCAN
 
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)
@@ -119,7 +119,7 @@ def build(
         for commit in plan:
             index.publish_commit(cache.files, recipe.name, 0, commit)
     joined = Joined()
-    records = EncodedRecords(latent, text, cache.index(latent.name), cache.index(text.name))
+    records = EncodedRecords([latent, text], {one.kind: cache.index(one.name) for one in (latent, text)})
     join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), records, Resolution(buckets))
     table = BucketTable(buckets, [batch] * len(buckets))
     assembled = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})
@@ -142,7 +142,8 @@ def samples(cache: Cache) -> Iterator[dict[str, np.ndarray]]:
         sample = opened.sample(row)
         bucket, caption = opened.buckets[sample.bucket], sample.captions[0]
         latent = np.empty((32, bucket.height // 32, bucket.width // 32), np.uint16)
-        latents.read(sample.shard, sample.offset, sample.key, sample.checksum, latent)
+        place = sample.pictures["latent"]
+        latents.read(place.shard, place.offset, place.key, place.checksum, latent)
         text = np.empty((caption.rows, WIDTH), np.uint16)
         texts.read(caption.shard, caption.offset, caption.key, caption.checksum, text)
         yield {"latent": latent, "text": text}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -295,18 +295,18 @@ class ImaginedSnapshot(CountedSnapshot):
         self.files, self.id, self.content = ModelFiles("/imagined", mirror), "imagined", content
         self.head = content.head
         self.buckets, self.null = self.head.buckets, self.head.null
-        self._picture, self.caption = content.latent, content.text
+        self.pictures, self.caption = {"latent": content.latent}, content.text
         self._starts = np.cumsum([0, *(bucket.samples for bucket in self.buckets)])
         self.files.shard_sizes = _Sizes(self)
         self._rows = caption_rows()
-        shapes = [self.latent_shape(b) for b in range(len(self.buckets))]
+        shapes = [self.shape("latent", b) for b in range(len(self.buckets))]
         self._latent_member = [estimate.member_bytes(content.latent, shape) for shape in shapes]
         width = content.text.width
         written = BLOCK + -(-CAPTION_BYTES // BLOCK) * BLOCK
         self._text_member = np.array(
             [estimate.member_bytes(content.text, (n, width)) + written for n in range(content.text.max_length + 1)]
         )
-        records = [estimate.latent_bytes(content.latent, b.height, b.width) for b in self.buckets]
+        records = [estimate.picture_bytes(content.latent, b.height, b.width) for b in self.buckets]
         self._units = list(content.blocks) or [estimate.unit_images(content.encode, record) for record in records]
         """Samples of a shard with latents, by bucket."""
         counts = [-(-b.samples // unit) for b, unit in zip(self.buckets, self._units, strict=True)]
@@ -363,12 +363,12 @@ class ImaginedSnapshot(CountedSnapshot):
             *(self.shard_bytes("latent", int(first)) for first in self._first_shard[:-1]),
         ]
 
-    def columns(self, rows: np.ndarray) -> Columns:
+    def columns(self, rows: np.ndarray, kinds: Collection[str] | None = None) -> Columns:
         """As of a real snapshot, for rows of one bucket. Keys and checksums are zeros."""
         bucket = int(np.searchsorted(self._starts, rows[0], side="right")) - 1
         start, count = int(self._starts[bucket]), self.buckets[bucket].samples
         place, unit, member = rows - start, self._units[bucket], self._latent_member[bucket]
-        header = BLOCK + len(npy_header(self.latent_shape(bucket)))
+        header = BLOCK + len(npy_header(self.shape("latent", bucket)))
         if self.packed:
             text_shard, before, text_rows = self._before(place, start, unit, member, count)
             text_shard += self._first_shard[bucket]
@@ -390,7 +390,8 @@ class ImaginedSnapshot(CountedSnapshot):
         ids = rows.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
         caption = {"rows": text_rows.astype(np.uint32), "weight": np.ones(len(rows), np.float32)}
         return Columns(
-            {"sample_id": ids, **place_of(shard, offset)},
+            ids,
+            {"latent": place_of(shard, offset)},
             {**place_of(text_shard, text_offset), **caption},
             np.arange(len(rows) + 1),
         )

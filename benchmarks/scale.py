@@ -245,7 +245,7 @@ def all_nodes(pairs: int, gpus: int, mib: int, window: int, steps: int, skip: in
     known: list[set[int]] = [set() for _ in range(count)]
     fresh = []
     for step in range(scale.FIRST, scale.FIRST + skip + steps):
-        parts = np.array_split(planner.step(step).samples["shard"], count)
+        parts = np.array_split(planner.step(step).pictures["latent"]["shard"], count)
         read = [set(part.tolist()) - before for part, before in zip(parts, known, strict=True)]
         for before, new in zip(known, read, strict=True):
             before |= new

@@ -65,7 +65,8 @@ def build(root: Path, count: int) -> None:
         start += own
     for first in range(0, start, snapshot.CHUNK_ROWS):
         rows = np.arange(first, min(first + snapshot.CHUNK_ROWS, start))
-        samples, names = _rows(rows, rows // (count // len(BUCKETS)) * RECORDS + rows % RECORDS, tables)
+        record = rows // (count // len(BUCKETS)) * RECORDS + rows % RECORDS
+        samples, names = _rows(rows, record, tables, snapshot.samples_schema([latent, text]))
         chunks.append(snapshot.write_chunk(cache.files, samples, names))
     head = snapshot.Head(
         recipes={"latent": latent.values(), "text": text.values()},
@@ -89,7 +90,9 @@ def build(root: Path, count: int) -> None:
     cache.add_snapshot(head, None)
 
 
-def _rows(rows: np.ndarray, record: np.ndarray, tables: dict[str, pa.Table]) -> tuple[pa.Table, pa.Table]:
+def _rows(
+    rows: np.ndarray, record: np.ndarray, tables: dict[str, pa.Table], schema: pa.Schema
+) -> tuple[pa.Table, pa.Table]:
     latent, text = (tables[kind].take(pa.array(record)).combine_chunks() for kind in ("latent", "text"))
 
     def column(of: pa.Table, name: str) -> pa.Array:
@@ -97,21 +100,15 @@ def _rows(rows: np.ndarray, record: np.ndarray, tables: dict[str, pa.Table]) -> 
 
     zero, one = pa.array(np.zeros(len(rows), np.uint32)), pa.array(np.ones(len(rows), np.float32))
     lists = pa.array(np.arange(len(rows) + 1, dtype=np.int32))
-    caption = pa.StructArray.from_arrays(
-        [zero, column(text, "offset"), column(text, "valid"), one, column(text, "key"), column(text, "checksum")],
-        fields=list(snapshot.CAPTION),
-    )
+
+    def place(of: pa.Table, struct: pa.StructType, *more: pa.Array) -> pa.StructArray:
+        columns = [zero, *(column(of, name) for name in ("offset", "key", "checksum")), *more]
+        return pa.StructArray.from_arrays(columns, fields=list(struct))
+
+    caption = place(text, schema.field("captions").type.value_type, column(text, "valid"), one)
     identity = pa.array(rows.astype(np.uint64))
     samples = pa.table(
-        [
-            identity,
-            zero,
-            column(latent, "offset"),
-            column(latent, "key"),
-            column(latent, "checksum"),
-            pa.ListArray.from_arrays(lists, caption),
-        ],
-        schema=snapshot.SAMPLES,
+        [identity, place(latent, schema.field("latent").type), pa.ListArray.from_arrays(lists, caption)], schema=schema
     )
     written = pa.StructArray.from_arrays(
         [column(text, "caption_offset"), column(text, "caption_length"), column(text, "caption_checksum")],

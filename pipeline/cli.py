@@ -30,6 +30,7 @@ from pipeline import __version__
 from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
 from pipeline.processes import INTERRUPTED, allow_many_files, pass_on, run_and_exit
 from pipeline.processes import shown as shell_line
+from pipeline.sources.formats import FORMATS
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -351,7 +352,7 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 )
 @click.option(
     "--format",
-    type=click.Choice(["folder", "webdataset", "wids", "parquet", "jsonl", "csv"]),
+    type=click.Choice(list(FORMATS)),
     help="The kind of --data. Default: from its content.",
 )
 @click.option("--source-name", metavar="NAME", help="Name of this source in the cache. Default: the folder's name.")
@@ -861,6 +862,7 @@ def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool)
     examples=[
         "sana-pipe view cat.jpg",
         "sana-pipe view 'photos: animals/cat.jpg' --snapshot round2 --out cat.html",
+        "sana-pipe view cat.jpg --near",
         "sana-pipe view 12345678901234567890 --json",
     ]
 )
@@ -868,8 +870,9 @@ def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool)
 @click.argument("sample_name", metavar="ID")
 @_newest
 @click.option("--out", metavar="FILE", help="Also write an HTML page with the picture, its crop and the latent.")
+@click.option("--near", is_flag=True, help="Also name the samples that look like it (bucket.dedup_distance).")
 @_json
-def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None, as_json: bool) -> Any:
+def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None, near: bool, as_json: bool) -> Any:
     """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.
 
     ID is a sample id, an item (or 'source: item'), the key of the latent, or the beginning of one that no other sample
@@ -878,7 +881,7 @@ def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None,
     config = given.load()
     from stages import view as stage
 
-    return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json)
+    return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json, near=near)
 
 
 @cli.command(examples=["sana-pipe verify", "sana-pipe verify --repair --data photos=/new/place/photos"])

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import click
@@ -28,12 +29,13 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
-from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting
-from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig, setting
+from pipeline.errors import CacheError, IntegrityError, UserError, escaped
 from pipeline.images import buckets
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import packing, selection
+from pipeline.signals import Signal
+from pipeline.signals.latent import compression
+from pipeline.signals.phash import HashRecipe
+from pipeline.snapshots import balance, near_samples, packing, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import (
     Assembled,
@@ -50,7 +52,6 @@ from pipeline.snapshots.join import (
     without_policy,
 )
 from pipeline.sources import reasons
-from pipeline.sources.caption_rules import instruction
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class _Scan:
     cache: Cache
     table: str
     recipes: dict[str, str]
+
+
+MANY = 200_000
+"""Samples from which on a comparison is announced."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,15 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class Made:
-    """A snapshot to be published."""
+    """A snapshot to be published. near: the pictures that look the same, where they were compared; leaked: as in
+    `Head`; balance: the clusters."""
 
     assembled: Assembled
     joined: Joined
     frame: Frame
+    near: near_samples.NearGroups | None = None
+    leaked: dict[str, int] = field(default_factory=dict)
+    balance: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run(
@@ -177,7 +186,7 @@ def _made_again(config: Config, cache: Cache, head: Head) -> Head:
     bucket = bucket.model_copy(update={"sources": used})
     data = DataConfig.model_validate({**config.data.model_dump(), **options.get("data", {})})
     config = config.model_copy(update={"bucket": bucket, "data": data})
-    recipes = {"latent": head.recipe(LatentRecipe).name, "text": head.recipe(TextRecipe).name}
+    recipes = {kind: recipe.name for kind, recipe in head.recipes_by_kind.items()}
     scans = {source: _Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
     made, heldout, _ = _both(config, _inputs(config, [cache], scans))
     side = head.policies.heldout
@@ -218,15 +227,16 @@ def _inputs(config: Config, caches: list[Cache], scans: dict[str, _Scan] | None 
         raise CacheError(
             f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(scans))
         )
-    latent, text = _recipes(config, {source: scan for source, scan in scans.items() if source not in unused} or scans)
+    recipes = _recipes(config, {source: scan for source, scan in scans.items() if source not in unused} or scans)
+    factor = compression(recipes)
     resolutions, shapes = [], list[tuple[int, int]]()
-    for variant, table in buckets.resolutions(settings, config.data, latent.compression):
+    for variant, table in buckets.resolutions(settings, config.data, factor):
         policy = config.data if settings.resolutions else None
         resolutions.append(Resolution(table, len(shapes), variant, policy))
         shapes += table
-    batches = buckets.batches(settings, shapes, latent.compression)
-    latents, texts = (RecordIndex.union([cache.index(recipe.name) for cache in caches]) for recipe in (latent, text))
-    records = EncodedRecords(latent, text, latents, texts)
+    batches = buckets.batches(settings, shapes, factor)
+    indexes = {one.kind: RecordIndex.union([cache.index(one.name) for cache in caches]) for one in recipes}
+    records = EncodedRecords(recipes, indexes)
     options = _options(config, caches[0])
     return _Inputs(caches, scans, unused, records, resolutions, BucketTable(shapes, batches), options)
 
@@ -249,7 +259,7 @@ def _scans(caches: list[Cache], unused: set[str]) -> dict[str, _Scan]:
             body = cache.last_scan(source)
             if body is None:
                 continue
-            scan = _Scan(cache, body["table"], {kind: body[kind] for kind in ("latent", "text")})
+            scan = _Scan(cache, body["table"], body["recipes"])
             first = scans.setdefault(source, scan)
             if first.table != scan.table and source not in unused:
                 raise CacheError(
@@ -316,41 +326,148 @@ def _both(config: Config, inputs: _Inputs) -> tuple[Made, Made | None, str]:
     joined = _joined(config, inputs)
     frame = joined.frame()
     earlier = _earlier(config, inputs.caches[0])
+    dedup = partial(
+        selection.deduplicated,
+        joined,
+        frame,
+        list(settings.sources),
+        earlier,
+        keep_captions=settings.dedup_captions == "keep",
+    )
     if settings.dedup == "image":
-        frame = selection.deduplicated(joined, frame, list(settings.sources), earlier)
-    frame, heldout_made = _held_out(config, inputs, joined, frame, earlier)
+        frame = dedup()
+    near = _near_groups(config, inputs, joined, frame)
+    keys = None if near is None else near.keys
+    if settings.dedup == "near":
+        frame = dedup(keys, selection.larger(frame, inputs.records))
+        keys = None  # one picture of each group is left
+    frame, heldout_made = _held_out(config, inputs, joined, frame, earlier, keys)
     if settings.subset is not None:
         frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
         if pictures < settings.subset:
             note = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
-    return _make(config, inputs, joined, frame, earlier), heldout_made, note
+    distance, visits = None if keys is None else settings.dedup_distance, [Fraction(1)]
+    if settings.balance is not None and len(frame):
+        frame, visits = _balanced(settings.balance, inputs, frame)
+    made = _make(config, inputs, joined, frame, earlier, distance=distance, clusters=visits)
+    made = replace(made, balance=_described_balance(joined, frame, visits))
+    return replace(made, near=near, leaked=_leaked(config, inputs, frame)), heldout_made, note
+
+
+def _balanced(settings: BalanceConfig, inputs: _Inputs, frame: Frame) -> tuple[Frame, list[Fraction]]:
+    """The samples with their clusters, and the visits per epoch of each."""
+    pooled = balance.vectors(settings.by, frame, inputs.records, inputs.caches, inputs.table.shapes)
+    member = balance.clusters(pooled, frame.sample_id, settings.clusters)
+    return replace(frame, cluster=member), balance.weights(member, settings.strength)
+
+
+def _described_balance(joined: Joined, frame: Frame, visits: list[Fraction]) -> list[dict[str, Any]]:
+    """The clusters, the largest first, as JSON values."""
+    if len(visits) < 2:
+        return []
+    sizes = np.bincount(frame.cluster, minlength=len(visits))
+    after = sizes * np.array([float(each) for each in visits])
+    order = np.argsort(-sizes, kind="stable")
+    examples = {int(c): int(row) for c, row in zip(*np.unique(frame.cluster, return_index=True), strict=True)}
+    return [
+        {
+            "samples": int(sizes[c]),
+            "share": float(sizes[c] / sizes.sum()),
+            "visits": float(visits[c]),
+            "share_of_visits": float(after[c] / after.sum()),
+            "example": f"{joined.sources[int(frame.source[examples[c]])]}: {frame.item[examples[c]].as_py()}",
+        }
+        for c in order.tolist()
+        if sizes[c]
+    ]
+
+
+def _leaked(config: Config, inputs: _Inputs, frame: Frame) -> dict[str, int]:
+    """Of the held-out snapshot that the configuration names, the samples that look like one of the training."""
+    validation, cache = config.train.validation, inputs.caches[0]
+    named = None if validation is None else validation.snapshot
+    if named is None or HashRecipe.kind not in inputs.records.indexes:
+        return {}
+    try:
+        part = cache.open_snapshot(named)
+    except CacheError:  # not made yet; `train` says so if it stays away
+        return {}
+    if part.head.recipes.get(HashRecipe.kind) is None:
+        return {}
+    distance = config.bucket.dedup_distance
+    return {part.id: near_samples.leaked(frame, inputs.records, inputs.caches, part, distance)}
+
+
+def _near_groups(config: Config, inputs: _Inputs, joined: Joined, frame: Frame) -> near_samples.NearGroups | None:
+    """The pictures that look the same, where that decides anything.
+
+    Raises:
+        CacheError: `bucket.dedup: near` in a cache without hashes.
+    """
+    settings, records = config.bucket, inputs.records
+    if HashRecipe.kind not in records.indexes:
+        if settings.dedup == "near":
+            raise CacheError(
+                "bucket.dedup: near compares hashes of pictures, and not all sources have them",
+                expected=f"records of the kind {HashRecipe.kind}",
+                found=", ".join(records.indexes),
+                fix="sana-pipe encode --set 'encode.signals=[phash]' with each source (it encodes no latents again)",
+            )
+        return None
+    if settings.dedup != "near" and not settings.heldout:
+        return None
+    if len(frame) > MANY:
+        click.echo(f"comparing the hashes of {len(frame)} samples; this takes minutes for each million", err=True)
+    return near_samples.near_groups(joined, frame, records, inputs.caches, settings.dedup_distance)
 
 
 def _held_out(
-    config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: selection.Earlier
+    config: Config,
+    inputs: _Inputs,
+    joined: Joined,
+    frame: Frame,
+    earlier: selection.Earlier,
+    keys: np.ndarray | None,
 ) -> tuple[Frame, Made | None]:
-    """The samples to train on, and the snapshot of those held out, if there are any."""
-    held_out = selection.heldout(frame, config.bucket.heldout, joined.scratch)
+    """The samples to train on, and the snapshot of those held out, if there are any. keys: of the groups that stay on
+    one side; None: digests."""
+    distance = None if keys is None else config.bucket.dedup_distance
+    held_out = selection.heldout(frame.digest if keys is None else keys, config.bucket.heldout, joined.scratch)
     if not held_out.any():
         return frame, None
     heldout_joined = Joined(joined.sources, scratch=joined.scratch)
     heldout_joined.leave("not in the held-out part", len(frame) - int(held_out.sum()))
-    made = _make(config, inputs, heldout_joined, frame.take(held_out, joined.scratch), earlier, heldout=True)
+    taken = frame.take(held_out, joined.scratch)
+    made = _make(config, inputs, heldout_joined, taken, earlier, heldout=True, distance=distance)
     joined.leave("held out for validation", int(held_out.sum()), "bucket.heldout=0")
     return frame.take(np.logical_not(held_out, out=held_out), joined.scratch), made
 
 
 def _make(
-    config: Config, inputs: _Inputs, joined: Joined, frame: Frame, earlier: selection.Earlier, *, heldout: bool = False
+    config: Config,
+    inputs: _Inputs,
+    joined: Joined,
+    frame: Frame,
+    earlier: selection.Earlier,
+    *,
+    heldout: bool = False,
+    distance: int | None = None,
+    clusters: Sequence[Fraction] = (Fraction(1),),
 ) -> Made:
-    """Assemble a snapshot of some samples. heldout: it is the held-out part, which keeps small buckets."""
-    settings, records = config.bucket, inputs.records
+    """Assemble a snapshot of some samples.
+
+    Args:
+        heldout: it is the held-out part, which keeps small buckets.
+        distance: as in `HeldOut`.
+        clusters: visits per epoch by `Frame.cluster`.
+    """
+    settings, records, side = config.bucket, inputs.records, "heldout" if heldout else "train"
     small = "carry" if heldout else settings.remainder
     policies = Policies(
         small=small,
         pad_text_multiple=settings.pad_text_multiple,
         order=None if heldout or settings.order == "random" else settings.order,
-        heldout=HeldOut(settings.heldout, "heldout" if heldout else "train") if settings.heldout else None,
+        heldout=HeldOut(settings.heldout, side, distance) if settings.heldout else None,
     )
     assembled = assemble(
         joined,
@@ -360,6 +477,7 @@ def _make(
         policies,
         {source: scan.table for source, scan in _used(inputs)},
         weights={source: Fraction(str(setting.weight)) for source, setting in settings.sources.items()},
+        clusters=clusters,
         places=selection.places(joined, frame, earlier),
     )
     return Made(assembled, joined, frame)
@@ -369,7 +487,8 @@ def _publish(
     made: Made, inputs: _Inputs, dry_run: bool, name: str | None, move: bool, latest: bool = True
 ) -> dict[str, Any]:
     """Adopt the shards of other caches and publish the snapshot; returns the report."""
-    cache, head = inputs.caches[0], replace(made.assembled.head, options=inputs.options)
+    cache = inputs.caches[0]
+    head = replace(made.assembled.head, options=inputs.options, leaked=made.leaked or None)
     adopted_bytes = _adopt(made, inputs, dry_run)
     before = snapshot_id = None
     if dry_run:
@@ -385,7 +504,7 @@ def _publish(
     counts = np.zeros(len(sources), np.int64)
     for piece in pieces(len(made.frame)):  # numpy counts in a copy
         counts += np.bincount(made.frame.source[piece], minlength=len(sources))
-    repeated = selection.repeated(made.joined, made.frame, inputs.records.latents)
+    repeated = selection.repeated(made.joined, made.frame, inputs.records)
     return {
         "snapshot": snapshot_id,
         "unchanged": snapshot_id is not None and snapshot_id == before,
@@ -406,13 +525,21 @@ def _publish(
         ],
         "adopted_bytes": adopted_bytes,
         "repeats": made.joined.repeats,
+        "near": None if made.near is None else _described(made.near),
+        "leaked": made.leaked,
+        "balance": made.balance,
     }
+
+
+def _described(near: near_samples.NearGroups) -> dict[str, Any]:
+    """As JSON values."""
+    return {"groups": near.count, "pictures": near.pictures, "largest": [asdict(group) for group in near.groups]}
 
 
 def _check_shards(made: Made, inputs: _Inputs) -> None:
     """Raise IntegrityError if a shard is missing, in whichever cache it is, or of another size."""
     head = made.assembled.head
-    for index in (inputs.records.latents, inputs.records.texts):
+    for index in inputs.records.indexes.values():
         cache_of = dict(zip(index.shards, index.caches, strict=True))
         for number, cache in enumerate(inputs.caches):
             shards = (shard for shard in head.shards[index.kind] if cache_of[shard.name] == number)
@@ -423,7 +550,7 @@ def _adopt(made: Made, inputs: _Inputs, dry_run: bool) -> int:
     """Bring the shards and scans of other caches into the first cache. Returns the bytes of these shards."""
     head, (cache, *others) = made.assembled.head, inputs.caches
     total = 0
-    for index in (inputs.records.latents, inputs.records.texts):
+    for index in inputs.records.indexes.values():
         cache_of = dict(zip(index.shards, index.caches, strict=True))
         for number, other in enumerate(others, start=1):
             shards = [shard for shard in head.shards[index.kind] if cache_of[shard.name] == number]
@@ -478,6 +605,26 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
             f"note: {report['repeated_pictures']} samples repeat a picture of another sample (equal files); with "
             "--set bucket.dedup=image each picture is used once"
         )
+    if report["near"] is not None:
+        near = report["near"]
+        click.echo(
+            f"near-duplicates: {near['groups']} groups of {near['pictures']} pictures"
+            + ("; the largest, with their largest picture:" if near["groups"] else "")
+        )
+        for group in near["largest"]:
+            click.echo(f"{group['pictures']:>9} {escaped(group['example'])}")
+    if report["balance"]:
+        click.echo(f"{'cluster':>9} {'share':>7} {'visits':>7} {'share of visits':>16}  such as")
+    for cluster in report["balance"]:
+        click.echo(
+            f"{cluster['samples']:>9} {cluster['share']:>7.1%} {cluster['visits']:>7g} "
+            f"{cluster['share_of_visits']:>16.1%}  {escaped(cluster['example'])}"
+        )
+    for part, count in report["leaked"].items():
+        click.echo(
+            f"held-out snapshot {part[:12]}: {count} of its samples look like one of these"
+            + ("; a loss on it is not of unseen pictures (bucket.heldout makes a clean part)" if count else "")
+        )
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
         click.echo(f"{amount(report['adopted_bytes'])} of shards {verb} linked or copied from other caches")
@@ -493,10 +640,13 @@ def _print_id(report: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- recipes
 
 
-def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[LatentRecipe, TextRecipe]:
-    """The recipes of the sources. They must be equal, and agree with the configuration."""
-    chosen: dict[str, Recipe] = {}
-    for kind in ("latent", "text"):
+def _recipes(config: Config, scans: dict[str, _Scan]) -> list[Recipe]:
+    """The recipes of the sources: of the kinds of records that all of them have. They must be equal, and agree with the
+    configuration."""
+    chosen = list[Recipe]()
+    for kind in next(iter(scans.values())).recipes:
+        if not all(kind in scan.recipes for scan in scans.values()):
+            continue
         by_source = {source: scan.cache.recipe(scan.recipes[kind]) for source, scan in scans.items()}
         first_source, first = next(iter(sorted(by_source.items())))
         for source, recipe in by_source.items():
@@ -506,31 +656,15 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> tuple[LatentRecipe, Tex
                     found="; ".join(first.difference(recipe)),
                     fix="encode both with the same configuration",
                 )
-        chosen[kind] = first
-    latent, text = chosen["latent"], chosen["text"]
-    assert isinstance(latent, LatentRecipe)
-    assert isinstance(text, TextRecipe)
-    _check_settings(config, latent, text)
-    return latent, text
+        chosen.append(first)
+    _check_settings(config, chosen)
+    return chosen
 
 
-def _check_settings(config: Config, latent: LatentRecipe, text: TextRecipe) -> None:
+def _check_settings(config: Config, recipes: list[Recipe]) -> None:
     """Refuse settings of the encoders that differ from the cache's."""
-    pairs: list[tuple[str, Any, Any]] = [
-        ("vae.dtype", config.vae.dtype, latent.dtype),
-        ("vae.tf32", config.vae.tf32, latent.tf32),
-        ("vae.channels_last", config.vae.channels_last, latent.channels_last),
-        ("text.dtype", config.text.dtype, text.dtype),
-        ("text.recipe", config.text.recipe, text.normalisation),
-        ("text.max_length", config.text.max_length, text.max_length),
-        ("text.instruction", instruction(config.text), text.instruction),
-        ("data.background", config.data.background, latent.background),
-        ("encode.storage.latent", config.encode.storage.latent, latent.storage),
-        ("encode.storage.text", config.encode.storage.text, text.storage),
-    ]
-    if config.vae.scaling_factor is not None:
-        pairs.append(("vae.scaling_factor", config.vae.scaling_factor, latent.scaling_factor))
-    different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
+    pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(config).items()]
+    different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, (ours, theirs) in pairs if ours != theirs]
     if different:
         raise CacheError(
             "the cache was encoded with other settings than this configuration has",

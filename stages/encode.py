@@ -13,9 +13,10 @@ import errno
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ import click
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import launch, retrying
+from pipeline import launch, retrying, signals
 from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
@@ -31,10 +32,10 @@ from pipeline.cache.arrow import batches
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordReject
 from pipeline.cache.local_files import cache_errors
-from pipeline.cache.recipes import Recipe
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
-from pipeline.encoding import estimate, image_batch, unit_encoder
+from pipeline.encoding import estimate, image_batch, last_scan, scan_rows, unit_encoder
 from pipeline.encoding import plan as planning
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import scan as scanning
@@ -45,7 +46,8 @@ from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.metrics import trackers
-from pipeline.signals.latent import LatentRecipe
+from pipeline.signals import PictureSignal
+from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
 from pipeline.sources import reasons
 from pipeline.sources.filenames import is_url
@@ -173,7 +175,7 @@ class _TextRun:
 
     config: Config
     cache: Cache
-    text: TextRecipe
+    text: CaptionRecipe
     worker: Worker
     engine: str
     sources: dict[str, Source]
@@ -187,12 +189,22 @@ class _TextRun:
 
 @dataclass(frozen=True)
 class EncodeRun(_TextRun):
-    """What every step of a run with a source needs. table: the target resolutions (height, width) of the buckets."""
+    """What every step of a run with a source needs.
+
+    Attributes:
+        recipes: of the records, as of `pipeline.signals.recipes`.
+        table: the target resolutions (height, width) of the buckets.
+    """
 
     source: Source
     reading: Reading
-    latent: LatentRecipe
+    recipes: list[Recipe]
     table: list[buckets.Shape]
+
+    @property
+    def pictures(self) -> list[PictureSignal]:
+        """The kinds of picture records. The first is made first, and those without a model from the same pixels."""
+        return [recipe for recipe in self.recipes if isinstance(recipe, PictureSignal)]
 
 
 @dataclass(frozen=True)
@@ -242,22 +254,23 @@ class _Work:
             return self._run.cache.table(self._table, columns)
         return self._table if columns is None else self._table.select(columns)
 
-    def all(self, kind: str) -> pa.Table:
-        """The work list of a kind of recipe, which stays at hand."""
-        self._all[kind] = self._list(kind, None)
-        return self._all[kind]
+    def all(self, recipe: Recipe) -> pa.Table:
+        """The work list of a recipe, which stays at hand."""
+        self._all[recipe.kind] = self._list(recipe, None)
+        return self._all[recipe.kind]
 
-    def of(self, kind: str, keys: Iterable[str]) -> pa.Table:
+    def of(self, recipe: Recipe, keys: Iterable[str]) -> pa.Table:
         """The rows of some keys (hex)."""
-        if (work := self._all.get(kind)) is not None:
+        if (work := self._all.get(recipe.kind)) is not None:
             return work.filter(planning.has_key(work, keys))
-        return self._list(kind, list(keys))
+        return self._list(recipe, list(keys))
 
-    def _list(self, kind: str, only: list[str] | None) -> pa.Table:
+    def _list(self, recipe: Recipe, only: list[str] | None) -> pa.Table:
         run, scratch = self._run, self._run.cache.files.scratch
-        if kind == "text":
-            return planning.caption_work(self.table(["captions", "reject"]), run.text, scratch, only)
-        return planning.image_work(self.table(planning.SCANNED), run.source.name, run.latent, run.table, scratch, only)
+        if isinstance(recipe, CaptionRecipe):
+            return planning.caption_work(self.table(["captions", "reject"]), recipe, scratch, only)
+        assert isinstance(recipe, PictureRecipe)
+        return planning.image_work(self.table(planning.SCANNED), run.source.name, recipe, run.table, scratch, only)
 
 
 @dataclass(frozen=True)
@@ -285,7 +298,7 @@ Lines = list[tuple[int, str]]
 def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
-    text = surveying.text_recipe(config)
+    text = TextRecipe.wanted(config)
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
     cache.files.sweep()
@@ -346,16 +359,17 @@ def _run(
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
     config = reading.config
-    latent, text = surveying.recipes(config)
-    table = buckets.table(config.data, latent.compression)
+    recipes = signals.recipes(config)
+    table = buckets.table(config.data, compression(recipes))
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
-    latent = surveying.with_stored_decoder(cache, latent, config)
+    recipes = surveying.with_stored_decoder(cache, recipes, config)
     cache.files.sweep()
-    for recipe in (latent, text):
+    for recipe in recipes:
         cache.add_recipe(recipe)
+    text = caption_of(recipes)
     worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
-    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, latent, table)
+    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, recipes, table)
     return encode_source(run, rehash, asked)
 
 
@@ -365,27 +379,26 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
     Args:
         asked: the name of a prompt set, and its prompts.
     """
-    cache, source, latent, text = run.cache, run.source, run.latent, run.text
+    cache, source = run.cache, run.source
     cache.reuses_indexes = True
     fragments = Fragments(cache, source.name, run.worker)
     planned, work = _planned(run, rehash, fragments)
     prompts = None if asked is None else _prompts(run, asked[1])
-    further = 0 if prompts is None else planning.count_missing(cache, text, prompts.work)[0]
+    further = 0 if prompts is None else planning.count_missing(cache, run.text, prompts.work)[0]
     try:
         made, idle = _encode(run, planned, work, prompts)
     finally:  # the scan is published, even if a signal ends the encoding
         fragments.finish()
 
-    failed = [
-        reject for recipe in (latent, text) for reject in _unit_rejects(cache, recipe, partial(work.of, recipe.kind))
-    ]
+    unmade = (reject for one in run.recipes for reject in _unit_rejects(cache, one, partial(work.of, one)))
+    failed = list({(reject.item, reject.reason): reject for reject in unmade}.values())
     rejects = _Rejects(work, planned.rejects, failed)
     path = _write_rejects(cache, source.name, rejects)
     if rejects:
         click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
         for line in Kinds.of(rejects).lines():
             click.echo(line)
-    for index in [] if idle else [cache.index(latent.name), cache.index(text.name)]:
+    for index in [] if idle else [cache.index(recipe.name) for recipe in run.recipes]:
         size = amount(int(index.bytes.sum()))
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
     left = sum(part.left for part in made.values())
@@ -411,7 +424,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
 def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Planned, _Work]:
     """Scan and plan, in one process of those that share the work."""
     config, stop = run.config, run.worker.stop
-    look = scanning.from_bytes
+    look = scan_rows.from_bytes
     works: list[_Work] = []
 
     def plan(scan: scanning.Scan, bar: Progress) -> dict[str, Any]:
@@ -448,7 +461,7 @@ _DECISIVE = (
 def _decisive(run: EncodeRun) -> bytes:
     """What decides a plan beside the scan."""
     data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
-    recipes = [run.latent.name, run.text.name]
+    recipes = [recipe.name for recipe in run.recipes]
     return layout.canonical(["plan-1", recipes, run.table, data, [encode[name] for name in _DECISIVE]])
 
 
@@ -464,7 +477,7 @@ def _opened(run: EncodeRun, planned: _Planned) -> _Work:
 def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     """Check and publish a scan, and plan what it lacks."""
     config, cache, source = run.config, run.cache, run.source
-    gone = scanning.gone(cache, source.name, table, config.encode.max_shrink)
+    gone = last_scan.gone(cache, source.name, table, config.encode.max_shrink)
     faults = _faults(table)
     rejects = len(table) - table.column("reject").null_count
     _check_rejects(run, table.num_rows, _Rejects(work, rejects), faults)
@@ -473,20 +486,21 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         source.name,
         {
             "table": digest,
-            "latent": run.latent.name,
-            "text": run.text.name,
+            "recipes": {recipe.kind: recipe.name for recipe in run.recipes},
             "buckets": [list(shape) for shape in run.table],
             **source.document(),
             **run.reading.document(),
         },
     )
-    images, texts = work.all("latent"), work.all("text")
-    counts = {
-        "images": planning.count_missing(cache, run.latent, images),
-        "captions": planning.count_missing(cache, run.text, texts),
-    }
-    work.plans[run.text.name] = planning.plan_captions(cache, run.text, texts, config.encode)
-    work.plans[run.latent.name] = _plan_images(run, images)
+    lists = {recipe: work.all(recipe) for recipe in run.recipes}
+    counts = {_noun(recipe): planning.count_missing(cache, recipe, rows) for recipe, rows in lists.items()}
+    work.plans[run.text.name] = planning.plan_captions(cache, run.text, lists[run.text], config.encode)
+    lead, *further = run.pictures
+    work.plans[lead.name] = _plan_images(run, lead, lists[lead])
+    for recipe in further:
+        if recipe.model_free:
+            planning.plan_beside(cache, recipe, work.plans[lead.name])
+        work.plans[recipe.name] = _plan_images(run, recipe, lists[recipe])
     return _Planned(
         table=digest,
         items=table.num_rows,
@@ -509,11 +523,18 @@ def _faults(table: pa.Table) -> int:
     return sum(part.column("width").null_count for part in left_out)
 
 
-def _plan_images(run: EncodeRun, work: pa.Table) -> list[WorkPlan]:
+def _noun(recipe: Recipe) -> str:
+    """What the records of a recipe are called in the result."""
+    assert isinstance(recipe, signals.Signal)
+    return recipe.noun
+
+
+def _plan_images(run: EncodeRun, recipe: PictureSignal, work: pa.Table) -> list[WorkPlan]:
     fitting = None  # with Ray the pictures are encoded on other machines
     if run.engine == "local":
-        fitting = image_batch.fitting(run.config.vae, lambda: unit_encoder.device(run.config))
-    return planning.plan_images(run.cache, run.latent, work, run.config.encode, fitting)
+        footprint = partial(recipe.footprint, run.config)
+        fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config))
+    return planning.plan_images(run.cache, recipe, work, run.config.encode, fitting)
 
 
 def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
@@ -523,17 +544,19 @@ def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
         *estimate.column_lines(sorted(run.source.picture_columns)),
         f"pictures: {new['images']} new, {reused['images']} reused, {planned.gone} gone",
-        f"captions: {new['captions']} new, {reused['captions']} reused",
+        *(f"{noun}: {count} new, {reused[noun]} reused" for noun, count in new.items() if noun != "images"),
     ]
 
 
 @dataclass(frozen=True)
 class Made:
-    """Records of one kind that this run made, units left to others, and the figures of the progress line."""
+    """Records of one kind that this run made, units left to others, and the figures of the progress line. beside:
+    records of other kinds that were made from the same pixels."""
 
     records: int
     left: int
     speed: dict[str, Any]
+    beside: Counter[str] = field(default_factory=Counter)
 
 
 def _encode(
@@ -545,9 +568,10 @@ def _encode(
         What was made, and whether there was nothing to do.
     """
     cache, config = run.cache, run.config.encode
-    text_plans, image_plans = work.plans[run.text.name], work.plans[run.latent.name]
+    text_plans = work.plans[run.text.name]
     if prompts is not None:
         text_plans = planning.plan_captions(cache, run.text, prompts.work, config)
+    image_plans = [plan for recipe in run.pictures for plan in work.plans[recipe.name]]
     idle = not any(planned.new.values()) and not missing_units(cache, [*text_plans, *image_plans])
     if idle:
         click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
@@ -563,22 +587,29 @@ def _encode(
         captions = make(missing(text_plans), "captions")
         claims.sweep(cache, text_plans)
         missing(text_plans)  # writes the segments of finished plans
-        pictures = _encode_pictures(run, image_plans, missing, make)
-        moved = None
-        if not idle:
-            moved = planning.retryable_at_another_place(cache, run.latent, partial(work.of, run.latent.kind))
-        if moved is not None:
-            more = _encode_pictures(run, _plan_images(run, moved), missing, make)
-            pictures = replace(pictures, records=pictures.records + more.records, left=pictures.left + more.left)
-    return {"images": pictures, "captions": captions}, idle
+        made, beside = dict[str, Made](), Counter[str]()
+        for recipe in run.pictures:
+            pictures = _encode_pictures(run, work.plans[recipe.name], missing, make, recipe.noun)
+            moved = None
+            if not idle:
+                moved = planning.retryable_at_another_place(cache, recipe, partial(work.of, recipe))
+            if moved is not None:
+                more = _encode_pictures(run, _plan_images(run, recipe, moved), missing, make, recipe.noun)
+                pictures = replace(pictures, records=pictures.records + more.records, left=pictures.left + more.left)
+            made[recipe.noun] = replace(pictures, records=pictures.records + beside[recipe.kind])
+            beside += pictures.beside
+    return {**made, "captions": captions}, idle
 
 
 def _encode_pictures(
-    run: EncodeRun, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make
+    run: EncodeRun, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make, noun: str
 ) -> Made:
     todo = missing(plans)
-    ready = _readable(run.cache, todo, run.source.name)
-    pictures = make(ready, "images")
+    lead = run.pictures[0].name
+    lead_made = {(plan.recipe, plan.number): planning.lead_made(run.cache, plan, lead) for plan in plans}
+    ready = [(plan, unit) for plan, unit in todo if lead_made[plan.recipe, plan.number](unit)]
+    ready = _readable(run.cache, ready, run.source.name)
+    pictures = make(ready, noun)
     claims.sweep(run.cache, plans)
     missing(plans)
     return replace(pictures, left=pictures.left + len(todo) - len(ready))
@@ -604,9 +635,14 @@ Make = Callable[[Work, str], Made]
 """Makes units; the noun is for the progress line."""
 
 
+def _further(run: _TextRun) -> Sequence[Recipe]:
+    """The recipes whose records are made beside others."""
+    return [each for each in run.pictures[1:] if each.model_free] if isinstance(run, EncodeRun) else ()
+
+
 @contextmanager
 def _local(run: _TextRun) -> Iterator[Make]:
-    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, run.sources)
+    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, run.sources, _further(run))
     space = encoder.disk_space(worker.stop.sleep)
 
     def make(todo: Work, noun: str) -> Made:
@@ -616,7 +652,7 @@ def _local(run: _TextRun) -> Iterator[Make]:
             click.echo(f"worker {worker.task + 1} of {worker.tasks}: {records} {noun} encoded here")
         if noun == "captions":
             _report_captions(encoder.meter)
-        return Made(records, left, bar.figures())
+        return Made(records, left, bar.figures(), bar.made.beside)
 
     with run.metrics() as metrics:
         yield make
@@ -625,7 +661,7 @@ def _local(run: _TextRun) -> Iterator[Make]:
 @contextmanager
 def _ray(run: _TextRun) -> Iterator[Make]:
     key = run.config.model_dump_json()
-    build = partial(unit_encoder.build, key, tuple(run.sources))
+    build = partial(unit_encoder.build, key, tuple(run.sources), tuple(recipe.name for recipe in _further(run)))
     with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster, run.metrics() as metrics:
 
         def make(todo: Work, noun: str) -> Made:
@@ -633,7 +669,7 @@ def _ray(run: _TextRun) -> Iterator[Make]:
             with Progress(noun, 0, meter) as bar, metrics.of(bar):
                 records = cluster.run(todo, bar)
             _report_captions(meter)
-            return Made(records, 0, bar.figures())
+            return Made(records, 0, bar.figures(), meter.beside)
 
         yield make
 

@@ -28,7 +28,7 @@ from pipeline.cache.key_columns import fixed
 from pipeline.cache.local_files import replacing
 from pipeline.cache.root import check_source_name
 from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated
-from pipeline.encoding import estimate, scan, survey
+from pipeline.encoding import estimate, scan_rows, survey
 from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB, UNNAMED, Card, card, memory_of, of_device
 from pipeline.images import buckets
@@ -116,7 +116,7 @@ class _Looked:
     @classmethod
     def of(cls, config: Config, source: Source) -> _Looked:
         shapes = buckets.table(config.data, predict.COMPRESSION)
-        with survey.scanning_of(config, source, None, shapes, False, scan.from_header) as (scanned, _):
+        with survey.scanning_of(config, source, None, shapes, False, scan_rows.from_header) as (scanned, _):
             table = scanned.table()
         return cls(source, table)
 
@@ -159,7 +159,7 @@ def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
         digest
         for each in looked
         for place in each.usable.select(Place._fields).to_pylist()
-        if (digest := scan.from_bytes(each.source, Place(**place), *limits).get("digest")) is not None
+        if (digest := scan_rows.from_bytes(each.source, Place(**place), *limits).get("digest")) is not None
     ]
     column = fixed(pa.array(digests, pa.binary(16)))
     return int(is_held_out(column, recommend.HELDOUT[-1][1]).sum()) if digests else 0
@@ -296,12 +296,12 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
 def _cache_bytes(config: Config, looked: _Looked) -> int:
     """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
     latent, text = LatentRecipe(), TextRecipe(max_length=config.text.max_length)
-    shapes = buckets.table(config.data, latent.compression)
-    work = estimate.wanted(looked.table, None, latent, text, shapes)
-    size = estimate.sizes(
-        work, config, latent, text, lambda texts: [estimate.likely_rows(text, len(each.encode())) for each in texts]
-    )
-    return size.total
+    work = estimate.wanted(looked.table, None, [latent, text], buckets.table(config.data, latent.compression))
+
+    def count(texts: Sequence[str]) -> list[int]:
+        return [estimate.likely_rows(text, len(each.encode())) for each in texts]
+
+    return estimate.sizes(work, config, text, count).total
 
 
 def _next(options: Options, data: Sequence[str], machine: Machine | None) -> list[str]:

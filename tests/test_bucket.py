@@ -92,9 +92,9 @@ def test_snapshots_come_out_the_same(root: Path) -> None:
     one[5] = dataclasses.replace(one[5], reject="broken")
     add(config(root), "one", one, without=["00007.png"])
     add(config(root), "two", pictures(60, "two-"))
-    assert stages.bucket.run(config(root)) == "9badecb9121f96a48d45f74ea2d208d1"
+    assert stages.bucket.run(config(root)) == "2e3b53d2f34d93694a973f4b5e018190"
     dropped = config(root, "bucket.remainder=drop", "bucket.batch=16")
-    assert stages.bucket.run(dropped, name="dropped") == "e6ea1ef1b2193c107176348220fd5387"
+    assert stages.bucket.run(dropped, name="dropped") == "7c02711ca8f065c688140de0f13462f9"
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -122,15 +122,16 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
     assert len(opened) == len(all_of)
     for row in range(len(opened)):
         sample = opened.sample(row)
+        place = sample.pictures["latent"]
         picture = known[sample.sample_id]
         assert opened.source_item(row) == ("one", picture.item)
         size = buckets.nearest(synthetic.TABLE, picture.height, picture.width)
         bucket = opened.buckets[sample.bucket]
         assert (bucket.height, bucket.width) == size
-        assert sample.key == synthetic.LATENT.key(layout.digest(picture.content), *size)
-        at = int(latents.find(as_keys([sample.key]))[0])
-        assert sample.shard == latents.shards[latents.columns["shard"][at]]
-        assert sample.offset == latents.columns["offset"][at]
+        assert place.key == synthetic.LATENT.key(layout.digest(picture.content), *size)
+        at = int(latents.find(as_keys([place.key]))[0])
+        assert place.shard == latents.shards[latents.columns["shard"][at]]
+        assert place.offset == latents.columns["offset"][at]
         assert len(sample.captions) == len(picture.texts)
         for caption, (written, weight) in zip(sample.captions, picture.texts, strict=True):
             assert caption.key == text.key(written.lower().strip())
@@ -145,7 +146,7 @@ def test_a_snapshot_names_only_shards_that_it_needs(root: Path) -> None:
     cache = [add(config(root), source, pictures(30, f"{source}-")) for source in ("one", "two")][-1]
     opened = made(config(root, "bucket.sources={one: {weight: 0}}"))
     samples = [opened.sample(row) for row in range(len(opened))]
-    assert {sample.shard for sample in samples} == set(opened.shards["latent"])
+    assert {sample.pictures["latent"].shard for sample in samples} == set(opened.shards["latent"])
     assert len(opened.shards["latent"]) < len(cache.index(synthetic.LATENT.name).shards)
 
 
@@ -690,7 +691,7 @@ def test_two_resolutions_of_a_picture_in_one_snapshot(root: Path, capsys: pytest
     for row in range(len(snapshot)):
         sample, (_, item) = snapshot.sample(row), snapshot.source_item(row)
         size = snapshot.buckets[sample.bucket].height, snapshot.buckets[sample.bucket].width
-        assert sample.key == synthetic.LATENT.key(contents[item], *size)
+        assert sample.pictures["latent"].key == synthetic.LATENT.key(contents[item], *size)
     ids = [snapshot.sample_id(row) for row in range(len(snapshot))]
     assert len(set(ids)) == len(ids)
     assert {layout.sample_id("one", p.item) for p in all_of if p.reject is None} < set(ids)
@@ -723,7 +724,7 @@ def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
     choices: dict[int, list[bool]] = {}
     for step in range(1000):
         plan = planner.step(step)
-        for sample_id, key in zip(plan.samples["sample_id"].tolist(), plan.texts["key"], strict=True):
+        for sample_id, key in zip(plan.sample_id.tolist(), plan.texts["key"], strict=True):
             choices.setdefault(sample_id, []).append(key_bytes(key) in rare)
     assert all(len(picks) == 200 and 0 < sum(picks) < 200 for picks in choices.values()), "chosen once, not per visit"
     assert 0.22 < np.mean([pick for picks in choices.values() for pick in picks]) < 0.28
@@ -1145,10 +1146,10 @@ def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     plain = items(made(config(root)))
     away = items(made(config(root, "bucket.heldout=0.3")))
     assert away < plain
-    monkeypatch.setattr(selection, "heldout", lambda frame, *_: np.zeros(len(frame), bool))
+    monkeypatch.setattr(selection, "heldout", lambda digests, *_: np.zeros(len(digests), bool))
     assert items(made(config(root, "bucket.heldout=0.3"))) == plain
     monkeypatch.undo()
-    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, order, earlier: frame)
+    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, *args, **how: frame)
     assert items(made(config(root, "bucket.dedup=image"))) == plain
 
 
@@ -1169,10 +1170,11 @@ def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
     add(of, "one", pictures(8))
     add(of, "old", pictures(8, "old-"))
     cache = Cache(root)
-    cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": "latent-" + "0" * 32})
+    last = cache.last_scan("old") or {}
+    cache.add_scan("old", {**last, "recipes": {**last["recipes"], "latent": "latent-" + "0" * 32}})
     other = LatentRecipe(weights="other")
     cache.add_recipe(other)
-    cache.add_scan("old", {**(cache.last_scan("old") or {}), "latent": other.name})
+    cache.add_scan("old", {**last, "recipes": {**last["recipes"], "latent": other.name}})
     with pytest.raises(CacheError, match=naming("'old'", "'one'", "weights")):
         stages.bucket.run(of)
     weightless = "bucket.sources={old: {weight: 0}}"

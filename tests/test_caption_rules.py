@@ -15,6 +15,7 @@ from PIL import Image
 from pipeline.cache.root import Cache
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
+from pipeline.encoding import scan_rows
 from pipeline.encoding.fragments import Fragments
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
@@ -212,12 +213,12 @@ def test_a_column_that_no_item_has_is_an_error_with_the_nearest_name(tmp_path: P
 def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "f", a_png="", a_json={"short": "s"}, b_png="", b_json={"rare": "r"})
     cache = Cache(tmp_path / "cache", create=True)
-    monkeypatch.setattr(scanning, "RUN", 1)
+    monkeypatch.setattr(scan_rows, "RUN", 1)
     looked: list[str] = []
 
     def look(source: Source, place: Place, *limits: int) -> dict[str, Any]:
         looked.append(place.item)
-        return scanning.from_bytes(source, place, *limits)
+        return scan_rows.from_bytes(source, place, *limits)
 
     for _ in range(2):  # the second finds what the first, which was killed before it published the scan, has read
         source = open_source(str(tmp_path / "f"), DataConfig(caption_weights={"short": 1, "rare": 1}))

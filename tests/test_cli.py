@@ -784,13 +784,6 @@ def test_a_command_may_open_as_many_files_as_the_system_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_formats_of_the_command_are_those_that_can_be_opened() -> None:
-    from pipeline.sources.detect import FORMATS
-
-    [choice] = [option.type for option in cli.commands["encode"].params if option.name == "format"]
-    assert tuple(choice.choices) == FORMATS
-
-
 def _paths(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Parameter]]:
     """The options of all commands that name files or folders, by their help."""
     for parameter in command.params:

@@ -282,7 +282,7 @@ def test_a_ray_task_waits_too(
 
     def task(of: Config) -> ray_engine.Done:
         text = of.model_dump_json()
-        order = ray_engine.WorkerSettings(text, str(tmp_path), __version__, partial(unit_encoder.build, text, ()))
+        order = ray_engine.WorkerSettings(text, str(tmp_path), __version__, partial(unit_encoder.build, text, (), ()))
         before = Path.cwd()
         try:
             return ray_engine.make_unit(order, recipe, 0, plan.units[-1].unit)

@@ -22,7 +22,8 @@ from pipeline.config import DataConfig, EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
-from pipeline.encoding.scan import SCAN, check_unique, unchanged_row
+from pipeline.encoding.last_scan import SCAN, unchanged_row
+from pipeline.encoding.scan import check_unique
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.signals.text import TextRecipe
@@ -507,11 +508,11 @@ def test_rejects_of_several_sources_have_as_many_examples_as_those_of_one() -> N
 def test_the_first_half_of_a_digest_decides_what_is_held_out() -> None:
     low, high = bytes(7) + b"\x01", b"\xff" * 8
     frame = dataclasses.replace(Joined().frame(), digest=np.array([low + high, high + low], "S16"))
-    assert selection.heldout(frame, 0.5).tolist() == [True, False]
+    assert selection.heldout(frame.digest, 0.5).tolist() == [True, False]
 
 
 def test_frames_are_joined_whose_names_are_parts_of_other_columns(tmp_path: Path) -> None:
-    columns = join.FrameColumns(Scratch())
+    columns = join.FrameColumns(Scratch(), ["latent"])
     names = pa.array(["first", "", "bird", "c", "ü"], pa.large_string())
     for part in (names.slice(1, 3), names.slice(0, 0), names.slice(3), names):
         columns.add(dataclasses.replace(frame_of(np.zeros(len(part), int), [""] * len(part)), item=part))
@@ -530,7 +531,8 @@ def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
         height=sides[:, 0],
         width=sides[:, 1],
         bucket=bucket,
-        latent=np.arange(count),
+        cluster=np.zeros(count, np.int64),
+        pictures={"latent": np.arange(count)},
         captions=np.arange(count + 1),
         text=np.zeros(count, np.int64),
         weight=np.ones(count, np.float32),
@@ -573,7 +575,10 @@ def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
         ],
     )
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
-    weights = {snapshot.source_item(row)[1]: snapshot.caption_rows(row)[1] for row in range(len(snapshot))}
+    weights = {
+        snapshot.source_item(row)[1]: [caption.weight for caption in snapshot.sample(row).captions]
+        for row in range(len(snapshot))
+    }
     assert weights == {one.item: [1.0], two.item: [1.0, 0.5]}
 
 

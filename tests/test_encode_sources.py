@@ -391,7 +391,7 @@ def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
     cache = Cache(config.cache)
     body = cache.last_scan("tars")
     assert body is not None
-    recipe = cache.recipe(body["latent"])
+    recipe = cache.recipe(body["recipes"]["latent"])
     assert isinstance(recipe, LatentRecipe)
     (plan,) = cache.plans(recipe.name)
     read = 0

@@ -106,12 +106,14 @@ def rotten(cache: Path) -> None:
     shortest = {}
     for row in range(len(snapshot)):  # the one that fits wherever another was
         sample = snapshot.sample(row)
+        place = sample.pictures["latent"]
         rows = max(caption.rows for caption in sample.captions)
         shortest[sample.bucket] = min(shortest.get(sample.bucket, (rows, row)), (rows, row))
     for row in {*range(len(snapshot))} - {row for _, row in shortest.values()}:
         sample = snapshot.sample(row)
-        path = cache / f"shards/{snapshot.recipe(LatentRecipe).name}/{sample.shard[:2]}/{sample.shard}.tar"
-        flip(path, sample.offset)
+        place = sample.pictures["latent"]
+        path = cache / f"shards/{snapshot.recipe(LatentRecipe).name}/{place.shard[:2]}/{place.shard}.tar"
+        flip(path, place.offset)
 
 
 def test_a_run_on_a_few_samples_ends(

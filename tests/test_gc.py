@@ -898,7 +898,10 @@ def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
     tables = [cache.put_table(pa.table({"item": [f"{i}"], "reject": pa.array([None], pa.string())})) for i in range(2)]
     latent, text = (recipe.name for recipe in tiny_cache.recipes())
     for table in tables:
-        cache.add_scan("s", {"source": "s", "root": "/", "table": table, "latent": latent, "text": text, "buckets": []})
+        cache.add_scan(
+            "s",
+            {"source": "s", "root": "/", "table": table, "recipes": {"latent": latent, "text": text}, "buckets": []},
+        )
     age(cache.files)
     assert {name.partition("/")[0] for name in collect(cache)} == {"units"}
     cache.forget_source("s")
@@ -911,8 +914,7 @@ def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
             "source": "s",
             "root": "/",
             "table": cache.put_table(pa.table({"item": ["2"]})),
-            "latent": latent,
-            "text": text,
+            "recipes": {"latent": latent, "text": text},
             "buckets": [],
         },
     )
@@ -923,7 +925,9 @@ def test_a_source_is_forgotten_though_its_table_is_damaged(tmp_path: Path) -> No
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
     table = cache.put_table(pa.table({"item": ["a"], "reject": pa.array([None], pa.string())}))
     latent, text = (recipe.name for recipe in tiny_cache.recipes())
-    cache.add_scan("s", {"source": "s", "root": "/", "table": table, "latent": latent, "text": text, "buckets": []})
+    cache.add_scan(
+        "s", {"source": "s", "root": "/", "table": table, "recipes": {"latent": latent, "text": text}, "buckets": []}
+    )
     cache.files.path(Paths.table(table, "parquet")).write_bytes(b"PAR1")
     cache = Cache(tmp_path / "cache")
     cache.forget_source("s")

@@ -21,7 +21,7 @@ import stages.pack
 from pipeline.cache import layout
 from pipeline.cache.root import Cache
 from pipeline.encoding import plan as planning
-from pipeline.encoding.scan import SCAN
+from pipeline.encoding.last_scan import SCAN
 from pipeline.launch import Launch
 from pipeline.training.trainer import fit
 from tests.support import synthetic
@@ -93,8 +93,15 @@ def test_an_earlier_cache_is_encoded_further(golden: Path) -> None:
     reader = after.reader("latent")
     for row in range(len(after)):
         sample = after.sample(row)
-        into = np.empty(after.latent_shape(sample.bucket), np.uint16)
-        reader.read(sample.shard, sample.offset, sample.key, sample.checksum, into)
+        place = sample.pictures["latent"]
+        into = np.empty(after.shape("latent", sample.bucket), np.uint16)
+        reader.read(
+            place.shard,
+            place.offset,
+            place.key,
+            place.checksum,
+            into,
+        )
 
 
 def test_an_earlier_checkpoint_goes_on_as_it_did(golden: Path, figures: dict[str, Any]) -> None:

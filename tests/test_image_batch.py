@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +90,7 @@ def test_as_many_pictures_as_fit_and_as_can_be_indexed(
 
     def with_memory(size: int) -> int:
         monkeypatch.setattr(image_batch, "available", lambda device: size)
-        return image_batch.fitting(vae, lambda: CUDA)(96, 64)
+        return image_batch.fitting(partial(encoders.footprint, vae), lambda: CUDA)(96, 64)
 
     assert with_memory(each.weights + 5 * each.picture) == 5
     assert with_memory(each.weights + 5 * each.picture - 1) == 4

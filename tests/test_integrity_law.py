@@ -140,10 +140,9 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
     records: dict[str, list[tuple[int, int, str]]] = {}
     for row in range(len(snapshot)):
         sample = snapshot.sample(row)
-        for place in (sample, *sample.captions) if kind == "text" else (sample,):
-            size = 2 * 2 * 2 * 2 if place is sample else place.rows * 3 * 2  # type: ignore[union-attr]
-            if (place is sample) == (kind == "latent"):
-                records.setdefault(place.shard, []).append((place.offset, size, place.key.hex()))
+        latents = [(sample.pictures["latent"], 2 * 2 * 2 * 2)]
+        for place, size in latents if kind == "latent" else [(each, each.rows * 3 * 2) for each in sample.captions]:
+            records.setdefault(place.shard, []).append((place.offset, size, place.key.hex()))
     if kind == "text":
         records[null.shard].append((null.offset, null.rows * 6, null.key.hex()))
     tally, inside = Tally(reading()), 0
@@ -165,7 +164,7 @@ def test_a_record_that_is_hit_is_named(copy: Path) -> None:
     snapshot = Cache(copy).open_snapshot()
     sample = snapshot.sample(1)
     for recipe, place, size in (
-        (snapshot.recipe(LatentRecipe), sample, 16),
+        (snapshot.recipe(LatentRecipe), sample.pictures["latent"], 16),
         (snapshot.recipe(TextRecipe), sample.captions[0], sample.captions[0].rows * 6),
     ):
         path = copy / layout.Paths.shard(recipe.name, place.shard)
@@ -261,8 +260,9 @@ def test_whole_files(tmp_path: Path) -> None:
         places: dict[str, list[tuple[int, int]]] = {}
         for row in range(len(snapshot)):
             sample = snapshot.sample(row)
-            for place, size in [(sample, 16)] if kind == "latent" else [(c, c.rows * 6) for c in sample.captions]:
-                places.setdefault(place.shard, []).append((place.offset, size))  # type: ignore[attr-defined]
+            latents = [(sample.pictures["latent"], 16)]
+            for place, size in latents if kind == "latent" else [(c, c.rows * 6) for c in sample.captions]:
+                places.setdefault(place.shard, []).append((place.offset, size))
         for name, result in places.items():
             for i, (a, size) in enumerate(result):
                 for b, other in result[i + 1 :]:
@@ -401,7 +401,7 @@ def test_without_verification_there_are_silent_cases(copy: Path, monkeypatch: py
     """The same judge, with the check of records taken out of the code: it must find silent cases."""
     truth = read(copy)
     snapshot = Cache(copy).open_snapshot()
-    place = snapshot.sample(0)
+    place = snapshot.sample(0).pictures["latent"]
     path = copy / layout.Paths.shard(snapshot.recipe(LatentRecipe).name, place.shard)
     flip(path, place.offset)
     with_it, without = Tally(truth), Tally(truth)
@@ -420,7 +420,7 @@ def test_without_identity_swapped_records_would_be_silent(
     """A checksum of the payload alone: the judge must see that a wrong record passes."""
     real = layout.checksum
     snapshot = Cache(copy).open_snapshot()
-    one, two = snapshot.sample(0), snapshot.sample(1)
+    one, two = (snapshot.sample(row).pictures["latent"] for row in range(2))
     reader, into = ShardReader(Files(copy), snapshot.recipe(LatentRecipe).name), np.empty((2, 2, 2), np.uint16)
     reader.read(one.shard, one.offset, one.key, one.checksum, into)
     path = copy / layout.Paths.shard(snapshot.recipe(LatentRecipe).name, one.shard)
@@ -442,14 +442,14 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     opened = Cache(copy).open_snapshot()
     if guard == "the chunk's digest":
         name = opened.head.chunks[0].samples
-        path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).key
+        path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).pictures["latent"].key
         monkeypatch.setattr(snapshots, "digest_of", lambda handle: name)
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731
     elif guard == "the list's digest":
         shards = opened.head.shards["latent"]
         assert isinstance(shards, ShardTable)
         name = shards.entry.table
-        path, old = copy / layout.Paths.table(name, "arrow"), bytes.fromhex(opened.sample(0).shard)
+        path, old = copy / layout.Paths.table(name, "arrow"), bytes.fromhex(opened.sample(0).pictures["latent"].shard)
         monkeypatch.setattr("pipeline.cache.snapshot_lists.digest_of", lambda handle: name)
         reading = lambda: opened.head.parse(opened.head.values()).bound(Files(copy)).shard_names("latent")[:]  # noqa: E731
     elif guard == "the document's digest":
@@ -458,7 +458,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
         reading = lambda: Cache(copy).files.document(path.relative_to(copy).as_posix())  # noqa: E731
     else:
         table = Cache(copy).files.document(layout.Paths.segment(opened.recipe(LatentRecipe).name, 0))["table"]
-        path, old = copy / layout.Paths.table(table, "arrow"), opened.sample(0).key
+        path, old = copy / layout.Paths.table(table, "arrow"), opened.sample(0).pictures["latent"].key
         monkeypatch.setattr(Files, "mapped", lambda self, name, digest: pa.py_buffer(self.read(name)))
         reading = lambda: Cache(copy).index(opened.recipe(LatentRecipe).name).keys.tolist()  # noqa: E731
     tally = Tally(reading())

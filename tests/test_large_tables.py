@@ -17,10 +17,12 @@ from pipeline.cache.root import Cache
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding.scan import SCAN
+from pipeline.encoding import scan_rows
+from pipeline.encoding.last_scan import SCAN
 from pipeline.errors import CacheError
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
+from pipeline.sources.detect import open_source
 from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 
 TEXT = TextRecipe(weights="w")
@@ -104,8 +106,9 @@ def test_files_have_no_piece_that_is_too_large(tmp_path: Path, small: None) -> N
 def test_the_bytes_of_small_tables_are_those_of_earlier_versions(tmp_path: Path) -> None:
     cache, table = Cache(tmp_path / "cache", create=True), scan_table().combine_chunks()
     pq.write_table(table, tmp_path / "plain", compression="zstd", write_page_checksum=True)
-    plain = arrow.with_fixed_writer((tmp_path / "plain").read_bytes())
-    assert cache.put_table(table) == layout.content_digest(plain)
+    with open(tmp_path / "plain", "r+b") as plain:
+        arrow.fix_writer(plain)
+    assert cache.put_table(table) == layout.content_digest((tmp_path / "plain").read_bytes())
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -117,7 +120,9 @@ def test_row_groups_are_those_of_earlier_versions_however_a_table_is_cut(tmp_pat
     whole = pa.table({"a": np.arange(count) % 1000, "b": pa.array(np.arange(count) % 77).cast(pa.string())})
     pq.write_table(whole, tmp_path / "plain", compression="zstd", write_page_checksum=True)
     arrow.write_parquet(pa.concat_tables(whole.slice(at, 70_001) for at in range(0, count, 70_001)), tmp_path / "cut")
-    assert (tmp_path / "cut").read_bytes() == arrow.with_fixed_writer((tmp_path / "plain").read_bytes())
+    with open(tmp_path / "plain", "r+b") as plain:
+        arrow.fix_writer(plain)
+    assert (tmp_path / "cut").read_bytes() == (tmp_path / "plain").read_bytes()
 
 
 @pytest.mark.parametrize("lowered", [False, True])
@@ -195,7 +200,7 @@ def test_names_of_items_are_joined_as_large_strings() -> None:
     joined = join.Joined()
     assert joined.frame().item.type == pa.large_string()
     index = type("Index", (), {"rejects": (), "find": lambda self, keys: np.zeros(len(keys), np.int64)})()
-    records = join.EncodedRecords(LATENT, TEXT, index, index)
+    records = join.EncodedRecords([LATENT, TEXT], {"latent": index, "text": index})
     join.join(joined, "one", scan_table(), records, join.Resolution(TABLE))
     join.join(joined, "two", scan_table(), records, join.Resolution(TABLE))
     join.join(joined, "one", scan_table(), records, join.Resolution(TABLE, len(TABLE), "small"))
@@ -210,7 +215,7 @@ def test_names_of_items_are_joined_as_large_strings() -> None:
 def test_a_cache_without_its_null_record_makes_no_snapshot() -> None:
     index = type("Index", (), {"rejects": (), "find": lambda self, keys: np.full(len(keys), -1)})()
     with pytest.raises(CacheError, match="null record"):
-        join.row_of_null(join.EncodedRecords(LATENT, TEXT, index, index))
+        join.row_of_null(join.EncodedRecords([LATENT, TEXT], {"latent": index, "text": index}))
 
 
 def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,17 +224,17 @@ def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / f"{n}.txt").write_text(f"caption {n}")
     sizes: list[int] = []
     table = pa.table
-    monkeypatch.setattr(scanning, "ROWS", 4)
+    monkeypatch.setattr(scan_rows, "ROWS", 4)
     monkeypatch.setattr(arrow, "LIMIT", 100)
     monkeypatch.setattr(
-        scanning.pa,
+        scan_rows.pa,
         "table",
         lambda columns, names=None, schema=None: (
             (sizes.append(len(columns["item"])) if schema is SCAN else None)
             or table(columns, names=names, schema=schema)
         ),
     )
-    source = scanning.detect.open_source(str(tmp_path), config(tmp_path).data)
+    source = open_source(str(tmp_path), config(tmp_path).data)
     result = scanning.scan(
         source, "x", None, max_pixels=10**6, workers=1, rehash=False, progress=lambda done, total: None
     )

@@ -27,7 +27,7 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.drivers import Connection, RequestFailed
 from pipeline.cache.root import Cache
 from pipeline.config import Config
-from pipeline.encoding import scan as scanning
+from pipeline.encoding import scan_rows
 from pipeline.errors import AwayError, RejectRateError
 from pipeline.sources import links
 from pipeline.sources.links import DEAD, REFUSED, DeadLink, RefusedLink
@@ -273,7 +273,7 @@ def test_a_killed_scan_goes_on_where_it_was(
     server: LinkServer, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
     """Dead links among the fetched ones do not make them be fetched again."""
-    monkeypatch.setattr(scanning, "RUN", 2)
+    monkeypatch.setattr(scan_rows, "RUN", 2)
     urls = [*good(server), *(f"{server.url}/404!{n}.png" for n in range(COUNT))]
     data = write(tmp_path / table, [url for pair in zip(urls[:COUNT], urls[COUNT:], strict=True) for url in pair])
     config = make_config(tmp_path)

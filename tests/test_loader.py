@@ -50,7 +50,9 @@ def load(cache: Path, steps: int = 6, **options: object) -> list[tuple[list[Batc
 def joined(parts: list[list[Batch]]) -> list[torch.Tensor]:
     """All tensors of a step: microbatches of rank 0, then of rank 1, ..."""
     flat = [batch for part in parts for batch in part]
-    names = [f.name for f in dataclasses.fields(Batch) if f.name not in ("sample_ids", "bucket", "cu_seqlens")]
+    names = [
+        f.name for f in dataclasses.fields(Batch) if f.name not in ("sample_ids", "bucket", "cu_seqlens", "pictures")
+    ]
     return [torch.cat([getattr(batch, name) for batch in flat]) for name in names]
 
 

@@ -103,7 +103,8 @@ def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
             caption = sample.captions[int(np.searchsorted(share, drawn.caption[0], side="right"))]
             batch, i = next(rows)
             latent, text = np.empty(batch.latents.shape[1:], np.uint16), np.empty((caption.rows, 3), np.uint16)
-            latents.read(sample.shard, sample.offset, sample.key, sample.checksum, latent)
+            place = sample.pictures["latent"]
+            latents.read(place.shard, place.offset, place.key, place.checksum, latent)
             texts.read(caption.shard, caption.offset, caption.key, caption.checksum, text)
             assert batch.sample_ids[i] == sample.sample_id
             assert np.array_equal(batch.latents[i].view(torch.int16).numpy().view(np.uint16), latent)
@@ -144,10 +145,11 @@ def test_columns_across_chunks_are_what_the_samples_say(tmp_path: Path, monkeypa
         np.arange(0),
     ):
         result = opened.columns(rows)
-        seen, captions = result.samples, result.captions
+        captions = result.captions
         for i, row in enumerate(rows.tolist()):
             sample = opened.sample(row)
-            assert (seen["sample_id"][i], seen["offset"][i]) == (sample.sample_id, sample.offset)
+            seen = result.sample_id[i], result.pictures["latent"]["offset"][i]
+            assert seen == (sample.sample_id, sample.pictures["latent"].offset)
             at = slice(result.first[i], result.first[i + 1])
             expected = [(c.offset, c.rows, c.key.rstrip(b"\0")) for c in sample.captions]
             assert (
@@ -234,7 +236,7 @@ def test_a_null_record_longer_than_the_batch_leaves_its_neighbours_alone(cache: 
     reading.null, reading.null_valid = np.full((40, 3), 7, np.uint16), 40
     for step, ((batches, _), (others, _)) in enumerate(zip(reading, plain, strict=True)):
         plan = reading.planner.step(step)
-        drawn = randomness.draws(5, 1, plan.visits.tolist(), plan.samples["sample_id"].tolist())
+        drawn = randomness.draws(5, 1, plan.visits.tolist(), plan.sample_id.tolist())
         with_caption = torch.from_numpy(drawn.drop >= 0.5)
         result, expected = (torch.cat([b.captions for b in side]) for side in (batches, others))
         assert plan.length < 40 and 0 < int(with_caption.sum()) < len(with_caption)
@@ -261,7 +263,7 @@ def test_windows_keep_every_visit_and_pad_less(tmp_path: Path) -> None:
         result: Counter[tuple[int, int]] = Counter()
         for step in range(first, stop):
             plan = planner.step(step)
-            result.update(zip(plan.samples["sample_id"].tolist(), plan.visits.tolist(), strict=True))
+            result.update(zip(plan.sample_id.tolist(), plan.visits.tolist(), strict=True))
         return result
 
     for epoch in range(2):
@@ -272,7 +274,7 @@ def test_windows_keep_every_visit_and_pad_less(tmp_path: Path) -> None:
     lengths = [int(sorted_.step(s).texts["rows"].max()) for s in range(steps)]
     assert lengths != sorted(lengths), "the batches of a window are not shuffled"
     late = Planner(snapshot, seed=5, phase=1, length_window=4)
-    assert np.array_equal(late.step(steps - 1).samples["sample_id"], sorted_.step(steps - 1).samples["sample_id"])
+    assert np.array_equal(late.step(steps - 1).sample_id, sorted_.step(steps - 1).sample_id)
 
 
 def test_windows_against_an_oracle() -> None:
@@ -358,8 +360,10 @@ def test_the_shards_of_a_step_are_those_of_its_samples(cache: Cache) -> None:
         rows = {snapshot.sample_id(row): row for row in range(len(snapshot))}
         samples = [snapshot.sample(rows[identity]) for batch in batches for identity in batch.sample_ids]
         files = {Path(path).stem: size for path, size in reading.shard_paths(step).items()}
-        assert {sample.shard for sample in samples} <= files.keys()
-        known = {sample.shard for sample in samples} | {c.shard for sample in samples for c in sample.captions}
+        assert {sample.pictures["latent"].shard for sample in samples} <= files.keys()
+        known = {sample.pictures["latent"].shard for sample in samples} | {
+            c.shard for sample in samples for c in sample.captions
+        }
         assert files.keys() <= known
         for path, size in reading.shard_paths(step).items():
             assert (cache.root / path).stat().st_size == size
@@ -557,7 +561,10 @@ def rotten(tmp_path: Path, cache: Cache) -> tuple[Cache, set[int]]:
     root = Path(shutil.copytree(cache.root, tmp_path / "cache"))
     snapshot = Cache(root).open_snapshot()
     one, two = snapshot.sample(3), snapshot.sample(11)
-    for recipe, place in ((snapshot.recipe(LatentRecipe), one), (snapshot.recipe(TextRecipe), two.captions[0])):
+    for recipe, place in (
+        (snapshot.recipe(LatentRecipe), one.pictures["latent"]),
+        (snapshot.recipe(TextRecipe), two.captions[0]),
+    ):
         path = root / f"shards/{recipe.name}/{place.shard[:2]}/{place.shard}.tar"
         flip(path, place.offset)
     return Cache(root), {one.sample_id, two.sample_id}
@@ -612,7 +619,7 @@ def test_a_substitute_fits_into_the_text_length(cache: Cache) -> None:
     rows_of_long, rows_of_short = ([int(other.texts["rows"][0]) for other in some] for some in (long, short))
     assert rows_of_short == [rows for rows in rows_of_long if rows <= 4]
     assert 4 in rows_of_short and len(short) < len(long)
-    assert int(plan.samples["sample_id"][0]) not in [int(other.samples["sample_id"][0]) for other in long]
+    assert int(plan.sample_id[0]) not in [int(other.sample_id[0]) for other in long]
 
 
 def test_only_what_is_handed_out_is_written_down(rotten: tuple[Cache, set[int]], tmp_path: Path) -> None:
@@ -646,7 +653,7 @@ def test_a_bucket_with_nothing_to_put_in_its_place_stops_the_run(tmp_path: Path)
     for path in cache.root.glob("shards/latent-*/*/*.tar"):
         data = bytearray(path.read_bytes())
         for sample in (cache.open_snapshot().sample(0), cache.open_snapshot().sample(1)):
-            data[sample.offset] ^= 1
+            data[sample.pictures["latent"].offset] ^= 1
         path.write_bytes(data)
     with pytest.raises(IntegrityError, match="wrong checksum"):
         sequence(loader(cache, quarantine=tmp_path / "q", stop_step=1))

@@ -457,21 +457,36 @@ def test_a_trusted_copy_that_is_damaged_heals(tmp_path: Path, monkeypatch: pytes
     opened = Cache(f"memory://{place}", mirror=MirrorConfig(path=str(tmp_path / "mirror"), gib=0.01)).open_snapshot()
     truth = [source.open_snapshot().sample(row) for row in range(len(opened))]
     assert [opened.sample(row) for row in range(len(opened))] == truth
-    sample, into = truth[0], np.empty(opened.latent_shape(0), np.uint16)
-    opened.reader("latent").read(sample.shard, sample.offset, sample.key, sample.checksum, into)
+    sample, into = truth[0], np.empty(opened.shape("latent", 0), np.uint16)
+    opened.reader("latent").read(
+        sample.pictures["latent"].shard,
+        sample.pictures["latent"].offset,
+        sample.pictures["latent"].key,
+        sample.pictures["latent"].checksum,
+        into,
+    )
     monkeypatch.setattr(mirrors.Mirror, "_is_marked", lambda *a: True)
-    for name, at in ((sample.shard, sample.offset), (opened.head.chunks[0].samples, -1)):
+    for name, at in (
+        (sample.pictures["latent"].shard, sample.pictures["latent"].offset),
+        (opened.head.chunks[0].samples, -1),
+    ):
         copy = next((tmp_path / "mirror").glob(f"??/{name}.*"))
         data = bytearray(copy.read_bytes())
-        data[at if at >= 0 else data.index(sample.key)] ^= 1
+        data[at if at >= 0 else data.index(sample.pictures["latent"].key)] ^= 1
         copy.write_bytes(data)
     again = np.empty_like(into)
     fresh = Snapshot(opened.files, opened.id)
     opened.files.reopen_s = 0.0
-    fresh.reader("latent").read(sample.shard, sample.offset, sample.key, sample.checksum, again)
+    fresh.reader("latent").read(
+        sample.pictures["latent"].shard,
+        sample.pictures["latent"].offset,
+        sample.pictures["latent"].key,
+        sample.pictures["latent"].checksum,
+        again,
+    )
     assert (again == into).all()
     assert fresh.sample(0) == sample
-    assert fresh.columns(np.arange(5)).samples["sample_id"].tolist() == [s.sample_id for s in truth[:5]]
+    assert fresh.columns(np.arange(5)).sample_id.tolist() == [s.sample_id for s in truth[:5]]
 
 
 class Disk:

@@ -73,7 +73,8 @@ def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
         sample = snapshot.sample(row)
         bucket = snapshot.buckets[sample.bucket]
         latent = np.empty((recipe.channels, bucket.height // 8, bucket.width // 8), np.uint16)
-        readers["latent"].read(sample.shard, sample.offset, sample.key, sample.checksum, latent, sample.length)
+        place = sample.pictures["latent"]
+        readers["latent"].read(place.shard, place.offset, place.key, place.checksum, latent, place.length)
         texts = []
         for caption in sample.captions:
             text = np.empty((caption.rows, 3), np.uint16)
@@ -82,8 +83,8 @@ def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
         said = snapshot.captions(row, readers["text"])
         result[sample.sample_id] = (
             sample.bucket,
-            sample.key,
-            sample.checksum,
+            place.key,
+            place.checksum,
             latent.tobytes(),
             texts,
             said,
@@ -101,7 +102,7 @@ def test_a_shard_has_about_the_size_asked_for(tmp_path: Path, storage: str, monk
         sample = source.sample(row)
         pixels = source.buckets[sample.bucket].height * source.buckets[sample.bucket].width
         latent = (
-            sample.length
+            sample.pictures["latent"].length
             or 2 * source.recipe(LatentRecipe).channels * pixels // source.recipe(LatentRecipe).compression ** 2
         )
         texts = [caption.length or 2 * 3 * caption.rows for caption in sample.captions]
@@ -134,7 +135,7 @@ def test_a_packed_snapshot_holds_the_same_samples(
         assert path.startswith(f"shards/{packed.head.folder}/")
     order = [[s.sample_id(row) for row in range(len(s))] for s in (source, packed)]
     assert order[0] != order[1]
-    sizes = Counter(packed.sample(row).shard for row in range(len(packed)))
+    sizes = Counter(packed.sample(row).pictures["latent"].shard for row in range(len(packed)))
     assert set(sizes.values()) <= {4, 30 % 4, 26 % 4, 7 % 4}, "blocks are shards"
 
 
@@ -192,7 +193,9 @@ def test_weighted_parts_are_shuffled_and_packed_apart(tmp_path: Path) -> None:
     assert content(packed) == content(source)
     for rows in (range(10), range(10, 30)):
         assert {packed.sample_id(row) for row in rows} == {source.sample_id(row) for row in rows}
-    assert not {packed.sample(r).shard for r in range(10)} & {packed.sample(r).shard for r in range(10, 30)}
+    assert not {packed.sample(r).pictures["latent"].shard for r in range(10)} & {
+        packed.sample(r).pictures["latent"].shard for r in range(10, 30)
+    }
     schedule, visits = Schedule.of(packed.head, seed=5, phase=1), Counter[int]()
     for t in range(schedule.steps_upto(40)):
         step = schedule.step(t)
@@ -360,12 +363,13 @@ def test_unpacked_snapshots_keep_their_order(both: tuple[Cache, Snapshot, Snapsh
 def test_a_flipped_bit_in_a_joint_shard_is_named(copy: Cache) -> None:
     packed = copy.open_snapshot()
     sample = packed.sample(3)
-    path = copy.root / f"shards/{packed.head.folder}/{sample.shard[:2]}/{sample.shard}.tar"
-    flip(path, sample.offset + 1)
-    with pytest.raises(IntegrityError, match=rf"{sample.shard}[\s\S]*record {sample.key.hex()}"):
+    place = sample.pictures["latent"]
+    path = copy.root / f"shards/{packed.head.folder}/{place.shard[:2]}/{place.shard}.tar"
+    flip(path, place.offset + 1)
+    with pytest.raises(IntegrityError, match=rf"{place.shard}[\s\S]*record {place.key.hex()}"):
         list(loader(copy, stop_step=40))
     finding = next(iter(audit.verify(copy)))
-    assert (finding.path, finding.records) == (str(path.relative_to(copy.root)), (sample.key.hex(),))
+    assert (finding.path, finding.records) == (str(path.relative_to(copy.root)), (place.key.hex(),))
     assert packing.restored(copy, finding.path) and not list(audit.verify(copy))
     caption = sample.captions[0]
     flip(path, packed.written(3)[0]["offset"])
@@ -386,7 +390,7 @@ def test_a_flipped_bit_in_a_joint_shard_is_named(copy: Cache) -> None:
 def test_no_bit_of_a_joint_shard_goes_unnoticed(copy: Cache, step: int) -> None:
     """Some bytes, by reading all records (silent only outside of them) and by `verify` (never silent)."""
     packed = copy.open_snapshot()
-    shard = packed.sample(0).shard
+    shard = packed.sample(0).pictures["latent"].shard
     path = copy.root / f"shards/{packed.head.folder}/{shard[:2]}/{shard}.tar"
     right, truth = path.read_bytes(), content(packed)
     for at in range(0, len(right), step):
@@ -426,9 +430,10 @@ def test_a_damaged_record_is_never_packed(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     source = cache.open_snapshot()
     sample = source.sample(9)
-    path = cache.root / layout.Paths.shard(source.recipe(LatentRecipe).name, sample.shard)
-    flip(path, sample.offset)
-    with pytest.raises(IntegrityError, match=f"record {sample.key.hex()}"):
+    place = sample.pictures["latent"]
+    path = cache.root / layout.Paths.shard(source.recipe(LatentRecipe).name, place.shard)
+    flip(path, place.offset)
+    with pytest.raises(IntegrityError, match=f"record {place.key.hex()}"):
         pack(cache)
     assert cache.open_snapshot().id == source.id
 

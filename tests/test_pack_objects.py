@@ -239,17 +239,20 @@ def test_damage_here_is_healed_and_damage_there_is_named(
     sample = packed.sample(packed.row(step.bucket, int(step.positions[0])))
     files = here.cache.files
     assert isinstance(files.store, ObjectStore)
-    name = next(name for name in packed.shard_files() if sample.shard in name)
+    name = next(name for name in packed.shard_files() if sample.pictures["latent"].shard in name)
     right = files.read(name)
     wrong = bytearray(right)
-    wrong[sample.offset] ^= 1
+    wrong[sample.pictures["latent"].offset] ^= 1
     try:
         files.store.fs.pipe_file(f"{place.removeprefix('s3://')}/{name}", bytes(wrong))
         files.store.mirror.drop(name)
-        with pytest.raises(IntegrityError, match=rf"s3://.*{sample.shard}[\s\S]*record {sample.key.hex()}"):
+        with pytest.raises(
+            IntegrityError,
+            match=rf"s3://.*{sample.pictures['latent'].shard}[\s\S]*record {sample.pictures['latent'].key.hex()}",
+        ):
             list(consume(here.cache.open_snapshot()))
         finding = next(iter(audit.verify(here.cache)))
-        assert (finding.path, finding.records) == (name, (sample.key.hex(),))
+        assert (finding.path, finding.records) == (name, (sample.pictures["latent"].key.hex(),))
         assert packing.restored(here.cache, name)
     finally:
         files.store.fs.pipe_file(f"{place.removeprefix('s3://')}/{name}", right)

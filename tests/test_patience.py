@@ -322,9 +322,16 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
     gone.append(errno.ENOTCONN)
     cache.files.patience_s = 0.3
     sample = cache.open_snapshot().sample(0)
+    place = sample.pictures["latent"]
     reader = ShardReader(cache.files, cache.open_snapshot().recipe(LatentRecipe).name)
     with pytest.raises(AwayError, match="not connected"):
-        reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, 16)
+        reader.stored(
+            place.shard,
+            place.offset,
+            place.key,
+            place.checksum,
+            16,
+        )
 
 
 def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
@@ -333,12 +340,19 @@ def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
     cache = tiny_cache.build(tmp_path / "cache")
     snapshot = cache.open_snapshot()
     sample, recipe = snapshot.sample(0), snapshot.recipe(LatentRecipe)
+    place = sample.pictures["latent"]
     bucket = snapshot.buckets[sample.bucket]
     length = 2 * recipe.channels * (bucket.height // recipe.compression) * (bucket.width // recipe.compression)
     real, tries, cache.files.patience_s = os.preadv, [0], 3.0
     reader = ShardReader(cache.files, recipe.name)
-    expected = reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, length)
-    dead = reader._handle(sample.shard).descriptor
+    expected = reader.stored(
+        place.shard,
+        place.offset,
+        place.key,
+        place.checksum,
+        length,
+    )
+    dead = reader._handle(place.shard).descriptor
 
     def preadv(descriptor: int, views: Any, offset: int) -> int:
         if descriptor == dead or tries[0] < 3:
@@ -347,8 +361,17 @@ def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
         return real(descriptor, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    held = reader._handle(sample.shard)  # its number is given to no other file
-    assert reader.stored(sample.shard, sample.offset, sample.key, sample.checksum, length) == expected
+    held = reader._handle(place.shard)  # its number is given to no other file
+    assert (
+        reader.stored(
+            place.shard,
+            place.offset,
+            place.key,
+            place.checksum,
+            length,
+        )
+        == expected
+    )
     assert tries[0] > 1 and held.descriptor == dead
 
 
@@ -358,21 +381,24 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
     cache = tiny_cache.build(tmp_path / "cache")
     snapshot = cache.open_snapshot()
     first, recipe = snapshot.sample(0), snapshot.recipe(LatentRecipe)
-    name, length = first.shard, 2 * np.empty(snapshot.latent_shape(first.bucket)).size
+    place = first.pictures["latent"]
+    name, length = place.shard, 2 * np.empty(snapshot.shape("latent", first.bucket)).size
     beside = next(
-        s for s in map(snapshot.sample, range(1, len(snapshot))) if (s.shard, s.bucket) == (name, first.bucket)
+        s
+        for s in map(snapshot.sample, range(1, len(snapshot)))
+        if (s.pictures["latent"].shard, s.bucket) == (name, first.bucket)
     )
     path = cache.files.path(layout.Paths.shard(recipe.name, name))
     whole, reader = path.read_bytes(), ShardReader(cache.files, recipe.name)
     path.write_bytes(bytes(len(whole)))
     with pytest.raises(RecordError):
-        reader.stored(name, first.offset, first.key, first.checksum, length)
+        reader.stored(name, place.offset, place.key, place.checksum, length)
     path.with_suffix(".new").write_bytes(whole)
     path.with_suffix(".new").replace(path)
     opened, real = [], cache.files.open
     monkeypatch.setattr(cache.files, "open", lambda *args, **how: (opened.append(args), real(*args, **how))[1])
-    for sample in (first, beside):
-        reader.stored(name, sample.offset, sample.key, sample.checksum, length)
+    for place in (first.pictures["latent"], beside.pictures["latent"]):
+        reader.stored(name, place.offset, place.key, place.checksum, length)
     assert len(opened) == 1
     text, caption = cache.open_snapshot().reader("text"), first.captions[0]
     table = read_table(cache.files, layout.Paths.shard(snapshot.recipe(TextRecipe).name, caption.shard))[1].to_pylist()

@@ -23,7 +23,7 @@ from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, Weights, load
 from pipeline.encoding import prompts as prompting
-from pipeline.encoding import survey, unit_encoder, unit_records
+from pipeline.encoding import unit_encoder, unit_records
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.models import encoders, hub
 from pipeline.models.text import TextEncoder
@@ -233,7 +233,7 @@ def test_a_json_list_is_a_prompt_an_entry(tmp_path: Path) -> None:
 def test_a_file_without_prompts_is_refused_before_a_model_is_read(
     data: bytes | None, names: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(survey, "text_recipe", refuse)
+    monkeypatch.setattr(TextRecipe, "wanted", refuse)
     if data is not None:
         (tmp_path / "bad.txt").write_bytes(data)
     with pytest.raises(UserError, match=r"bad\.txt.*" + names):

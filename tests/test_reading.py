@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import DataConfig, load
+from pipeline.encoding.last_scan import SCAN
 from pipeline.encoding.reading import as_read, settled
-from pipeline.encoding.scan import SCAN
 from pipeline.encoding.survey import fit_notes
 from tests.support.messages import naming
 

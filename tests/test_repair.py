@@ -153,7 +153,7 @@ def test_damaged_records_that_nobody_needs_are_no_finding(cache: Cache) -> None:
 def test_a_snapshot_refers_to_latents_captions_and_the_null_record(cache: Cache) -> None:
     snapshot = cache.open_snapshot()
     sample = snapshot.sample(0)
-    for place in (sample, *sample.captions, snapshot.null):
+    for place in (*sample.pictures.values(), *sample.captions, snapshot.null):
         found = np.concatenate([*audit.referred_keys(snapshot, {place.shard: {place.key, bytes(16)}})])
         assert (found == as_keys([place.key])).all() and len(found) == 1
 

@@ -212,13 +212,13 @@ def test_an_imagined_snapshot_lies_as_a_packed_one(tmp_path: Path, monkeypatch: 
     for part in every:
         one, two = real.columns(part), imagined.columns(part)
         for name in ("shard", "offset"):
-            assert (one.samples[name] == two.samples[name]).all(), name
+            assert (one.pictures["latent"][name] == two.pictures["latent"][name]).all(), name
         for name in ("shard", "offset", "rows"):
             assert (one.captions[name] == two.captions[name]).all(), name
     for number, file in enumerate(real.head.shards["latent"]):
         table = file.bytes - imagined.shard_bytes("packed", number)
         assert 0 < table < 4096 + 24 * 256, "only the record table is left out"
-    steps = [Planner(s, seed=0, phase=0).step(7).samples["offset"] for s in (real, imagined)]
+    steps = [Planner(s, seed=0, phase=0).step(7).pictures["latent"]["offset"] for s in (real, imagined)]
     assert (steps[0] == steps[1]).all(), "and so the planner chooses the same"
 
 
@@ -226,15 +226,13 @@ def test_an_imagined_unpacked_snapshot_has_each_place_once() -> None:
     content = Imagined(3000, {(64, 64): 16, (32, 128): 16}, LatentRecipe(weights="w"), TextRecipe(weights="w"))
     whole = ImaginedSnapshot(content, MirrorModel(1 << 40))
     parts = [whole.columns(np.arange(bucket * 1500, bucket * 1500 + 1500)) for bucket in (0, 1)]
-    for kind in ("samples", "captions"):
-        places = {
-            (int(s), int(o)) for part in parts for s, o in zip(*(getattr(part, kind)[c] for c in ("shard", "offset")))
-        }
+    for kind, lying in (("latent", [p.pictures["latent"] for p in parts]), ("text", [p.captions for p in parts])):
+        places = {(int(s), int(o)) for part in lying for s, o in zip(part["shard"], part["offset"], strict=True)}
         assert len(places) == 3000
         numbers = {number for number, _ in places}
-        assert all(whole.shard_bytes({"samples": "latent", "captions": "text"}[kind], number) > 0 for number in numbers)
+        assert all(whole.shard_bytes(kind, number) > 0 for number in numbers)
         assert numbers == set(range(len(numbers)))
-        order = [np.lexsort((getattr(part, kind)["offset"], getattr(part, kind)["shard"])) for part in parts]
+        order = [np.lexsort((part["offset"], part["shard"])) for part in lying]
         assert all((np.abs(np.diff(rows)) == 1).mean() < 0.02 for rows in order), "neighbouring rows lie far apart"
 
 
@@ -264,7 +262,7 @@ def test_bytes_are_those_of_the_estimate() -> None:
     mean = np.mean([estimate.text_bytes(text, int(rows), simulate.CAPTION_BYTES) for rows in simulate.caption_rows()])
     assert million.text / 1e6 == pytest.approx(mean, rel=0.002)
     shapes = Data.of(scale.configured(8)).buckets
-    mean = np.mean([estimate.latent_bytes(latent, *shape) for shape in shapes])
+    mean = np.mean([estimate.picture_bytes(latent, *shape) for shape in shapes])
     assert million.latents / 1e6 == pytest.approx(mean, rel=0.002)
     assert scale.cache_of(10**6, "int8").total < scale.cache_of(10**6, "bf16-zstd").total < million.total
 

@@ -26,9 +26,11 @@ from PIL import Image
 
 from pipeline.cache import audit, layout
 from pipeline.cache.garbage import unneeded
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
+from pipeline.encoding import last_scan, scan_rows
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments, Rows
 from pipeline.errors import NoSpaceError, ResourceError, UserError
@@ -37,7 +39,7 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, Part, Place, Source
+from pipeline.sources.source import Given, Item, Part, Place, Source
 from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
@@ -135,7 +137,7 @@ def scanned(
 ) -> pa.Table:
     fragments = Fragments(cache, "photos", Worker(Claims(cache.files, stale_s), stop or Stop(0), *share))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scanning, "RUN", run)
+        patch.setattr(scan_rows, "RUN", run)
         table = scanning.scan(
             source,
             "photos",
@@ -148,7 +150,10 @@ def scanned(
             max_bytes=max_bytes,
         )
     if publish:
-        cache.add_scan("photos", {"root": source.location, "table": cache.put_table(table), "latent": "l", "text": "t"})
+        cache.add_scan(
+            "photos",
+            {"root": source.location, "table": cache.put_table(table), "recipes": {"latent": "l", "text": "t"}},
+        )
         fragments.finish()
     return table
 
@@ -243,7 +248,7 @@ def test_two_processes_read_every_picture_once_and_have_the_same_table(folder: P
         tables[task] = cache.put_table(scanned(sources[task], cache, (task, 2), stale_s=2, publish=False))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scanning, "RUN", RUN)
+        patch.setattr(scan_rows, "RUN", RUN)
         threads = [threading.Thread(target=work, args=(task,)) for task in range(2)]
         for thread in threads:
             thread.start()
@@ -292,7 +297,7 @@ def test_a_source_is_opened_again_without_its_table(
 ) -> None:
     source = CountedTars(tars)
     table = scanned(source, cache, publish=False)
-    cache.add_scan("photos", source.document() | {"table": "00" * 16, "latent": "l", "text": "t"})
+    cache.add_scan("photos", source.document() | {"table": "00" * 16, "recipes": {"latent": "l", "text": "t"}})
     monkeypatch.setattr(Cache, "table", lambda *_: 1 / 0)
     again = scanning.reopen(cache, "photos", DataConfig())
     for row in range(len(table)):
@@ -430,9 +435,9 @@ def test_few_fragments_are_looked_at_before_their_turn(
     folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scanning, "RUNS_AHEAD", 2)
-    monkeypatch.setattr(scanning, "RUN", RUN)
+    monkeypatch.setattr(scan_rows, "RUN", RUN)
     looks, made = [], []
-    real, make = LocalFilesystem.stat_many, scanning.Scan._made
+    real, make = LocalFilesystem.stat_many, scan_rows.RowMaker.make
 
     def stat_many(self: LocalFilesystem, names: Any) -> Any:
         looks.append(names)
@@ -443,11 +448,41 @@ def test_few_fragments_are_looked_at_before_their_turn(
         return make(self, piece)
 
     monkeypatch.setattr(LocalFilesystem, "stat_many", stat_many)
-    monkeypatch.setattr(scanning.Scan, "_made", recorded)
+    monkeypatch.setattr(scan_rows.RowMaker, "make", recorded)
     source = Counted(folder)
     scanning.scan(source, "photos", cache, max_pixels=1 << 20, workers=2, rehash=False, progress=lambda *_: None)
     assert len(source.reads) == COUNT and len(made) == 6
     assert all(count <= number + 2 for number, count in enumerate(made))
+
+
+def test_the_rows_of_the_last_scan_are_indexed_once_and_before_threads_ask_for_them(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned(Counted(folder), cache)
+    (folder / "000.png").write_bytes(picture(1000))
+    indexed: list[int] = []
+
+    class Recorded(ItemRows):
+        def __init__(self, *args: Any):
+            indexed.append(threading.get_ident())
+            super().__init__(*args)
+
+    monkeypatch.setattr(last_scan, "ItemRows", Recorded)
+    source = Counted(folder)
+    scanned(source, cache)
+    assert (indexed, source.reads) == ([threading.get_ident()], ["000.png"])
+
+
+def test_another_data_set_under_a_known_name_is_refused(folder: Path, cache: Cache, tmp_path: Path) -> None:
+    scanned(Counted(folder), cache)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "other.png").write_bytes(picture(1000))
+    (other / "other.txt").write_text("other")
+    table = scanned(Counted(other), cache, publish=False)
+    with pytest.raises(UserError, match=naming(folder)) as caught:
+        last_scan.gone(cache, "photos", table, 0.99)
+    assert "--source-name" in str(caught.value.fix)
 
 
 def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
@@ -462,14 +497,14 @@ def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
         pieces.append(piece(*args, **options))
         return pieces[-1]
 
-    piece, gather, waiting = scanning._Piece, Fragments.gather, []
+    piece, gather, waiting = scan_rows.Slice, Fragments.gather, []
 
     def watched(self: Fragments, *args: Any) -> None:
         waiting.extend(one for one in pieces if not (one.kept or one.rows))
         assert not any(one.before or one.stats for one in waiting)
         gather(self, *args)
 
-    monkeypatch.setattr(scanning, "_Piece", recorded)
+    monkeypatch.setattr(scanning, "Slice", recorded)
     monkeypatch.setattr(Fragments, "gather", watched)
     with pytest.raises(KeyboardInterrupt):
         scanned(Counted(folder, dying(2)), cache)
@@ -602,8 +637,8 @@ def test_items_of_tables_that_name_files_are_not_in_memory(
         pq.write_table(pa.table(columns), folder / f"{part}.parquet")
 
     def source() -> ParquetSource:
-        rule = CaptionRule.column("text")
-        return ParquetSource(LocalFilesystem(folder), ["0.parquet", "1.parquet"], rule, "photos")
+        given = Given(LocalFilesystem(folder), None, CaptionRule.column("text"), DataConfig(), "photos", 60)
+        return ParquetSource(given, ["0.parquet", "1.parquet"])
 
     truth = pa.Table.from_pylist(
         [{"item": item.key, "where": item.where} for item in source().items() if isinstance(item, Item)]
@@ -728,13 +763,15 @@ def test_rejects_that_came_from_failed_reads_are_tried_again(
     rows = truth.to_pylist()
     lost = [row for row in rows if row["part"] == "1.tar"]
     kept = [row for row in rows if row not in lost]
-    empty = dict.fromkeys(scanning.SCAN.names)
+    empty = dict.fromkeys(last_scan.SCAN.names)
     kept[3:3] = [
         {**empty, "item": "1.tar", "captions": [], "reject": reason, "part": "1.tar", "stamp": lost[0]["stamp"]}
     ]
-    old = pa.Table.from_pylist(kept, scanning.SCAN)
+    old = pa.Table.from_pylist(kept, last_scan.SCAN)
     source = CountedTars(tars)
-    cache.add_scan("photos", {"root": source.location, "table": cache.put_table(old), "latent": "l", "text": "t"})
+    cache.add_scan(
+        "photos", {"root": source.location, "table": cache.put_table(old), "recipes": {"latent": "l", "text": "t"}}
+    )
     assert scanned(source, cache).equals(truth if again else old)
     assert source.listed == ["1.tar"] * again
 
@@ -751,7 +788,7 @@ def begun(source: Source, cache: Cache, task: int = 0, **options: Any) -> Any:
 def test_a_process_that_helps_reads_no_rows(
     folder: Path, cache: Cache, truth: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanning, "RUN", RUN)
+    monkeypatch.setattr(scan_rows, "RUN", RUN)
     printed: list[tuple[int, int | None]] = []
     first, second = Counted(folder, dying(2 * RUN)), Counted(folder)
     with begun(first, cache) as scan, pytest.raises(KeyboardInterrupt):
@@ -776,7 +813,7 @@ def test_a_process_that_helps_reads_no_rows(
 def test_a_helper_that_takes_over_makes_again_what_was_lost(
     kind: str, folder: Path, tars: list[Path], cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanning, "RUN", RUN)
+    monkeypatch.setattr(scan_rows, "RUN", RUN)
     source: Source = Counted(folder) if kind == "folder" else CountedTars(tars)
     with begun(source, cache) as scan:
         scan.help()
@@ -799,7 +836,7 @@ def test_the_files_that_a_helper_skips_are_counted_once(tars: list[Path], cache:
 
 def test_a_helper_ends_when_another_process_has_published_the_scan(folder: Path, cache: Cache) -> None:
     with begun(Counted(folder), cache, 1) as scan:
-        assert scan.pieces
+        assert scan.slices
         scanned(Counted(folder), cache)
         scan.help()
         with pytest.raises(scanning.ScanSuperseded):
@@ -841,7 +878,7 @@ def test_the_id_of_a_scan_covers_what_decides_its_table(folder: Path, cache: Cac
     elif change == "the last scan":
         body = cache.last_scan("photos")
         assert body is not None
-        cache.add_scan("photos", {**body, "latent": "other"})
+        cache.add_scan("photos", {**body, "recipes": {**body["recipes"], "latent": "other"}})
     elif change != "nothing":
         options = {"pixels": {"max_pixels": 7}, "bytes": {"max_bytes": 7}, "rehash": {"rehash": True}}[change]
     assert (identity(**options) == before) == (change == "nothing")

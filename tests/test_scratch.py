@@ -203,7 +203,9 @@ def test_a_cache_that_cannot_be_written_is_still_read(
 def test_status_needs_no_temporary_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path / "cache", create=True)
     rejects = pa.table({"item": list("abcde"), "reject": pa.array([None, "x", None, None, "y"], pa.string())})
-    cache.add_scan("photos", {"root": "/photos", "table": cache.put_table(rejects), "latent": "l", "text": "t"})
+    cache.add_scan(
+        "photos", {"root": "/photos", "table": cache.put_table(rejects), "recipes": {"latent": "l", "text": "t"}}
+    )
     monkeypatch.setattr(Files, "temporary", lambda self: 1 / 0)
     result = status(Cache(tmp_path / "cache"))
     assert (result["damaged"], result["complete"]) == ({}, False)
@@ -232,7 +234,7 @@ def test_a_full_disk_is_no_damage_of_the_cache(tmp_path: Path, monkeypatch: pyte
 
     cache = Cache(tmp_path / "cache", create=True)
     table = cache.put_table(pa.table({"item": ["a"], "reject": pa.array([None], pa.string())}))
-    cache.add_scan("photos", {"root": "/photos", "table": table, "latent": "l", "text": "t"})
+    cache.add_scan("photos", {"root": "/photos", "table": table, "recipes": {"latent": "l", "text": "t"}})
     monkeypatch.setattr(Files, "mapped", full)
     with pytest.raises(NoSpaceError):
         status(cache)
@@ -282,13 +284,15 @@ def test_samples_that_are_selected_are_beside_the_cache(
     joined = Joined(["photos"], scratch=cache.files.scratch)
     ids = np.arange(3, dtype=np.uint64)
     sides = np.array([TABLE[0], TABLE[0], TABLE[2]])
-    columns = {"bucket": np.array([0, 0, 2]), "latent": np.arange(3), "height": sides[:, 0], "width": sides[:, 1]}
+    columns = {"bucket": np.array([0, 0, 2]), "height": sides[:, 0], "width": sides[:, 1]}
     frame = Frame(
         source=np.zeros(3, np.int32),
         item=pa.array(["a", "b", "c"], pa.large_string()),
         sample_id=ids,
         picture_id=ids,
         digest=np.array([b"1" * 16, b"1" * 16, b"2" * 16], "S16"),
+        cluster=np.zeros(3, np.int64),
+        pictures={"latent": np.arange(3)},
         captions=np.arange(4),
         text=np.zeros(3, np.int64),
         weight=np.ones(3, np.float32),

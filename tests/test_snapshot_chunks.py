@@ -149,7 +149,7 @@ def test_planning_checks_the_chunks_of_its_steps_and_no_others(snapshot: Snapsho
 
 def test_every_reader_of_a_damaged_chunk_is_refused_and_others_are_read(snapshot: Snapshot) -> None:
     path = snapshot.files.path(Paths.table(snapshot.head.chunks[1].samples, "arrow"))
-    good, key = path.read_bytes(), snapshot.sample(ROWS).key
+    good, key = path.read_bytes(), snapshot.sample(ROWS).pictures["latent"].key
     assert good.count(key) == 1
     path.write_bytes(good.replace(key, bytes(16)))
     opened = Snapshot(snapshot.files, snapshot.id)
@@ -158,7 +158,7 @@ def test_every_reader_of_a_damaged_chunk_is_refused_and_others_are_read(snapshot
         lambda: opened.sample(ROWS + 1),
         lambda: opened.columns(np.array([0, ROWS + 1])),
         lambda: opened.columns(np.array([ROWS])),
-        lambda: opened.caption_rows(ROWS + 1),
+        lambda: opened.columns(np.array([ROWS + 1])),
         lambda: opened.sample_id(ROWS),
         lambda: next(t for i, t in enumerate(opened.tables()) if i == 1),
     ):
@@ -172,8 +172,10 @@ def test_a_chunk_of_several_batches_is_read(tmp_path: Path, monkeypatch: pytest.
     opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
     [chunk] = opened.head.chunks
     table = ipc_table(pa.py_buffer(opened.files.path(Paths.table(chunk.samples, "arrow")).read_bytes()))
-    assert table.column("key").num_chunks > 1
-    assert [opened.sample(row).key for row in range(len(opened))] == table.column("key").to_pylist()
+    assert table.num_rows > 1 and table.column("latent").num_chunks > 1
+    assert [opened.sample(row).pictures["latent"].key for row in range(len(opened))] == [
+        row["key"] for row in table.column("latent").to_pylist()
+    ]
 
 
 @pytest.mark.parametrize("which", ["shards", "chunks"])

@@ -313,9 +313,9 @@ def test_missing_file_column(tmp_path: Path) -> None:
 
 def test_no_folder_and_no_picture(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=naming(tmp_path / "gone")):
-        FolderSource(tmp_path / "gone", "text")
+        open_source(str(tmp_path / "gone"), DataConfig(), format="folder")
     with pytest.raises(UserError, match=naming(tmp_path / "file")):
-        FolderSource(write(tmp_path, "file"), "text")
+        open_source(str(write(tmp_path, "file")), DataConfig(), format="folder")
     write(tmp_path, "folder/notes.md")
     with pytest.raises(UserError, match=naming(tmp_path / "folder")) as caught:
         FolderSource(tmp_path / "folder", "text").items()

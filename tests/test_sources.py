@@ -13,6 +13,7 @@ import random
 import re
 import shlex
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -28,14 +29,14 @@ from pipeline import retrying
 from pipeline.cache import scratch
 from pipeline.config import DataConfig
 from pipeline.errors import AwayError, UserError
-from pipeline.sources import detect, tables
+from pipeline.sources import detect, formats, tables
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
 from pipeline.sources.link_tables import LinkListing
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, ListedItems, Place, Reject, Unreadable
+from pipeline.sources.source import Given, Item, ListedItems, Place, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
 from tests.support.failing_reads import fail_reads
 from tests.support.lowered import lower_limits
@@ -757,6 +758,7 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
     for n in range(3):
         (tmp_path / f"pictures/{n}.png").write_bytes(b"")
     rule = CaptionRule.column("text")
+    given = Given(LocalFilesystem(tmp_path), None, rule, DataConfig(), "x", 60)
     expected = {
         f"{n}.png": (
             tuple(f"said {row}" for row in range(n, 12, 3) if row),
@@ -766,7 +768,7 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
     }
     for _ in range(2):
         for source, rejecting in (
-            (ListingSource(LocalFilesystem(tmp_path), names[:2], rule, "x"), "a.jsonl"),
+            (ListingSource(given, names[:2], "jsonl"), "a.jsonl"),
             (FolderSource(tmp_path / "pictures", rule, "x"), "metadata.jsonl"),
         ):
             entries = list(source.items())
@@ -778,6 +780,15 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
         lower_limits(monkeypatch)
 
 
+def test_the_first_row_with_a_name_says_which_column_has_the_names(tmp_path: Path) -> None:
+    rows = [{"note": "x", "text": "x"}, {"path": "a.png", "text": "y"}, {"file_name": "b.png", "text": "z"}]
+    (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = opened(tmp_path / "list.jsonl")
+    items, rejects = listed(source)
+    assert (set(items), set(rejects)) == ({"a.png"}, {"list.jsonl:1", "list.jsonl:3"})
+    assert source.picture_columns == {"path"}
+
+
 def test_rows_are_not_in_memory(tmp_path: Path) -> None:
     count = 4 * SIDECAR_BATCH
     rows = [json.dumps({"file_name": f"{n:04d}.png", "text": f"said {n}"}) for n in range(count)]
@@ -787,7 +798,7 @@ def test_rows_are_not_in_memory(tmp_path: Path) -> None:
         return sum(isinstance(each, CaptionCandidate) for each in gc.get_objects())
 
     alive, items, others = [], 0, candidates()
-    source = ListingSource(LocalFilesystem(tmp_path), ["list.jsonl"], CaptionRule.column("text"), "x")
+    source = opened(tmp_path / "list.jsonl")
     for items, _ in enumerate(source.items(), 1):
         if items % 100 == 0:
             alive.append(candidates() - others)
@@ -1038,6 +1049,49 @@ def test_files_beside_tars_are_named_but_for_those_of_the_tars(tmp_path: Path) -
         ".json file": 1,
         ".json file beside a tar that is about no samples": 1,
     }
+
+
+def test_a_new_format_is_one_file_and_one_line_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as archive:
+            archive.writestr("a.jpg", JPEG)
+            archive.writestr("a.txt", f"of {number}")
+            archive.writestr("b.jpg", JPEG)
+    with pytest.raises(UserError, match=naming("zip")):
+        opened(tmp_path, "zip")
+    monkeypatch.setitem(formats.FORMATS, "zip", "tests.support.zip_source:Zip")
+    for data in (tmp_path, tmp_path / "{0,1}.zip"):
+        source = opened(data)
+        items, rejects = listed(source)
+        assert {key: texts(item) for key, item in items.items()} == {"0.zip/a.jpg": ["of 0"], "1.zip/a.jpg": ["of 1"]}
+        assert set(rejects) == {"0.zip/b.jpg", "1.zip/b.jpg"}
+    again = detect.reopen(source.document(), DataConfig(), "x")
+    assert [again.read(item.place) for item in items.values()] == [JPEG, JPEG]
+    assert set(listed(opened(tmp_path / "1.zip"))[0]) == {"1.zip/a.jpg"}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "1.jpg").write_bytes(JPEG)
+    with pytest.raises(UserError, match=naming("0.zip")) as caught:
+        opened(tmp_path)
+    assert caught.value.fix == "--format folder or --format zip"
+    assert opened(tmp_path, "zip").left_out.counts == {".jpg file": 1}
+    with pytest.raises(UserError, match=naming(tmp_path / "none")) as caught:
+        opened(tmp_path / "none")
+    assert ".zip" in str(caught.value.expected)
+
+
+def test_the_page_of_sources_names_each_format() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "encoding.md").read_text()
+    for name, format in formats.formats().items():
+        assert f"`{name}`" in page
+        for ending in (*format.endings, *format.named_endings):
+            assert f".{ending}`" in page, f"{name}: .{ending}"
+
+
+def test_links_can_be_named_where_the_first_row_has_none(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,text\na.jpg,x\nhttp://host/b.jpg,y\n")
+    assert set(listed(opened(tmp_path / "list.csv"))[0]) == {"a.jpg"}
+    source = opened(tmp_path / "list.csv", "links")
+    assert (set(listed(source)[0]), source.format) == ({"list.csv/000000003"}, "links")
 
 
 LOST = ["a.jpg_large", "d.jpeg?x=1.5", "e.jpg ", "g.JPG.1", "k.png:large", "m.webp!w640"]

@@ -277,7 +277,11 @@ def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_p
 
 def test_plain_storage_changes_no_id_and_no_schema() -> None:
     assert TextRecipe(weights="w", storage="bf16").id == TextRecipe(weights="w").id
-    assert snapshot.samples_schema(LatentRecipe(), TextRecipe()) is snapshot.SAMPLES
+    schema = snapshot.samples_schema([LatentRecipe(), TextRecipe()])
+    assert [field.name for field in schema.field("latent").type] == ["shard", "offset", "key", "checksum"]
+    lossless = snapshot.samples_schema([LatentRecipe(storage="bf16-zstd"), TextRecipe()])
+    assert lossless.field("latent").type.get_field_index("length") == 4
+    assert lossless.field("captions") == schema.field("captions")
     ids = {TextRecipe(weights="w", storage=storage).id for storage in codec.STORAGES}
     assert len(ids) == 3
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 import stages.sample
 from pipeline.config import Config
-from pipeline.encoding import survey
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import encoders
 from pipeline.models.sana import SanaTransformer
@@ -38,7 +37,7 @@ def config(make_config: MakeConfig, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def recipe(config: Config) -> LatentRecipe:
-    return survey.recipes(config)[0]
+    return LatentRecipe.wanted(config)
 
 
 @pytest.fixture

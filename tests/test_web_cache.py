@@ -71,13 +71,19 @@ def test_verify_and_status(
     assert stages.status.run(configured(url, tmp_path)) == 0
     assert "(packed)" in capsys.readouterr().out
     packed = cache.open_snapshot()
-    path, sample = next(p for p in packed.shard_files() if packed.sample(0).shard in p), packed.sample(0)
-    flip(cache.root / path, sample.offset)
+    path, sample = (
+        next(p for p in packed.shard_files() if packed.sample(0).pictures["latent"].shard in p),
+        packed.sample(0),
+    )
+    flip(cache.root / path, sample.pictures["latent"].offset)
     capsys.readouterr()
     assert stages.verify.run(configured(url, tmp_path)) == IntegrityError.exit_code
-    assert f"{url}/{path}: 1 records are damaged\n  record {sample.key.hex()}" in capsys.readouterr().out
+    assert (
+        f"{url}/{path}: 1 records are damaged\n  record {sample.pictures['latent'].key.hex()}"
+        in capsys.readouterr().out
+    )
     shutil.rmtree(tmp_path / "mirror")
-    with pytest.raises(IntegrityError, match=f"record {sample.key.hex()}"):
+    with pytest.raises(IntegrityError, match=f"record {sample.pictures['latent'].key.hex()}"):
         list(loader(opened(url, tmp_path), stop_step=20))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,10 @@ def _batch_by_memory(sizes: Sizes, name: str, config: VaeConfig) -> dict[str, An
     """Of one arithmetic: the batch that is chosen, and what it takes; null where it does not fit after all. In a dry
     run it is the fixed one."""
     side = sizes.side * sizes.compression
-    batch, each = image_batch.fitting(config, lambda: sizes.device)(side, side), footprint(config, side, side)
+    batch, each = (
+        image_batch.fitting(partial(footprint, config), lambda: sizes.device)(side, side),
+        footprint(config, side, side),
+    )
     figures: dict[str, Any] = {f"{name}_auto_{figure}": None for figure in ("images_per_s", "peak_gib")}
     sizes.reset_peak()
     with contextlib.suppress(torch.OutOfMemoryError):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache import copies, index, key_columns, shard
 from pipeline.cache.contradictions import contradictions
@@ -34,9 +35,10 @@ from pipeline.cache.findings import (
     skip_damaged,
 )
 from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
+from pipeline.cache.recipes import recipe_class
 from pipeline.cache.references import Reference, references, tables_of_head
 from pipeline.cache.root import Cache
-from pipeline.cache.snapshot import Head, Snapshot, check_files
+from pipeline.cache.snapshot import Head, RecordPlace, Snapshot, TextPlace, check_files
 from pipeline.errors import CacheError, IntegrityError
 
 OnFileRead = Callable[[int], None]
@@ -154,35 +156,37 @@ def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read
 
 def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
     """Hex keys of the damaged records of a joint shard."""
-    readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
+    text, width = snapshot.caption.kind, snapshot.caption.width
+    readers = {kind: snapshot.reader(kind) for kind in snapshot.shards}
     numbers = {kind: names.index(digest) for kind, names in snapshot.shards.items() if digest in names}
-    width = snapshot.caption.width
 
-    def damaged(kind: str, record: Any, into: np.ndarray) -> bool:
+    def damaged(kind: str, record: RecordPlace | TextPlace, shape: tuple[int, ...]) -> bool:
+        into = np.empty(shape, np.uint16)
         try:
             readers[kind].read(digest, record.offset, record.key, record.checksum, into, record.length)
         except IntegrityError:
             return True
         return False
 
-    first = 0
+    first, lead = 0, next(iter(snapshot.pictures))
     for table in snapshot.tables():
-        rows = np.flatnonzero(table.column("shard").to_numpy() == numbers.get("latent", -1))
-        for row in (rows + first).tolist():
+        shards = pc.struct_field(table.column(lead), "shard").to_numpy()
+        for row in (np.flatnonzero(shards == numbers.get(lead, -1)) + first).tolist():
             sample = snapshot.sample(row)
-            if damaged("latent", sample, np.empty(snapshot.latent_shape(sample.bucket), np.uint16)):
-                yield sample.key.hex()
+            for kind, place in sample.pictures.items():
+                if damaged(kind, place, snapshot.shape(kind, sample.bucket)):
+                    yield place.key.hex()
             for caption, where in zip(sample.captions, snapshot.written(row), strict=True):
-                bad = damaged("text", caption, np.empty((caption.rows, width), np.uint16))
+                bad = damaged(text, caption, (caption.rows, width))
                 try:
-                    readers["text"].caption(digest, where["offset"], where["length"], caption.key, where["checksum"])
+                    readers[text].caption(digest, where["offset"], where["length"], caption.key, where["checksum"])
                 except IntegrityError:
                     bad = True
                 if bad:
                     yield caption.key.hex()
         first += table.num_rows
     null = snapshot.null
-    if null.shard == digest and damaged("text", null, np.empty((null.rows, width), np.uint16)):
+    if null.shard == digest and damaged(text, null, (null.rows, width)):
         yield null.key.hex()
 
 
@@ -326,14 +330,12 @@ def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
 
 
 def payload(reader: shard.ShardReader, recipe: str, name: str, row: dict[str, Any]) -> np.ndarray:
-    """Read and verify a record of a shard: uint16 (C, h, w) for latents, (rows, width) for text.
+    """Read and verify a record of a shard: uint16, of the shape that its row has for the axes of its kind.
 
     Raises:
         IntegrityError: it is damaged.
     """
-    latent = recipe.startswith("latent-")
-    shape = (row["channels"], row["height"], row["width"]) if latent else (row["rows"], row["width"])
-    into = np.empty(shape, np.uint16)
+    into = np.empty([row[axis] for axis in recipe_class(recipe.rpartition("-")[0]).axes], np.uint16)
     reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
     return into
 
@@ -398,11 +400,10 @@ def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) 
     }
     for table in snapshot.tables():
         captions = pa.concat_arrays([chunk.flatten() for chunk in table.column("captions").chunks])
-        columns = {
-            "latent": (table.column("shard").to_numpy(), key_columns.fixed(table.column("key"))),
-            "text": (captions.field("shard").to_numpy(), key_columns.fixed(captions.field("key"))),
-        }
-        for kind, (shards, keys) in columns.items():
+        columns = {kind: table.column(kind).combine_chunks() for kind in snapshot.pictures}
+        columns[snapshot.caption.kind] = captions
+        for kind, places in columns.items():
+            shards, keys = places.field("shard").to_numpy(), key_columns.fixed(places.field("key"))
             for number, bad in wanted[kind].items():
                 yield keys[(shards == number) & np.isin(keys, key_columns.as_keys(sorted(bad)))]
     null = snapshot.null.key

@@ -14,7 +14,7 @@ import pyarrow.compute
 
 from pipeline.cache.key_columns import fixed
 from pipeline.cache.root import Cache
-from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot import Snapshot, picture_keys
 from pipeline.errors import IntegrityError
 
 
@@ -25,7 +25,7 @@ class Difference:
     Attributes:
         added: rows of the second.
         removed: rows of the first.
-        changed: (row of the second, what changed). What: `picture` (another latent), `bucket` (another size),
+        changed: (row of the second, what changed). What: `picture` (other records of it), `bucket` (another size),
             `captions` (other records, weights or order).
     """
 
@@ -91,7 +91,9 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     common = old.sample_id[candidates] == new.sample_id if len(order) else np.zeros(len(candidates), bool)
     a, b = candidates[common], np.flatnonzero(common)
     bucket = (old.shape[a] != new.shape[b]).any(1)
-    picture = (old.key[a] != new.key[b]) & ~bucket
+    picture = np.zeros(len(a), bool)
+    for kind in old.keys.keys() & new.keys.keys():
+        picture |= (old.keys[kind][a] != new.keys[kind][b]) & ~bucket
     counts = np.diff(old.offsets)[a]
     captions = counts != np.diff(new.offsets)[b]
     comparable = np.flatnonzero(~captions)
@@ -120,10 +122,11 @@ class _Columns:
         sizes = np.array([[b.height, b.width] for b in snapshot.buckets], np.int64).reshape(-1, 2)
         self.shape = np.repeat(sizes, [b.samples for b in snapshot.buckets], axis=0)
         if whole is None:
-            self.sample_id, self.key = np.empty(0, np.uint64), np.empty(0, "S16")
+            self.sample_id, self.keys = np.empty(0, np.uint64), dict[str, np.ndarray]()
             self.offsets, self.caption, self.weight = np.zeros(1, np.int64), np.empty(0, "S16"), np.empty(0, np.float32)
             return
-        self.sample_id, self.key = whole.column("sample_id").to_numpy(), fixed(whole.column("key"))
+        self.sample_id = whole.column("sample_id").to_numpy()
+        self.keys = {kind: picture_keys(whole, kind) for kind in snapshot.pictures}
         lists = whole.column("captions")
         self.offsets = np.concatenate([[0], np.cumsum(pa.compute.list_value_length(lists).to_numpy())]).astype(np.int64)
         flat = pa.compute.list_flatten(lists)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, is_last
+from pipeline.cache.key_columns import SortedKeys, halves, is_last
 from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import Scratch
 
@@ -57,31 +57,20 @@ class ItemGroups:
         return rows
 
 
-def _sorted_keys(table: pa.Table, scratch: Scratch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(keys of the items, S16, ascending; row numbers); equal keys are in one part, their rows ascending."""
-
-    def keyed() -> Iterator[pa.Table]:
-        first = 0
-        for batch in batches(table.select(["item"])):
-            keys = item_keys(batch.column("item").to_pylist())
-            yield pa.table({"key": binary(keys), "row": np.arange(first, first + len(keys))})
-            first += len(keys)
-
-    for part in scratch.sorted_by_key(keyed()):
-        yield fixed(part.column("key")), part.column("row").to_numpy()
+def _keys(table: pa.Table) -> Iterator[np.ndarray]:
+    return (item_keys(batch.column("item").to_pylist()) for batch in batches(table.select(["item"])))
 
 
 def _grouped(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
     before = 0
-    for keys, rows in _sorted_keys(table, scratch):
-        first = is_first(keys)
+    for keys, rows, first in scratch.by_key(_keys(table)):
         high, low = halves(keys[first])
         yield {"high": high, "low": low, "start": before + np.flatnonzero(first), "row": rows}
         before += len(rows)
 
 
 def _sorted(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
-    for keys, rows in _sorted_keys(table, scratch):
+    for keys, rows, _ in scratch.by_key(_keys(table)):
         last = is_last(keys)
         high, low = halves(keys[last])
         yield {"high": high, "low": low, "row": rows[last]}

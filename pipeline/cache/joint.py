@@ -1,7 +1,8 @@
-"""Joint shards: the latent, the text records and the captions of a sample side by side.
+"""Joint shards: the records of a sample's picture and captions, and the captions, side by side.
 
-`JointWriter` writes a tar whose members carry the sample's id: `<id>.latent.npy`, `<id>.text.npy`, `<id>.txt`, and
-`<id>.1.text.npy`, `<id>.1.txt` for a second caption. Its record table has the samples' rows of the packed snapshot.
+`JointWriter` writes a tar whose members carry the sample's id: `<id>.latent.npy` and so for each kind of picture
+record, `<id>.text.npy`, `<id>.txt`, and `<id>.1.text.npy`, `<id>.1.txt` for a second caption. Its record table has the
+samples' rows of the packed snapshot.
 Why: object storage is read sequentially, and a plain webdataset client pairs the members of a sample (it cuts names at
 the first dot). Price: a caption that several samples share is stored with each of them.
 
@@ -10,6 +11,7 @@ Records keep their payload, key and checksum, so readers verify them as in the s
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +20,16 @@ import pyarrow as pa
 from pipeline.cache import layout
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
-from pipeline.cache.recipes import Recipe, records_schema
+from pipeline.cache.recipes import Recipe, caption_of, records_schema
 from pipeline.cache.shard import TarWriter, npy_header, to_ipc
 from pipeline.cache.snapshot import NAMES, samples_schema
 
 NULL = f"{layout.META}/null"
 
 
-def joint_schema(latent: Recipe, text: Recipe) -> pa.Schema:
+def joint_schema(recipes: Iterable[Recipe]) -> pa.Schema:
     """`samples_schema` plus `NAMES` (its `captions` column is renamed `written`). `shard` is 0: this shard."""
-    schema = samples_schema(latent, text)
+    schema = samples_schema(recipes)
     for name, column in (("source", "source"), ("item", "item"), ("written", "captions")):
         schema = schema.append(NAMES.field(column).with_name(name))
     return schema
@@ -50,11 +52,11 @@ class JointWriter(TarWriter):
         files: the cache.
         folder: of the pack, below `shards/`.
         unit: the unit's id, written to the shard's head.
-        latent, text: the recipes of the records.
+        recipes: of the records, by kind.
     """
 
-    def __init__(self, files: Files, folder: str, unit: str, latent: Recipe, text: Recipe):
-        self.folder, self.latent, self.text = folder, latent, text
+    def __init__(self, files: Files, folder: str, unit: str, recipes: Mapping[str, Recipe]):
+        self.folder, self.recipes, self.caption = folder, recipes, caption_of(recipes.values())
         self._rows: list[dict[str, Any]] = []
         self._null: dict[str, Any] | None = None
         head = {
@@ -62,19 +64,23 @@ class JointWriter(TarWriter):
             "version": layout.VERSION,
             "pack": folder,
             "unit": unit,
-            "latent": latent.name,
-            "text": text.name,
+            **{kind: recipe.name for kind, recipe in recipes.items()},
         }
         super().__init__(files, head)
 
     def add(
-        self, sample_id: int, latent: Payload, captions: list[tuple[Payload, float, str]], source: str, item: str
+        self,
+        sample_id: int,
+        pictures: Mapping[str, Payload],
+        captions: list[tuple[Payload, float, str]],
+        source: str,
+        item: str,
     ) -> None:
-        """Add a sample. captions: the record, its weight and the original caption."""
+        """Add a sample. pictures: its records by kind; captions: the record, its weight and the original caption."""
         name = f"{sample_id:016x}"
         row: dict[str, Any] = {
             "sample_id": sample_id,
-            **self._record(f"{name}.latent.npy", latent, self.latent),
+            **{kind: self._record(f"{name}.{kind}.npy", one, self.recipes[kind]) for kind, one in pictures.items()},
             "source": source,
             "item": item,
             "captions": [],
@@ -82,7 +88,7 @@ class JointWriter(TarWriter):
         }
         for number, (record, weight, caption) in enumerate(captions):
             stem = f"{name}.{number}" if number else name
-            place = self._record(f"{stem}.text.npy", record, self.text)
+            place = self._record(f"{stem}.{self.caption.kind}.npy", record, self.caption)
             row["captions"].append({**place, "rows": record.shape[0], "weight": weight})
             text = caption.encode("utf-8")
             offset = self._member(f"{stem}.txt", text)
@@ -92,7 +98,7 @@ class JointWriter(TarWriter):
 
     def add_null(self, record: Payload, valid: int) -> None:
         """Make this the shard of the null record, which has no other record; webdataset skips it."""
-        place = self._record(NULL, record, self.text)
+        place = self._record(NULL, record, self.caption)
         rows, width = record.shape
         self._null = {
             **place,
@@ -107,9 +113,9 @@ class JointWriter(TarWriter):
     def finish(self) -> tuple[str, int, pa.Table]:
         """Close and publish the shard. Returns its digest (hex), its size in bytes and the record table."""
         if self._null is None:
-            table = pa.Table.from_pylist(self._rows, schema=joint_schema(self.latent, self.text))
+            table = pa.Table.from_pylist(self._rows, schema=joint_schema(self.recipes.values()))
         else:
-            table = pa.Table.from_pylist([self._null], schema=records_schema(self.text.kind))
+            table = pa.Table.from_pylist([self._null], schema=records_schema(self.caption.kind))
         digest = self.close(self.folder, to_ipc(table))
         return digest, self.size, table
 

@@ -118,7 +118,7 @@ def numbers_of(names: Iterable[str], suffix: str = ".json") -> list[int]:
 _ALWAYS = {
     "format.json": ("what",),
     "recipes": ("kind", "values"),
-    "sources": ("table", "latent", "text"),
+    "sources": ("table", "recipes"),
     "plans": ("table", "units"),
     "units": ("rejects",),
     "segments": ("table", "commits"),

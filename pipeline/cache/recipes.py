@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -30,7 +30,7 @@ from pipeline.cache import layout
 from pipeline.cache.key_columns import binary
 from pipeline.cache.layout import digest, framed
 from pipeline.cache.many_keys import digests_of, framed_all
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, IntegrityError
 
 SIGNALS = "pipeline.signals"
 """The folder whose modules declare the kinds of records."""
@@ -45,9 +45,11 @@ class Recipe:
         axes: names of a record's dimensions; they are columns of its table. First `channels`: a token is a position,
             else a row (see `pipeline.cache.codec`).
         storage: how the values are stored; see `pipeline.cache.codec`.
+        bf16: whether values are bits of bf16; otherwise they are plain uint16 and always stored as they are.
     """
 
     kind: ClassVar[str]
+    bf16: ClassVar[bool] = True
     axes: ClassVar[tuple[str, ...]]
     storage: str = "bf16"
 
@@ -89,7 +91,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class PictureRecipe(Recipe, ABC):
-    """Of records that belong to a picture at a target resolution."""
+    """Of records that belong to a picture at a target resolution.
+
+    Attributes:
+        decoder, resize, crop, background: what decides the pixels; see `pipeline.images.decoding.load`.
+    """
+
+    decoder: str = "pillow"
+    resize: str = ""
+    crop: str = ""
+    background: tuple[int, int, int] = (255, 255, 255)
 
     @abstractmethod
     def shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -142,6 +153,23 @@ class CaptionRecipe(Recipe):
         return digests_of(start, binary(digests_of(b"", *framed_all(normalised))).cast(pa.large_binary()))
 
 
+def pictures_of(recipes: Iterable[Recipe]) -> list[PictureRecipe]:
+    """Those of records that belong to a picture."""
+    return [recipe for recipe in recipes if isinstance(recipe, PictureRecipe)]
+
+
+def caption_of(recipes: Iterable[Recipe]) -> CaptionRecipe:
+    """That of the records that belong to captions.
+
+    Raises:
+        IntegrityError: there is none, or there are several.
+    """
+    found = [recipe for recipe in recipes if isinstance(recipe, CaptionRecipe)]
+    if len(found) != 1:
+        raise IntegrityError("captions have records of one kind", found=[one.kind for one in found])
+    return found[0]
+
+
 @cache
 def _classes() -> dict[str, type[Recipe]]:
     found = importlib.util.find_spec(SIGNALS)
@@ -152,6 +180,11 @@ def _classes() -> dict[str, type[Recipe]]:
         new = [each for parent in new for each in parent.__subclasses__()]
         every |= set(new)
     return {each.kind: each for each in every if hasattr(each, "kind")}
+
+
+def recipe_classes() -> list[type[Recipe]]:
+    """The classes of all kinds."""
+    return list(_classes().values())
 
 
 def recipe_class(kind: str) -> type[Recipe]:

@@ -135,6 +135,8 @@ class WorkPlan:
     Attributes:
         table: digest of the table of its work.
         units_table: digest of the table of its units.
+        beside: recipe and number of the plan that has the same rows in the same units, whose units are made first; see
+            `pipeline.encoding.plan.plan_beside`. None: of no other plan.
     """
 
     recipe: str
@@ -142,6 +144,7 @@ class WorkPlan:
     units: Sequence[Unit]
     table: str
     units_table: str = ""
+    beside: tuple[str, int] | None = None
 
 
 def list_of(files: Files, name: str, body: dict[str, Any]) -> Units | index.Commits | None:
@@ -296,8 +299,8 @@ class Cache:
         return self.files.folders("sources")
 
     def last_scan(self, source: str) -> dict[str, Any] | None:
-        """The newest scan document of a source: `root`, `table`, `latent`, `text`, `buckets`; None if there is none or
-        the source was forgotten."""
+        """The newest scan document of a source: `root`, `table`, `recipes` (names by kind), `buckets`; None if there is
+        none or the source was forgotten."""
         numbers = self.files.numbers(Paths.scans(source))
         scan = self.files.document(Paths.numbered(Paths.scans(source), numbers[-1])) if numbers else None
         return None if scan is None or scan.get(FORGOTTEN) else scan
@@ -350,16 +353,26 @@ class Cache:
 
     def plan(self, recipe: str, number: int) -> WorkPlan:
         body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
-        units = Units.read(self.files, body["units"])
-        return WorkPlan(recipe, number, units, body["table"], units.entry.table)
+        units, beside = Units.read(self.files, body["units"]), body.get("beside")
+        return WorkPlan(recipe, number, units, body["table"], units.entry.table, None if beside is None else (*beside,))
 
     def unit_rows(self, plan: WorkPlan, unit: Unit) -> pa.Table:
         """The rows of the plan's table that a unit encodes."""
         return self.table(plan.table).slice(unit.start, unit.count)
 
-    def add_plan(self, recipe: str, number: int, units: Iterable[Unit], table: pa.Table) -> bool:
-        """Append a plan. Returns False if another process has appended a plan with this number."""
-        body = {"recipe": recipe, "number": number, "table": self.put_table(table)}
+    def add_plan(
+        self,
+        recipe: str,
+        number: int,
+        units: Iterable[Unit],
+        table: pa.Table,
+        beside: tuple[str, int] | None = None,
+    ) -> bool:
+        """Append a plan. Returns False if another process has appended a plan with this number. beside: as in
+        `WorkPlan`."""
+        body: dict[str, Any] = {"recipe": recipe, "number": number, "table": self.put_table(table)}
+        if beside is not None:
+            body["beside"] = list(beside)
         body["units"] = publish(self.files, Units.table_of(units)).values()
         return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
 
@@ -419,7 +432,9 @@ class Cache:
             before = [snapshot for snapshot in before if snapshot.head.parent == head.parent]
         elif before and before[0].packed:
             before += self._readable([before[0].head.parent])
-        same = [snapshot.head for snapshot in before if snapshot.head.content == new.content]
+        leaked = (new.leaked or {}).items()  # a head that does not say as much is not used
+        heads = [snapshot.head for snapshot in before if leaked <= (snapshot.head.leaked or {}).items()]
+        same = [known for known in heads if known.content == new.content]
         return same[0] if same else replace(new, parent=head.parent or parent), tables
 
     def put_lists(self, tables: Iterable[bytes]) -> None:

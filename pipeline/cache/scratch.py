@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from pipeline.cache import local_files
 from pipeline.cache.arrow import combined, ipc_table, take_rows
-from pipeline.cache.key_columns import fixed, halves
+from pipeline.cache.key_columns import binary, fixed, halves, is_first
 from pipeline.errors import CacheError
 
 LIMIT = 4 << 20
@@ -139,6 +139,43 @@ class Scratch:
         for low, high in _ranges(np.sum(bounds, axis=0)):
             parts = [run.slice(bound[low], bound[high] - bound[low]) for run, bound in zip(runs, bounds, strict=True)]
             yield _sorted(pa.concat_tables(parts))[0]
+
+    def by_key(self, keys: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Rows in ascending order of their keys, in pieces; equal keys are in one piece, in the order of their rows.
+
+        Args:
+            keys: (n,) S16 each, in the order of rows.
+
+        Yields:
+            Keys (n,) S16, rows (n,) int64, and which of them are the first of their key, (n,) bool.
+        """
+
+        def keyed() -> Iterator[pa.Table]:
+            first = 0
+            for some in keys:
+                yield pa.table({_KEY: binary(some), "row": np.arange(first, first + len(some))})
+                first += len(some)
+
+        for part in self.sorted_by_key(keyed()):
+            ordered = fixed(part.column(_KEY))
+            yield ordered, part.column("row").to_numpy(), is_first(ordered)
+
+    def absent(self, keys: Iterable[np.ndarray], others: Iterable[np.ndarray], count: int) -> np.ndarray:
+        """Which keys are not among others, (count,) bool.
+
+        Args:
+            keys, others: (n,) S16 each, in the order of rows. count: of all keys.
+        """
+        result = self.array(count, bool)
+
+        def both() -> Iterator[np.ndarray]:
+            yield from keys
+            yield from others
+
+        for _, rows, first in self.by_key(both()):
+            last = np.maximum.reduceat(rows, np.flatnonzero(first))
+            result[rows[(last < count)[np.cumsum(first) - 1]]] = True
+        return result
 
     def sorted_rows(self, rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
         """Rows of text (valid UTF-8) in ascending order by code point, as `sorted` gives them."""

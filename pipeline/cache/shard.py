@@ -201,7 +201,7 @@ class ShardWriter(TarWriter):
 
         Args:
             key: 16 bytes.
-            array: uint16 (bf16 bits), with the recipe's axes.
+            array: uint16 (bits of bf16, or plain values), with the recipe's axes.
             caption: the original caption (text records; the null record has "").
             valid: number of rows that attention may see (text records); default: all.
             stored: the encoded payload from another shard of this recipe, to be copied unchanged.
@@ -210,9 +210,9 @@ class ShardWriter(TarWriter):
             IntegrityError: NaN or infinity in `array`.
         """
         if array.dtype != np.uint16:
-            raise TypeError(f"payload must be uint16 (bf16 bits), found {array.dtype}")
+            raise TypeError(f"payload must be uint16, found {array.dtype}")
         array = np.ascontiguousarray(array).astype("<u2", copy=False)
-        if not finite(array):
+        if self.recipe.bf16 and not finite(array):
             raise IntegrityError(f"record {key.hex()}: holds NaN or infinity, which is never stored")
         payload: bytes | memoryview
         if self._codec is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
@@ -36,7 +37,7 @@ from pipeline.cache.index import RecordIndex
 from pipeline.cache.key_columns import fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
-from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, recipe_class
+from pipeline.cache.recipes import CaptionRecipe, Recipe, caption_of, pictures_of, recipe_class
 from pipeline.cache.shard import ShardReader, to_ipc
 from pipeline.cache.snapshot_lists import (
     HEX,
@@ -66,38 +67,31 @@ CHUNK_BYTES = 40 << 20
 """About the size of a chunk."""
 
 _KEY = pa.binary(16)
-CAPTION = pa.struct(
-    [
-        ("shard", pa.uint32()),
-        ("offset", pa.uint64()),
-        ("rows", pa.uint32()),
-        ("weight", pa.float32()),
-        ("key", _KEY),
-        ("checksum", _KEY),
-    ]
-)
-SAMPLES = pa.schema(
-    [
-        ("sample_id", pa.uint64()),
-        ("shard", pa.uint32()),
-        ("offset", pa.uint64()),
-        ("key", _KEY),
-        ("checksum", _KEY),
-        ("captions", pa.list_(CAPTION)),
-    ]
-)
-"""Rows that training reads, one per sample. `shard` is an index into the head's `shards` of that kind."""
+_PLACE = [("shard", pa.uint32()), ("offset", pa.uint64()), ("key", _KEY), ("checksum", _KEY)]
+_LENGTH = ("length", pa.uint64())
 
 
-def samples_schema(latent: Recipe, text: Recipe) -> pa.Schema:
-    """`SAMPLES`; a kind that is not stored as plain bf16 has a last column `length` (bytes of the payload)."""
-    length = pa.field("length", pa.uint64())
-    schema = SAMPLES
-    if text.storage != PLAIN:
-        schema = schema.set(
-            schema.get_field_index("captions"), pa.field("captions", pa.list_(pa.struct([*CAPTION, length])))
-        )
-    return schema if latent.storage == PLAIN else schema.append(length)
+def _place(recipe: Recipe, *more: tuple[str, pa.DataType]) -> pa.StructType:
+    return pa.struct([*_PLACE, *([] if recipe.storage == PLAIN else [_LENGTH]), *more])
+
+
+def samples_schema(recipes: Iterable[Recipe]) -> pa.Schema:
+    """Rows that training reads, one per sample: `sample_id`, a struct with the place of its record for each kind of
+    picture record (named after the kind), and `captions`, a list of such structs with `rows` and `weight`.
+
+    `shard` is an index into the head's `shards` of that kind. `length` (bytes of the payload) is there where a kind is
+    not stored as plain values.
+    """
+    every = list(recipes)
+    caption = caption_of(every)
+    pictures = [(recipe.kind, _place(recipe)) for recipe in pictures_of(every)]
+    captions = pa.list_(_place(caption, ("rows", pa.uint32()), ("weight", pa.float32())))
+    return pa.schema([("sample_id", pa.uint64()), *pictures, ("captions", captions)])
+
+
+def picture_keys(samples: pa.Table, kind: str) -> np.ndarray:
+    """Keys of the picture records of a kind in a table of samples, S16 (n,)."""
+    return fixed(pc.struct_field(samples.column(kind), "key"))
 
 
 WRITTEN = pa.struct([("offset", pa.uint64()), ("length", pa.uint32()), ("checksum", _KEY)])
@@ -151,10 +145,12 @@ class PackedOrder(HeadObject):
 
 @dataclass(frozen=True)
 class HeldOut(HeadObject):
-    """share: of the pictures that is held out. side: `train` or `heldout`."""
+    """share: of the pictures that is held out. side: `train` or `heldout`. distance: bits of 128 in which the hashes of
+    pictures differ that stay on one side; None: only equal files do."""
 
     share: float
     side: str
+    distance: int | None = None
 
 
 @dataclass(frozen=True)
@@ -220,6 +216,7 @@ class Head(HeadObject):
         folder: of the joint shards of a packed snapshot, below `shards/`.
         options: settings of the configuration that `bucket` made it with, where they are not the defaults, by section.
         counts: `samples`, for other tools.
+        leaked: held-out snapshot -> its samples that look like one of these, where that was counted.
     """
 
     recipes: Mapping[str, Mapping[str, Any]]
@@ -234,6 +231,7 @@ class Head(HeadObject):
     folder: str | None = None
     options: Mapping[str, Mapping[str, Any]] | None = None
     counts: Mapping[str, int] | None = None
+    leaked: Mapping[str, int] | None = None
     forms: ClassVar[Mapping[str, Form]] = {
         "policies": nested(Policies),
         "buckets": nested_list(Bucket),
@@ -287,8 +285,9 @@ class Head(HeadObject):
 
     @property
     def content(self) -> bytes:
-        """The head without its parent and options; equal for snapshots of the same samples, records and policies."""
-        return layout.canonical({**self.values(), "parent": None, "options": None})
+        """The head without its parent, options and leaks; equal for snapshots of the same samples, records and
+        policies."""
+        return layout.canonical({**self.values(), "parent": None, "options": None, "leaked": None})
 
     @cached_property
     def recipes_by_kind(self) -> Mapping[str, Recipe]:
@@ -332,7 +331,8 @@ class Head(HeadObject):
 
     def shard_sizes(self) -> np.ndarray:
         """Bytes of each shard, (shards,) uint64. All joint shards of a packed snapshot have texts."""
-        lists = [self.shards["text"]] if self.folder is not None else self.shards.values()
+        caption = caption_of(self.recipes_by_kind.values()).kind
+        lists = [self.shards[caption]] if self.folder is not None else self.shards.values()
         columns = [
             part.columns["bytes"] if isinstance(part, ShardTable) else np.array([shard.bytes for shard in part], "u8")
             for part in lists
@@ -391,68 +391,87 @@ def _chunk(samples: pa.Table, names: pa.Table, digest: Callable[[bytes], str]) -
 # ---------------------------------------------------------------- samples
 
 
-@dataclass(frozen=True)
-class Caption:
-    """A text record. `length`: bytes of a payload that is not plain bf16."""
+@dataclass(frozen=True, kw_only=True)
+class RecordPlace:
+    """Where a record is. length: bytes of a payload that is not plain values."""
 
     shard: str
     offset: int
-    rows: int
-    weight: float
     key: bytes
     checksum: bytes
     length: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caption(RecordPlace):
+    """Where the record of a caption is. rows: its valid rows."""
+
+    rows: int
+    weight: float
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample's records. `length`: bytes of a payload that is not plain bf16."""
+    """One sample. pictures: its records by kind."""
 
     sample_id: int
     bucket: int
-    shard: str
-    offset: int
-    key: bytes
-    checksum: bytes
+    pictures: Mapping[str, RecordPlace]
     captions: tuple[Caption, ...]
-    length: int | None = None
+
+
+Places = dict[str, np.ndarray]
+"""Many records as columns, with the names of `RecordPlace` or `Caption`. `shard` is a number; keys and checksums are
+S16; `length` is absent where payloads are plain values."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Many samples as columns, with the same names as in `Sample` and `Caption`. Keys and checksums are S16.
+    """Many samples as columns.
 
-    captions: columns of the captions of all samples, in the samples' order; sample i has the rows
-        `first[i]:first[i + 1]`. `length` is absent where payloads are plain bf16.
+    Attributes:
+        sample_id: (n,) uint64.
+        pictures: places of the picture records by kind, (n,) each.
+        captions: places of the captions of all samples, in the samples' order; sample i has the rows
+            `first[i]:first[i + 1]`.
     """
 
-    samples: dict[str, np.ndarray]
-    captions: dict[str, np.ndarray]
+    sample_id: np.ndarray
+    pictures: dict[str, Places]
+    captions: Places
     first: np.ndarray
 
-    def take(self, rows: np.ndarray) -> Columns:
-        """Some samples ((n,) int64), in that order, with their captions."""
+    def take(self, rows: np.ndarray, kinds: Collection[str] | None = None) -> Columns:
+        """Some samples ((n,) int64), in that order, with their captions. kinds: of picture records; None: all."""
         begin = self.first[rows].astype(np.int64)
         counts = self.first[rows + 1] - begin
         first = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=first[1:])
         caption_rows = np.arange(first[-1]) + np.repeat(begin - first[:-1], counts)
-        return Columns(
-            {name: column[rows] for name, column in self.samples.items()},
-            {name: column[caption_rows] for name, column in self.captions.items()},
-            first,
-        )
+        wanted = self.pictures if kinds is None else kinds
+        pictures = {kind: taken(self.pictures[kind], rows) for kind in wanted}
+        return Columns(self.sample_id[rows], pictures, taken(self.captions, caption_rows), first)
 
     @classmethod
     def join(cls, parts: list[Columns]) -> Columns:
         """Concatenate."""
         ends = np.cumsum([0, *(part.first[-1] for part in parts)])
         firsts = [part.first[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
-        samples, captions = (
-            {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
-            for columns in ([part.samples for part in parts], [part.captions for part in parts])
+        return cls(
+            np.concatenate([part.sample_id for part in parts]),
+            {kind: _concatenated([part.pictures[kind] for part in parts]) for kind in parts[0].pictures},
+            _concatenated([part.captions for part in parts]),
+            np.concatenate([*firsts, ends[-1:]]),
         )
-        return cls(samples, captions, np.concatenate([*firsts, ends[-1:]]))
+
+
+def taken(places: Places, rows: np.ndarray | slice) -> Places:
+    """Some rows of all columns."""
+    return {name: column[rows] for name, column in places.items()}
+
+
+def _concatenated(parts: list[Places]) -> Places:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 class Snapshot:
@@ -471,9 +490,9 @@ class Snapshot:
         self.head = Head.read(files, snapshot_id)
         self.buckets, self.null = self.head.buckets, self.head.null
         recipes = self.head.recipes_by_kind.values()
-        self._picture = next(recipe for recipe in recipes if isinstance(recipe, PictureRecipe))
-        self.caption = next(recipe for recipe in recipes if isinstance(recipe, CaptionRecipe))
-        self._schema = samples_schema(self._picture, self.caption)
+        self.pictures = {recipe.kind: recipe for recipe in pictures_of(recipes)}
+        self.caption = caption_of(recipes)
+        self._schema = samples_schema(recipes)
         self._starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in self.buckets])]).astype(np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum([c.rows for c in self.head.chunks])]).astype(np.int64)
         if self._starts[-1] != self._chunk_starts[-1]:
@@ -504,9 +523,9 @@ class Snapshot:
         """See `Head.recipe`."""
         return self.head.recipe(kind)
 
-    def latent_shape(self, bucket: int) -> tuple[int, ...]:
-        """(channels, height, width) of the latents of a bucket."""
-        return self._picture.shape(self.buckets[bucket].height, self.buckets[bucket].width)
+    def shape(self, kind: str, bucket: int) -> tuple[int, ...]:
+        """The shape of a kind of picture record in a bucket."""
+        return self.pictures[kind].shape(self.buckets[bucket].height, self.buckets[bucket].width)
 
     def shard_path(self, kind: str, name: str) -> str:
         """A shard as a file of the cache."""
@@ -549,10 +568,10 @@ class Snapshot:
 
     def sample(self, row: int) -> Sample:
         chunk, at = self._locate(row)
-        return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards)
+        return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards, self.caption)
 
-    def columns(self, rows: np.ndarray) -> Columns:
-        """Samples by their rows ((n,) int64), without an object per sample.
+    def columns(self, rows: np.ndarray, kinds: Collection[str] | None = None) -> Columns:
+        """Samples by their rows ((n,) int64), without an object per sample. kinds: of picture records; None: all.
 
         Raises:
             IntegrityError: a chunk that is touched for the first time is damaged.
@@ -560,19 +579,13 @@ class Snapshot:
         low, high = (int(rows.min()), int(rows.max())) if len(rows) else (0, 0)
         first = self._chunk_of(low)
         if self._chunk_of(high) == first:
-            return self._taken(first, rows)
+            return self._taken(first, rows, kinds)
         numbers = np.searchsorted(self._chunk_starts, rows, side="right") - 1
         parts, order = [], []
         for number in np.unique(numbers).tolist():
             order.append(np.flatnonzero(numbers == number))
-            parts.append(self._taken(number, rows[order[-1]]))
+            parts.append(self._taken(number, rows[order[-1]], kinds))
         return Columns.join(parts).take(np.argsort(np.concatenate(order)))
-
-    def caption_rows(self, row: int) -> tuple[list[int], list[float]]:
-        """Valid rows and weights of a sample's captions, without reading any text."""
-        chunk, at = self._locate(row)
-        span = slice(chunk.columns.first[at], chunk.columns.first[at + 1])
-        return chunk.caption["rows"][span].tolist(), chunk.caption["weight"][span].tolist()
 
     def sample_ids(self) -> Iterator[np.ndarray]:
         """Sample ids in the order of rows: (rows of a chunk,) uint64, chunk after chunk."""
@@ -591,7 +604,7 @@ class Snapshot:
 
     def sample_id(self, row: int) -> int:
         chunk, at = self._locate(row)
-        return int(chunk.sample_id[at])
+        return int(chunk.columns.sample_id[at])
 
     def source_item(self, row: int) -> tuple[str, str]:
         """(source, item) of a sample."""
@@ -632,9 +645,9 @@ class Snapshot:
         number = self._chunk_of(row)
         return self._chunk(number), row - int(self._chunk_starts[number])
 
-    def _taken(self, number: int, rows: np.ndarray) -> Columns:
+    def _taken(self, number: int, rows: np.ndarray, kinds: Collection[str] | None) -> Columns:
         """Some rows of a chunk; (n,) int64."""
-        return self._chunk(number).columns.take(rows - int(self._chunk_starts[number]))
+        return self._chunk(number).columns.take(rows - int(self._chunk_starts[number]), kinds)
 
     def _chunk(self, number: int) -> _Chunk:
         return self._chunks.get(number, lambda: _Chunk(self._map(number, "samples", self._schema)))
@@ -725,43 +738,32 @@ class _Chunk:
 
     def __init__(self, table: pa.Table):
         whole = table.combine_chunks()
-        self.sample_id = _mapped(whole.column("sample_id")).to_numpy()
-        self.shard = _mapped(whole.column("shard")).to_numpy()
-        self.offset = _mapped(whole.column("offset")).to_numpy()
-        self.key = fixed(_mapped(whole.column("key")))
-        self.checksum = fixed(_mapped(whole.column("checksum")))
-        lists = _mapped(whole.column("captions"))
-        self.length = _mapped(whole.column("length")).to_numpy() if "length" in whole.schema.names else None
-        names = ("sample_id", "shard", "offset", "key", "checksum", "length")
-        samples = {name: column for name in names if (column := getattr(self, name)) is not None}
-        struct = lists.values
-        self.caption: dict[str, np.ndarray] = {}
-        for i, kind in enumerate(lists.type.value_type):
-            column = struct.field(i)
-            self.caption[kind.name] = fixed(column) if kind.type == _KEY else column.to_numpy(zero_copy_only=False)
-        self.columns = Columns(samples, self.caption, lists.offsets.to_numpy())
+        columns = {name: _mapped(whole.column(name)) for name in whole.schema.names}
+        lists = columns.pop("captions")
+        sample_id = columns.pop("sample_id").to_numpy()
+        pictures = {kind: _places(column) for kind, column in columns.items()}
+        self.columns = Columns(sample_id, pictures, _places(lists.values), lists.offsets.to_numpy())
 
-    def sample(self, at: int, bucket: int, shards: Mapping[str, Sequence[str]]) -> Sample:
-        columns = self.caption
-        lengths = columns.get("length")
+    def sample(self, at: int, bucket: int, shards: Mapping[str, Sequence[str]], caption: CaptionRecipe) -> Sample:
+        columns = self.columns
+        span = range(int(columns.first[at]), int(columns.first[at + 1]))
         return Sample(
-            int(self.sample_id[at]),
+            int(columns.sample_id[at]),
             bucket,
-            shards["latent"][int(self.shard[at])],
-            int(self.offset[at]),
-            key_bytes(self.key[at]),
-            key_bytes(self.checksum[at]),
-            tuple(
-                Caption(
-                    shards["text"][int(columns["shard"][i])],
-                    int(columns["offset"][i]),
-                    int(columns["rows"][i]),
-                    float(columns["weight"][i]),
-                    key_bytes(columns["key"][i]),
-                    key_bytes(columns["checksum"][i]),
-                    None if lengths is None else int(lengths[i]),
-                )
-                for i in range(int(self.columns.first[at]), int(self.columns.first[at + 1]))
-            ),
-            None if self.length is None else int(self.length[at]),
+            {kind: RecordPlace(**_values(some, at, shards[kind])) for kind, some in columns.pictures.items()},
+            tuple(Caption(**_values(columns.captions, i, shards[caption.kind])) for i in span),
         )
+
+
+def _places(struct: pa.StructArray) -> Places:
+    fields = {each.name: struct.field(i) for i, each in enumerate(struct.type)}
+    return {
+        name: fixed(column) if column.type == _KEY else column.to_numpy(zero_copy_only=False)
+        for name, column in fields.items()
+    }
+
+
+def _values(places: Places, at: int, shards: Sequence[str]) -> dict[str, Any]:
+    """A record's place by name."""
+    values = {name: key_bytes(c[at]) if c.dtype.kind == "S" else c[at].item() for name, c in places.items()}
+    return {**values, "shard": shards[int(places["shard"][at])]}

@@ -132,14 +132,13 @@ class _Counts:
                 if scan is None:
                     continue
                 items, usable = self.cache.nulls(scan["table"], "reject")
-                planned = all(stores.get(scan[kind], {}).get("plans") for kind in ("latent", "text"))
+                planned = all(stores.get(recipe, {}).get("plans") for recipe in scan["recipes"].values())
                 scanning |= usable > 0 and not planned
                 sources[name] = {
                     "items": items,
                     "rejected": items - usable,
                     "root": strip_credentials(scan["root"]),
-                    "latent": scan["latent"],
-                    "text": scan["text"],
+                    "recipes": scan["recipes"],
                 }
         return sources, scanning
 

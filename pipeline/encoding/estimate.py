@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from pipeline.amounts import amount, duration
 from pipeline.cache import codec
 from pipeline.cache.arrow import batches
 from pipeline.cache.key_columns import SortedKeys, fixed
-from pipeline.cache.recipes import Recipe, records_schema
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, records_schema
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, npy_header
@@ -34,10 +36,7 @@ from pipeline.encoding import image_batch
 from pipeline.encoding import plan as planning
 from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
-from pipeline.models import encoders
-from pipeline.models.text import TextEncoder
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.signals import CaptionSignal, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reasons import Kinds
@@ -60,73 +59,102 @@ _SHARD = 4400  # bytes of a shard's head, of its table's frame and of its end
 
 
 @dataclass
+class Pictures:
+    """Pictures without a record of some kind.
+
+    Attributes:
+        sizes: target (height, width) -> number of new pictures.
+        first: target (height, width) -> places of the first of these, at most `FIRST`.
+        undecided: new pictures whose size the header does not show.
+        cached: records that the cache already holds.
+    """
+
+    sizes: dict[Shape, int] = field(default_factory=dict)
+    first: dict[Shape, list[Place]] = field(default_factory=dict)
+    undecided: int = 0
+    cached: int = 0
+
+    @property
+    def new(self) -> int:
+        """New pictures, including those of unknown size."""
+        return sum(self.sizes.values()) + self.undecided
+
+    def add(self, new: pa.Table, table: list[Shape], which: np.ndarray) -> None:
+        """Count new pictures. new: with the columns of a `Place`; which: (n,) positions in `table`."""
+        for number in np.unique(which).tolist():
+            shape, rows = table[number], np.flatnonzero(which == number)
+            self.sizes[shape] = self.sizes.get(shape, 0) + len(rows)
+            first = self.first.setdefault(shape, [])
+            places = new.select(Place._fields).take(pa.array(rows[: FIRST - len(first)]))
+            first += [Place(**place) for place in places.to_pylist()]
+
+
+@dataclass
 class Wanted:
     """The work of a source.
 
     Attributes:
         items, usable: counts of the scan.
-        undecided: usable items whose size the header does not show.
         unread: usable items that were judged by their header only.
         rejects: by kind of reason.
         buckets: (height, width) -> samples and the sum of their crop losses.
-        pictures: (height, width) -> number of new pictures.
-        first: (height, width) -> places of the first of these, at most `FIRST`.
+        pictures: by the recipe of their records.
         captions: number of new captions. caption_bytes: their length as written.
         sample: some of them, normalised, and their length in bytes as written.
-        cached_latents, cached_captions: records that the cache already holds (the null record included).
+        cached_captions: records that the cache already holds (the null record included).
         null: whether the null record is missing.
     """
 
     items: int = 0
     usable: int = 0
-    undecided: int = 0
     unread: int = 0
     rejects: Kinds = field(default_factory=Kinds)
     buckets: dict[Shape, list[float]] = field(default_factory=dict)
-    pictures: dict[Shape, int] = field(default_factory=dict)
-    first: dict[Shape, list[Place]] = field(default_factory=dict)
+    pictures: dict[PictureSignal, Pictures] = field(default_factory=dict)
     captions: int = 0
     caption_bytes: int = 0
     sample: list[tuple[str, int]] = field(default_factory=list)
-    cached_latents: int = 0
     cached_captions: int = 0
     null: bool = True
 
     @property
     def images(self) -> int:
-        """New pictures, including those of unknown size."""
-        return sum(self.pictures.values()) + self.undecided
+        """New pictures of the kind that has most: what is decoded for one kind serves the others, too."""
+        return max((each.new for each in self.pictures.values()), default=0)
+
+    @property
+    def undecided(self) -> int:
+        """Usable items whose size the header does not show."""
+        return max((each.undecided for each in self.pictures.values()), default=0)
 
     @property
     def texts(self) -> int:
         """New text records."""
         return self.captions + self.null
 
-    def add_pictures(self, new: pa.Table, table: list[Shape], which: np.ndarray) -> None:
-        """Count new pictures. new: with the columns of a `Place`; which: (n,) positions in `table`."""
-        for number in np.unique(which).tolist():
-            shape, rows = table[number], np.flatnonzero(which == number)
-            self.pictures[shape] = self.pictures.get(shape, 0) + len(rows)
-            first = self.first.setdefault(shape, [])
-            places = new.select(Place._fields).take(pa.array(rows[: FIRST - len(first)]))
-            first += [Place(**place) for place in places.to_pylist()]
 
+def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table: list[Shape]) -> Wanted:
+    """Compare a scan (of whole pictures or of headers) with a cache.
 
-def wanted(scan: pa.Table, cache: Cache | None, latent: LatentRecipe, text: TextRecipe, table: list[Shape]) -> Wanted:
-    """Compare a scan (of whole pictures or of headers) with a cache. table: the target resolutions of the buckets."""
+    Args:
+        recipes: as of `pipeline.signals.recipes`. table: the target resolutions of the buckets.
+    """
+    text = caption_of(recipes)
     scratch = cache.files.scratch if cache is not None else Scratch()
-    work = Wanted(items=scan.num_rows)
+    work, refused = Wanted(items=scan.num_rows), dict[tuple[str, str], None]()
+    work.pictures = {recipe: Pictures() for recipe in recipes if isinstance(recipe, PictureSignal)}
     read = scratch.table(pa.schema([scan.schema.field(name) for name in planning.SCANNED]), _judged(scan, work, table))
-    for new, cached in _new(planning.image_work(read, "", latent, table, scratch=scratch), "item", cache, latent, work):
-        work.cached_latents += cached
-        height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
-        targets, which = np.unique(height << 32 | width, return_inverse=True)
-        places = [table.index((target >> 32, target & 0xFFFFFFFF)) for target in targets.tolist()]
-        work.add_pictures(new, table, np.array(places, np.int64)[which])
+    for recipe, pictures in work.pictures.items():
+        for new, cached in _new(planning.image_work(read, "", recipe, table, scratch), "item", cache, recipe, refused):
+            pictures.cached += cached
+            height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
+            targets, which = np.unique(height << 32 | width, return_inverse=True)
+            places = [table.index((target >> 32, target & 0xFFFFFFFF)) for target in targets.tolist()]
+            pictures.add(new, table, np.array(places, np.int64)[which])
 
     captions = scratch.table_writer(planning.CAPTIONS)
     every = planning.caption_work(scan, text, scratch)
-    for new, cached in _new(every.slice(1), "caption", cache, text, work):  # the null record is the first
+    for new, cached in _new(every.slice(1), "caption", cache, text, refused):  # the null record is the first
         work.cached_captions += cached
         work.captions += len(new)
         work.caption_bytes += pc.sum(pc.binary_length(new.column("caption"))).as_py() or 0
@@ -134,6 +162,7 @@ def wanted(scan: pa.Table, cache: Cache | None, latent: LatentRecipe, text: Text
     work.sample = list(_sampled(captions.finish(), text))
     work.null = cache is None or not cache.index(text.name).has(text.null_key)
     work.cached_captions += not work.null
+    work.rejects.add(refused)
     work.rejects = work.rejects.ranked()
     return work
 
@@ -148,7 +177,6 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
         usable = batch.filter(pc.is_null(batch.column("reject")))
         work.usable += len(usable)
         work.unread += usable.column("digest").null_count
-        work.undecided += usable.column("width").null_count
         sized = usable.filter(pc.is_valid(usable.column("width")))
         height, width = (sized.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
         which = buckets.nearest_all(table, height, width)
@@ -158,15 +186,17 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
             bucket[0] += int((which == number).sum())
             bucket[1] += float(loss[which == number].sum())
         unread = pc.is_null(sized.column("digest"))
-        work.add_pictures(sized.filter(unread), table, which[unread.to_numpy()])
+        for pictures in work.pictures.values():
+            pictures.undecided += usable.column("width").null_count
+            pictures.add(sized.filter(unread), table, which[unread.to_numpy()])
         yield sized.filter(pc.invert(unread))
 
 
 def _new(
-    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, work: Wanted
+    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, refused: dict[tuple[str, str], None]
 ) -> Iterator[tuple[pa.Table, int]]:
     """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
-    made are rejects under the value of column `name`."""
+    made are added to `refused`, as (value of column `name`, reason): each once, whatever kinds of records lack it."""
     index = None if cache is None else cache.index(recipe.name)
     rejects = {} if index is None else index.outcomes
     reasons = {bytes.fromhex(key): reject.reason for key, reject in rejects.items() if not reject.retry}
@@ -175,13 +205,13 @@ def _new(
         keys = fixed(batch.column("key"))
         present = np.zeros(len(keys), bool) if index is None else index.present(keys)
         failed = ~present & (impossible.find(keys) >= 0)
-        refused = batch.filter(pa.array(failed))
-        pairs = zip(refused.column(name).to_pylist(), refused.column("key").to_pylist(), strict=True)
-        work.rejects.add((label, reasons[key]) for label, key in pairs)
+        unmade = batch.filter(pa.array(failed))
+        pairs = zip(unmade.column(name).to_pylist(), unmade.column("key").to_pylist(), strict=True)
+        refused |= {(label, reasons[key]): None for label, key in pairs}
         yield batch.filter(pa.array(~present & ~failed)), int(present.sum())
 
 
-def _sampled(captions: pa.Table, recipe: TextRecipe) -> Iterator[tuple[str, int]]:
+def _sampled(captions: pa.Table, recipe: CaptionRecipe) -> Iterator[tuple[str, int]]:
     """About `SAMPLE` captions at equal distances."""
     step, before = max(1, math.ceil(len(captions) / SAMPLE)), 0
     for batch in batches(captions.select(["caption"])):
@@ -198,10 +228,10 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
     recipe = cache.recipe(plan.recipe)
     rows = cache.unit_rows(plan, unit)
-    if isinstance(recipe, LatentRecipe):
+    if isinstance(recipe, PictureRecipe):
         shapes = zip(rows.column("height").to_pylist(), rows.column("width").to_pylist(), strict=True)
-        return sum(latent_bytes(recipe, height, width) for height, width in shapes)
-    assert isinstance(recipe, TextRecipe)
+        return sum(picture_bytes(recipe, height, width) for height, width in shapes)
+    assert isinstance(recipe, CaptionRecipe)
     lengths = [None if text is None else len(text.encode()) for text in rows.column("caption").to_pylist()]
     return sum(
         text_bytes(recipe, recipe.max_length if length is None else likely_rows(recipe, length), length or 0)
@@ -209,12 +239,12 @@ def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
     )
 
 
-def latent_bytes(recipe: LatentRecipe, height: int, width: int) -> int:
-    """Bytes of a latent in a shard, including its row of the shard's table. height, width: in pixels."""
+def picture_bytes(recipe: PictureRecipe, height: int, width: int) -> int:
+    """Bytes of a picture's record in a shard, including its row of the shard's table. height, width: in pixels."""
     return _record(recipe, recipe.shape(height, width))
 
 
-def text_bytes(recipe: TextRecipe, rows: int, caption: int) -> int:
+def text_bytes(recipe: CaptionRecipe, rows: int, caption: int) -> int:
     """Bytes of a text record in a shard. rows: of the record; caption: bytes of the caption as written."""
     return _record(recipe, (rows, recipe.width)) + BLOCK + _padded(caption)
 
@@ -237,7 +267,7 @@ def _row(kind: str) -> int:
     return sum(column.type.bit_width // 8 for column in records_schema(kind))
 
 
-def likely_rows(recipe: TextRecipe, caption: int) -> int:
+def likely_rows(recipe: CaptionRecipe, caption: int) -> int:
     """Rows of a caption of so many bytes, without a tokenizer: three bytes per token, fewer than most captions have."""
     return min(recipe.max_length, 2 + -(-caption // 3))
 
@@ -247,62 +277,67 @@ class Sizes:
     """Bytes that the work will take.
 
     Attributes:
-        latents, text: of shards.
+        records: of shards, by the noun of the records.
         index: of all tables and documents.
         tokens: rows of all new captions, without <bos> and without the null record.
         sampled: captions that were tokenized.
     """
 
-    latents: int
-    text: int
+    records: dict[str, int]
     index: int
     tokens: int
     sampled: int
 
     @property
     def total(self) -> int:
-        return self.latents + self.text + self.index
+        return sum(self.records.values()) + self.index
 
 
 def sizes(
     work: Wanted,
     config: Config,
-    latent: LatentRecipe,
-    text: TextRecipe,
+    text: CaptionRecipe,
     count_rows: Callable[[Sequence[str]], list[int]],
 ) -> Sizes:
     """Bytes by kind.
 
     Args:
+        text: the recipe of captions.
         count_rows: normalised captions -> their rows (a tokenizer); called for `Wanted.sample`.
     """
-    known = {shape: latent_bytes(latent, *shape) for shape in work.pictures}
-    latents = sum(known[shape] * count for shape, count in work.pictures.items())
-    if work.undecided:
-        counted = work.images - work.undecided
-        mean = latents / counted if counted else latent_bytes(latent, config.data.resolution, config.data.resolution)
-        latents += round(mean * work.undecided)
+    assert isinstance(text, CaptionSignal)
     rows = count_rows([caption for caption, _ in work.sample]) if work.sample else []
     scale = work.captions / len(rows) if rows else 0.0
     body = sum(text_bytes(text, n, size) for n, (_, size) in zip(rows, work.sample, strict=True))
     null = text_bytes(text, text.max_length, 0) if work.null else 0
-    image_units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in work.pictures.items())
-    text_units = -(-work.captions // config.encode.unit_captions) + work.null
+    units = -(-work.captions // config.encode.unit_captions) + work.null
+    captions = round(body * scale) + null + units * _SHARD
     # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.
-    index = work.images * (2 * _row("latent") + 128) + work.texts * (2 * _row("text") + 48)
-    index += _PLAN * (bool(image_units) + bool(text_units))
-    index += (image_units + text_units) * _UNIT + work.caption_bytes + work.items * 96
-    return Sizes(
-        latents + image_units * _SHARD,
-        round(body * scale) + null + text_units * _SHARD,
-        index if work.images + work.texts else 0,
-        round((sum(rows) - len(rows)) * scale),
-        len(rows),
-    )
+    index = work.texts * (2 * _row(text.kind) + 48) + work.caption_bytes + work.items * 96
+    index += _PLAN * bool(units) + units * _UNIT
+    records = dict[str, int]()
+    for recipe, pictures in work.pictures.items():
+        records[recipe.noun], units = _picture_bytes(pictures, config, recipe)
+        index += pictures.new * (2 * _row(recipe.kind) + 128) + _PLAN * bool(units) + units * _UNIT
+    records[text.noun] = captions
+    tokens = round((sum(rows) - len(rows)) * scale)
+    return Sizes(records, index if work.images + work.texts else 0, tokens, len(rows))
+
+
+def _picture_bytes(pictures: Pictures, config: Config, recipe: PictureRecipe) -> tuple[int, int]:
+    """Bytes of the shards of new pictures, and the number of shards."""
+    known = {shape: picture_bytes(recipe, *shape) for shape in pictures.sizes}
+    total = sum(known[shape] * count for shape, count in pictures.sizes.items())
+    if pictures.undecided:
+        counted, side = pictures.new - pictures.undecided, config.data.resolution
+        mean = total / counted if counted else picture_bytes(recipe, side, side)
+        total += round(mean * pictures.undecided)
+    units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in pictures.sizes.items())
+    return total + units * _SHARD, units
 
 
 def unit_images(encode: EncodeConfig, record: int) -> int:
-    """Pictures of a unit. record: bytes of one latent."""
+    """Pictures of a unit. record: bytes of one record."""
     return max(1, min(encode.unit_images, (encode.unit_mib << 20) // record))
 
 
@@ -314,14 +349,14 @@ class Speed:
     """What a probe measured, in seconds; None if nothing could be measured.
 
     Attributes:
-        image_s: encoding a picture, by target (height, width).
+        image_s: encoding a picture, by recipe and target (height, width).
         decode_s: reading and decoding a picture in one thread.
         token_s: encoding a caption token.
-        load_s: loading both encoders.
+        load_s: loading the encoders.
         images, captions: how many were encoded.
     """
 
-    image_s: dict[Shape, float]
+    image_s: dict[PictureSignal, dict[Shape, float]]
     decode_s: float | None
     token_s: float | None
     load_s: float
@@ -331,7 +366,7 @@ class Speed:
 
 
 def probe(
-    work: Wanted, config: Config, source: Source, latent: LatentRecipe, device: Any, budget_s: float = PROBE_S
+    work: Wanted, config: Config, source: Source, recipes: Sequence[Recipe], device: Any, budget_s: float = PROBE_S
 ) -> Speed:
     """Encode a few real batches of captions and of the most frequent buckets, and drop the results.
 
@@ -340,34 +375,39 @@ def probe(
     Raises:
         UserError: the encoders cannot be loaded, or their output is wrong.
     """
-    image_s: dict[Shape, float] = {}
+    text = caption_of(recipes)
+    assert isinstance(text, CaptionSignal)
+    image_s: dict[PictureSignal, dict[Shape, float]] = {}
     decoded: list[float] = []
-    load_s, images, texts = 0.0, 0, 0
+    load_s, texts, probed = 0.0, 0, Counter[str]()
     token_s = None
     if work.captions:
         began = time.monotonic()
-        text = TextEncoder.load(config.text, caption_rules.instruction(config.text), device)
+        encoder: Any = text.encoder(config, device)
         load_s += time.monotonic() - began
-        token_s, texts = _probe_text(text, work, config, began + load_s + budget_s / 3)
-        del text
-    if work.pictures:
+        token_s, texts = _probe_text(encoder, work, config, began + load_s + budget_s / 3)
+        del encoder
+    new = {recipe: each for recipe, each in work.pictures.items() if each.sizes}
+    for recipe, pictures in new.items():
         began = time.monotonic()
-        vae = encoders.LatentEncoder.load(config.vae, device)
-        fitting = image_batch.fitting(config.vae, lambda: device)
+        encoder, image_s[recipe] = recipe.encoder(config, device), {}
+        fitting = image_batch.fitting(partial(recipe.footprint, config), lambda: device)
         spent = time.monotonic() - began
         load_s += spent
-        often = sorted(work.pictures, key=lambda shape: -work.pictures[shape])[:_PROBED_BUCKETS]
+        often = sorted(pictures.sizes, key=pictures.sizes.__getitem__, reverse=True)[:_PROBED_BUCKETS]
         for number, shape in enumerate(often):
-            end = began + spent + budget_s * 2 / 3 * (number + 1) / len(often)
-            seconds, count = probe_images(vae, source, work.first[shape], shape, config, latent, end, decoded, fitting)
+            end = began + spent + budget_s * 2 / 3 / len(new) * (number + 1) / len(often)
+            places = pictures.first[shape]
+            seconds, count = probe_images(encoder, source, places, shape, config, recipe, end, decoded, fitting)
             if seconds is not None:
-                image_s[shape] = seconds
-                images += count
+                image_s[recipe][shape] = seconds
+                probed[recipe.noun] += count
+        del encoder
     decode_s = sum(decoded) / len(decoded) if decoded else None
-    return Speed(image_s, decode_s, token_s, load_s, images, texts, str(device))
+    return Speed(image_s, decode_s, token_s, load_s, max(probed.values(), default=0), texts, str(device))
 
 
-def _probe_text(encoder: TextEncoder, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
+def _probe_text(encoder: Any, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
     by_length = sorted(caption for caption, _ in work.sample)
     by_length.sort(key=len)
     take = min(len(by_length), config.encode.text_batch)
@@ -385,12 +425,12 @@ def _probe_text(encoder: TextEncoder, work: Wanted, config: Config, end: float) 
 
 
 def probe_images(
-    encoder: encoders.LatentEncoder,
+    encoder: PictureEncoder,
     source: Source,
     places: list[Place],
     shape: Shape,
     config: Config,
-    recipe: LatentRecipe,
+    recipe: PictureRecipe,
     end: float,
     decoded: list[float],
     fitting: Fitting | None = None,
@@ -432,14 +472,8 @@ def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -
     The time of targets that were not probed follows from their pixels. Decoding runs beside the encoder in
     `encode.workers` threads, so the slower of the two decides.
     """
-    encode_s: float | None = 0.0
-    if work.images:
-        encode_s = None
-        if speed.image_s:
-            pixel_s = sum(speed.image_s.values()) / sum(h * w for h, w in speed.image_s)
-            by_shape = {s: speed.image_s.get(s, pixel_s * s[0] * s[1]) for s in work.pictures}
-            encode_s = sum(by_shape[s] * count for s, count in work.pictures.items())
-            encode_s *= work.images / (work.images - work.undecided)
+    by_kind = [_image_s(each, speed.image_s.get(recipe, {})) for recipe, each in work.pictures.items()]
+    encode_s = None if None in by_kind else sum(seconds or 0.0 for seconds in by_kind)
     text_s = size.tokens * speed.token_s if speed.token_s is not None else (0.0 if not work.captions else None)
     decode_s = work.images * (speed.decode_s or 0.0) / max(1, config.encode.workers)
     known = encode_s is not None and text_s is not None
@@ -459,6 +493,17 @@ def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -
     }
 
 
+def _image_s(pictures: Pictures, image_s: dict[Shape, float]) -> float | None:
+    """Seconds of encoding new pictures; None: not measured. image_s: of those targets that were probed."""
+    if not pictures.new:
+        return 0.0
+    if not image_s:
+        return None
+    pixel_s = sum(image_s.values()) / sum(h * w for h, w in image_s)
+    seconds = sum(image_s.get(s, pixel_s * s[0] * s[1]) * count for s, count in pictures.sizes.items())
+    return seconds * pictures.new / (pictures.new - pictures.undecided)
+
+
 # ---------------------------------------------------------------- the report
 
 
@@ -472,6 +517,7 @@ def report(
         reserve: bytes that must stay free (`encode.min_free_gib`).
         time_estimate: from `times`; None if nothing was probed.
     """
+    pictures = work.pictures.items()
     return {
         "source": source.name,
         "picture_columns": sorted(source.picture_columns),
@@ -487,10 +533,10 @@ def report(
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
             for shape, (count, loss) in sorted(work.buckets.items())
         ],
-        "reused": {"latents": work.cached_latents, "captions": work.cached_captions},
-        "new": {"latents": work.images, "captions": work.texts},
+        "reused": {**{recipe.noun: each.cached for recipe, each in pictures}, "captions": work.cached_captions},
+        "new": {**{recipe.noun: each.new for recipe, each in pictures}, "captions": work.texts},
         "tokens": {"total": size.tokens, "captions_tokenized": size.sampled, "captions": work.captions},
-        "bytes": {"latents": size.latents, "text": size.text, "index": size.index, "total": size.total},
+        "bytes": {**size.records, "index": size.index, "total": size.total},
         "free_bytes": free,
         "reserve_bytes": reserve,
         "enough_space": None if free is None else size.total + reserve <= free,
@@ -533,9 +579,9 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
         f"mean crop loss {bucket['crop_loss']:.1%}"
         for bucket in report["buckets"]
     ]
-    reused, new, tokens = report["reused"], report["new"], report["tokens"]
-    out.append(f"already in the cache: {reused['latents']} latents, {reused['captions']} captions")
-    out.append(f"to be encoded: {new['latents']} latents, {new['captions']} captions")
+    tokens = report["tokens"]
+    for what, counts in (("already in the cache", report["reused"]), ("to be encoded", report["new"])):
+        out.append(f"{what}: " + ", ".join(f"{count} {noun}" for noun, count in counts.items()))
     if tokens["captions_tokenized"] < tokens["captions"]:
         out.append(f"  tokens counted in a sample of {tokens['captions_tokenized']} of {tokens['captions']} captions")
     return [*out, *_space_lines(report, cache), *_time_lines(report["time"])]
@@ -546,8 +592,9 @@ def _space_lines(report: dict[str, Any], cache: str) -> list[str]:
     state = {True: "enough", False: "NOT ENOUGH", None: "whether that is enough is unknown"}[report["enough_space"]]
     free = "free space unknown" if report["free_bytes"] is None else f"{amount(report['free_bytes'])} free"
     return [
-        f"bytes: latents {amount(size['latents'])}, text {amount(size['text'])}, index {amount(size['index'])}; "
-        f"in all {amount(size['total'])}",
+        "bytes: "
+        + ", ".join(f"{what} {amount(count)}" for what, count in size.items() if what != "total")
+        + f"; in all {amount(size['total'])}",
         f"space at {cache}: {free}, {amount(size['total'])} needed and "
         f"{amount(report['reserve_bytes'])} in reserve: {state}",
     ]

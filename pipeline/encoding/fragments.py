@@ -1,21 +1,9 @@
-"""Fragments: pieces of a running scan, so that processes share it and a killed process loses little of it.
+"""Fragments of a running scan: processes share it, and a killed process loses only its fragment in hand.
 
-`Fragments.gather` gives every process the rows of all fragments; each fragment is read by the process that claims it
-(see `pipeline.work.engine`). A fragment is a document `fragments/<source>/<id>.json` beside the table that it names.
-The id is a digest of everything that decides the rows. So a fragment of a file that has changed since is not used.
-Why documents and not messages: processes need not know of one another. A process that starts later finds the documents,
-and a killed process has lost only its fragment in hand.
-Price: two small files per fragment, and two syncs for its claim. An idle process waits for the living owners of the
-rest, because it needs their rows. A stopped owner is overtaken after `Claims.stale_s`; its fragment in hand is read
-twice. `finish` removes all fragments of the source at the end of the command, when the other processes have long had
-their rows; a process that slept until then starts again from the scan document that exists by then.
-
-A damaged fragment is made again, so `verify` does not look at fragments.
-
-`Fragments.once` has one of several processes do what would be the same in each: judge the scan and plan. Its result is
-a document beside the fragments, which the others wait for. Its id covers the documents of this kind that a process sees
-when it begins: so a document is used only if it was published later, never one that an earlier launch left.
-Price: a process that begins after the planner has published the scan plans again, and adopts the same plans.
+A fragment is a document `fragments/<source>/<id>.json` beside the table that it names. The id is a digest of all that
+decides the rows, so a fragment of a file that has changed since is not used; a damaged one is made again. Documents and
+not messages, so that processes need not know of one another and one that starts later finds them.
+Price: two small files per fragment, and two syncs for its claim; an idle process waits for the owners of the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +24,6 @@ from pipeline.work.engine import Job, Worker
 
 POLL_S = 1.0
 """How often, at least, an idle process looks for fragments that the others have made."""
-
 
 _PLANNED = "planned-"
 
@@ -93,7 +80,9 @@ class Fragments:
     def once(
         self, identity: str, make: Callable[[], dict[str, Any]], help: Callable[[], None], scans: int
     ) -> dict[str, Any]:
-        """Have one process compute a result, which all of them return.
+        """Have one process compute a result, which all of them return: its document stays beside the fragments. A
+        document of an earlier launch is not used; a process that begins after the result was published computes it
+        again.
 
         Args:
             identity: a digest of all that decides the result.

@@ -18,9 +18,8 @@ from functools import cache
 import torch
 
 from pipeline import launch
-from pipeline.config import VaeConfig
 from pipeline.encoding.plan import FIXED, Fitting
-from pipeline.models import encoders
+from pipeline.models.encoders import Footprint
 
 MARGIN = 0.1
 """Share of the memory that is left free."""
@@ -28,8 +27,11 @@ INDEXED = 2**31 - 1
 """Above so many values in a tensor cuDNN's convolutions are split or refused; the GPU is busy long before."""
 
 
-def fitting(vae: VaeConfig, device: Callable[[], torch.device]) -> Fitting:
+def fitting(footprint: Callable[[int, int], Footprint | None], device: Callable[[], torch.device]) -> Fitting:
     """The batch by target size on this process's device, for `plan_images`. Nothing is read before its first call.
+
+    Args:
+        footprint: (height, width) -> what the encoder needs; see `PictureSignal.footprint`.
 
     Raises (when called):
         UserError: there is no such device; the encoder's configuration cannot be read.
@@ -41,9 +43,9 @@ def fitting(vae: VaeConfig, device: Callable[[], torch.device]) -> Fitting:
 
     @cache
     def batch(height: int, width: int) -> int:
-        if not memory():
+        each = footprint(height, width) if memory() else None
+        if each is None:
             return FIXED
-        each = encoders.footprint(vae, height, width)
         return max(1, min((memory() - each.weights) // each.picture, INDEXED // each.largest))
 
     return batch

@@ -28,14 +28,12 @@ from pipeline.cache.arrow import batches, take_rows
 from pipeline.cache.index import committed
 from pipeline.cache.key_columns import SortedKeys, as_keys, binary, fixed, is_first
 from pipeline.cache.layout import Paths
-from pipeline.cache.recipes import Recipe
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.config import EncodeConfig
 from pipeline.errors import IntegrityError
 from pipeline.images import buckets
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 
 IMAGES = pa.schema(
@@ -60,7 +58,7 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 def image_work(
     scan: pa.Table,
     source: str,
-    recipe: LatentRecipe,
+    recipe: PictureRecipe,
     table: list[tuple[int, int]],
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
@@ -87,8 +85,8 @@ def image_work(
 
     every = scratch.table(IMAGES, records())
     first = scratch.array(len(every), bool)
-    for part in scratch.sorted_by_key(_numbered(every.column("key"))):
-        first[part.column("row").to_numpy()[is_first(fixed(part.column("key")))]] = True
+    for _, rows, one in scratch.by_key(_keys(every)):
+        first[rows[one]] = True
     return every if first.all() else _chosen(every, first, scratch)
 
 
@@ -99,16 +97,13 @@ def _chosen(table: pa.Table, mask: np.ndarray, scratch: Scratch) -> pa.Table:
     return scratch.table(table.schema, chosen)
 
 
-def _numbered(keys: pa.ChunkedArray) -> Iterator[pa.Table]:
-    """Columns `key` and `row`."""
-    for start in range(0, len(keys), arrow.ROWS):
-        some = keys.slice(start, arrow.ROWS)
-        rows = np.arange(start, start + len(some))
-        yield pa.table({"key": some, "row": rows})
+def _keys(work: pa.Table) -> Iterator[np.ndarray]:
+    """The keys of a work list, (n,) S16 each."""
+    return (fixed(batch.column("key")) for batch in batches(work.select(["key"])))
 
 
 def caption_work(
-    scan: pa.Table, recipe: TextRecipe, scratch: Scratch | None = None, only: Iterable[str] | None = None
+    scan: pa.Table, recipe: CaptionRecipe, scratch: Scratch | None = None, only: Iterable[str] | None = None
 ) -> pa.Table:
     """Rows of `CAPTIONS` for the null record and the captions of a scan's usable items, in the order of their keys;
     equal captions once, as first written. scratch, only: as in `image_work`."""
@@ -124,7 +119,7 @@ def caption_work(
 
 def text_work(
     texts: Iterable[pa.Array],
-    recipe: TextRecipe,
+    recipe: CaptionRecipe,
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
 ) -> pa.Table:
@@ -157,12 +152,12 @@ Cut = tuple[np.ndarray, int]
 
 def plan_images(
     cache: Cache,
-    recipe: LatentRecipe,
+    recipe: PictureRecipe,
     work: pa.Table,
     config: EncodeConfig,
     fitting: Fitting | None = None,
 ) -> list[WorkPlan]:
-    """Adopt the existing image plans, and append a plan for the rows that they do not cover.
+    """Adopt the existing plans of a kind of picture records, and append a plan for the rows that they do not cover.
 
     Units hold one target resolution each, drawn from windows of `config.window` items of the listing.
 
@@ -195,7 +190,7 @@ def images_of_batch(config: EncodeConfig, size: tuple[int, int], fitting: Fittin
     return FIXED if fitting is None else fitting(*size)
 
 
-def plan_captions(cache: Cache, recipe: TextRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
+def plan_captions(cache: Cache, recipe: CaptionRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
     """Adopt the existing text plans, and append a plan for the rows that they do not cover.
 
     Units are ranges of the sorted keys. A unit's rows are sorted by caption length, so that a batch holds captions of
@@ -237,6 +232,43 @@ def _plan(
         cache.add_plan(recipe.name, number, units, table)
 
 
+def plan_beside(cache: Cache, recipe: PictureRecipe, lead: list[WorkPlan]) -> None:
+    """Append a plan of another kind of picture records for each unfinished plan of `lead` none of whose pictures has
+    such a record: the same rows in the same units. Whoever makes a unit of the lead makes its records of this kind from
+    the same pixels (see `pipeline.encoding.unit_encoder`); alone, they are made like any."""
+    scratch = cache.files.scratch
+    for plan in (plan for plan in lead if not _finished(cache, plan)):
+        while True:
+            plans = cache.plans(recipe.name)
+            if (plan.recipe, plan.number) in {each.beside for each in plans}:
+                break
+            rows = scratch.table(IMAGES, (_of_kind(recipe, part) for part in batches(cache.table(plan.table))))
+            if not len(rows) or not _missing(cache, recipe, plans, rows).all():
+                break
+            number = len(plans)
+            keys = ((unit, fixed(rows.column("key").slice(unit.start, unit.count))) for unit in plan.units)
+            units = (Unit.of(recipe.name, number, some, unit.start, unit.batch) for unit, some in keys)
+            cache.add_plan(recipe.name, number, units, rows, (plan.recipe, plan.number))
+
+
+def _of_kind(recipe: PictureRecipe, rows: pa.Table) -> pa.Table:
+    """Rows of `IMAGES` with the keys of another kind of records."""
+    height, width = (rows.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
+    targets, which = np.unique(height << 32 | width, return_inverse=True)
+    sizes = [(int(target) >> 32, int(target) & 0xFFFFFFFF) for target in targets]
+    return rows.set_column(0, IMAGES.field("key"), binary(recipe.keys(fixed(rows.column("digest")), sizes, which)))
+
+
+def lead_made(cache: Cache, plan: WorkPlan, lead: str) -> Callable[[Unit], bool]:
+    """Whether a unit of a plan need not wait for the unit that it goes with: that one is committed, is not there, or is
+    not of the recipe `lead`, whose units this run makes first (such as after another VAE was configured)."""
+    if plan.beside is None or plan.beside[0] != lead or _finished(cache, first := cache.plan(*plan.beside)):
+        return lambda unit: True
+    done = {None, *committed(cache.files, *plan.beside)}
+    units = {(unit.start, unit.count): unit.unit for unit in first.units}
+    return lambda unit: units.get((unit.start, unit.count)) in done
+
+
 def _planned(
     members: Iterator[tuple[pa.Table, list[Cut]]],
     units: list[Unit],
@@ -271,18 +303,8 @@ def _missing(cache: Cache, recipe: Recipe, plans: list[WorkPlan], work: pa.Table
     if not unfinished or not missing.any():
         return missing
 
-    def keys_of_both() -> Iterator[pa.Table]:
-        for part in _numbered(work.column("key")):
-            yield part.filter(pa.array(missing[part.column("row").to_numpy()]))
-        for plan in unfinished:
-            for part in batches(cache.table(plan.table, ["key"])):
-                yield part.append_column("row", pa.array(np.full(len(part), -1)))
-
-    for part in scratch.sorted_by_key(keys_of_both()):
-        row = part.column("row").to_numpy()
-        starts = np.flatnonzero(is_first(fixed(part.column("key"))))
-        assigned = np.repeat(np.minimum.reduceat(row, starts) < 0, np.diff([*starts, len(row)]))
-        missing[row[assigned & (row >= 0)]] = False
+    planned = (keys for plan in unfinished for keys in _keys(cache.table(plan.table, ["key"])))
+    missing &= scratch.absent(_keys(work), planned, len(work))
     return missing
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pipeline.cache.prompts import TRIGGER_CONTEXTS
+from pipeline.cache.recipes import CaptionRecipe
 from pipeline.encoding.plan import text_work
 from pipeline.errors import UserError
-from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import error_text, short_repr
 from pipeline.sources.remote import read_file
@@ -110,7 +110,7 @@ def _listed(file: str, text: str) -> list[str]:
     return prompts
 
 
-def of(lines: list[tuple[int, str]], recipe: TextRecipe) -> tuple[PromptWork, list[str]]:
+def of(lines: list[tuple[int, str]], recipe: CaptionRecipe) -> tuple[PromptWork, list[str]]:
     """The prompts of some lines, and a line of text about each that repeats an earlier prompt."""
     first: dict[bytes, tuple[int, str]] = {}
     repeated = []

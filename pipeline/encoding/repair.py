@@ -23,7 +23,7 @@ from pipeline.cache import audit, index, key_columns, shard
 from pipeline.cache.adopt import bring
 from pipeline.cache.findings import ENCODE, Finding, Replaced
 from pipeline.cache.layout import Paths
-from pipeline.cache.recipes import Recipe
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import plan as planning
@@ -31,8 +31,6 @@ from pipeline.encoding import unit_records
 from pipeline.encoding.scan import reopen
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import IntegrityError, UserError
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
 
 BRING = "sana-pipe verify --repair --set 'bucket.caches=[DIR]', where DIR is the cache that the shard was adopted from"
 
@@ -146,16 +144,16 @@ class Repairs:
             parts.append(work)
             missing.difference_update(work.column("key").to_pylist())
 
-        if isinstance(recipe, TextRecipe):
+        if isinstance(recipe, CaptionRecipe):
             add(_captions(cache, recipe, commit, missing))
         for source in cache.sources():
             scan = cache.last_scan(source)
-            if scan is None or scan[recipe.kind] != recipe.name or not missing:
+            if scan is None or scan["recipes"].get(recipe.kind) != recipe.name or not missing:
                 continue
             table, only = cache.table(scan["table"]), [key.hex() for key in missing]
-            if isinstance(recipe, TextRecipe):
+            if isinstance(recipe, CaptionRecipe):
                 add(planning.caption_work(table, recipe, only=only))
-            elif isinstance(recipe, LatentRecipe):
+            elif isinstance(recipe, PictureRecipe):
                 add(planning.image_work(table, source, recipe, [(h, w) for h, w in scan["buckets"]], only=only))
         return pa.concat_tables(parts) if parts else rows
 
@@ -168,7 +166,7 @@ class Repairs:
                 source = reopen(self.cache, name, self.config.data, self.locations.get(name))
             except UserError as error:
                 raise UserError(
-                    f"damaged latents need source {name!r}: {error.what}",
+                    f"damaged records of pictures need source {name!r}: {error.what}",
                     fix=f"--data {name}=DIR, where it is now{or_else}",
                 ) from None
             self.encoder.sources[name] = source
@@ -201,7 +199,7 @@ def _restored(
     return digest == commit.shard
 
 
-def _captions(cache: Cache, recipe: TextRecipe, commit: index.Commit, keys: set[bytes]) -> pa.Table:
+def _captions(cache: Cache, recipe: CaptionRecipe, commit: index.Commit, keys: set[bytes]) -> pa.Table:
     """Rows of a plan for some records of a shard, from the captions in the shard that are intact."""
     reader, rows = shard.ShardReader(cache.files, recipe.name), list[dict[str, Any]]()
     assert commit.shard is not None
@@ -234,7 +232,8 @@ def _replace(
         if cache.add_plan(recipe.name, number, [added_unit], table):
             break
     added = cache.plan(recipe.name, number)
-    how = {name: value for name, value in commit.provenance.items() if name in ("text_mode", "model", "revision")}
+    names = ("model", "revision", f"{recipe.kind}_mode")
+    how = {name: commit.provenance[name] for name in names if name in commit.provenance}
     records = [made[key] for key in in_order]
     unit_records.write_unit(
         cache, recipe, added, added_unit, [(records, [])], lambda done, bad: None, how, limits=limits

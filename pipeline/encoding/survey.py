@@ -17,19 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline import signals
 from pipeline.cache.arrow import batches
+from pipeline.cache.recipes import PictureRecipe, Recipe, caption_of, pictures_of
 from pipeline.cache.root import Cache, check_source_name
 from pipeline.config import Config, DataConfig
-from pipeline.encoding import estimate, unit_encoder
+from pipeline.encoding import estimate, last_scan, scan_rows, unit_encoder
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
 from pipeline.errors import IntegrityError, escaped
 from pipeline.images import buckets, decoding
-from pipeline.models import encoders
-from pipeline.models.text import count_rows, describe_text
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.models.text import count_rows
+from pipeline.signals.latent import compression
 from pipeline.sources import caption_rules
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Source
@@ -44,6 +44,7 @@ class Survey:
     """A source, the recipes of its records, its scan, and the work that the cache lacks.
 
     Attributes:
+        recipes: of the records.
         table: the target resolutions (height, width) of the buckets.
         count_rows: normalised captions -> their rows.
     """
@@ -51,8 +52,7 @@ class Survey:
     config: Config
     source: Source
     cache: Cache | None
-    latent: LatentRecipe
-    text: TextRecipe
+    recipes: list[Recipe]
     table: list[buckets.Shape]
     scan: pa.Table
     work: estimate.Wanted
@@ -60,7 +60,7 @@ class Survey:
 
     def sizes(self) -> estimate.Sizes:
         """Bytes of the work."""
-        return estimate.sizes(self.work, self.config, self.latent, self.text, self.count_rows)
+        return estimate.sizes(self.work, self.config, caption_of(self.recipes), self.count_rows)
 
     def fit_notes(self) -> list[str]:
         """See `fit_notes`."""
@@ -69,7 +69,7 @@ class Survey:
     def probe(self) -> estimate.Speed:
         """Speed of the encoders on a few batches of the work."""
         device = unit_encoder.device(self.config)
-        return estimate.probe(self.work, self.config, self.source, self.latent, device)
+        return estimate.probe(self.work, self.config, self.source, self.recipes, device)
 
 
 def survey(
@@ -85,18 +85,18 @@ def survey(
     """
     source, reading = opened(config, data, name, format)
     config = reading.config
-    latent, text = recipes(config)
-    table = buckets.table(config.data, latent.compression)
+    recipes = signals.recipes(config)
+    table = buckets.table(config.data, compression(recipes))
     cache = Cache.if_there(config)
     if cache is not None:
-        latent = with_stored_decoder(cache, latent, config)
-    with scanning_of(config, source, cache, table, rehash, scanning.from_header) as (scanned, _):
+        recipes = with_stored_decoder(cache, recipes, config)
+    with scanning_of(config, source, cache, table, rehash, scan_rows.from_header) as (scanned, _):
         scan = scanned.table()
     if cache is not None:
-        scanning.gone(cache, source.name, scan, config.encode.max_shrink)
-    work = estimate.wanted(scan, cache, latent, text, table)
-    count = partial(count_rows, config.text, text.instruction)
-    return Survey(config, source, cache, latent, text, table, scan, work, count)
+        last_scan.gone(cache, source.name, scan, config.encode.max_shrink)
+    work = estimate.wanted(scan, cache, recipes, table)
+    count = partial(count_rows, config.text, caption_rules.instruction(config.text))
+    return Survey(config, source, cache, recipes, table, scan, work, count)
 
 
 def opened(
@@ -131,7 +131,7 @@ def scanning_of(
     cache: Cache | None,
     table: list[buckets.Shape],
     rehash: bool,
-    look: scanning.Look,
+    look: scan_rows.Look,
     fragments: Fragments | None = None,
 ) -> Iterator[tuple[scanning.Scan, Progress]]:
     """A scan with the settings of a configuration, and its progress."""
@@ -184,37 +184,18 @@ def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) ->
     ]
 
 
-def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
-    """The recipes of the configuration."""
-    vae = encoders.describe_vae(config.vae)
-    latent = LatentRecipe(
-        **vae,
-        decoder=decoding.choose(config.data.decoder),
-        resize=decoding.RESIZE_RULE,
-        crop=decoding.CROP_RULE,
-        background=config.data.background,
-        storage=config.encode.storage.latent,
-    )
-    return latent, text_recipe(config)
-
-
-def text_recipe(config: Config) -> TextRecipe:
-    """The text recipe of the configuration."""
-    text = describe_text(config.text, caption_rules.instruction(config.text))
-    return TextRecipe(**text, storage=config.encode.storage.text)
-
-
-def with_stored_decoder(cache: Cache, latent: LatentRecipe, config: Config) -> LatentRecipe:
-    """The recipe; with `data.decoder: auto` with the decoder of the cache's records, if it has only others.
+def with_stored_decoder(cache: Cache, recipes: Sequence[Recipe], config: Config) -> list[Recipe]:
+    """The recipes; with `data.decoder: auto` with the decoder of the cache's records, if it has only others.
 
     Raises:
         UserError: that decoder is not installed here; the user must ask for encoding everything again.
     """
+    lead = pictures_of(recipes)[0]
     if config.data.decoder == "auto":
-        stored = [recipe for recipe in cache.recipes("latent") if isinstance(recipe, LatentRecipe)]
-        decoders = [recipe.decoder for recipe in stored if replace(recipe, decoder=latent.decoder) == latent]
-        if decoders and latent.decoder not in decoders:
+        stored = [recipe for recipe in cache.recipes(lead.kind) if isinstance(recipe, type(lead))]
+        decoders = [recipe.decoder for recipe in stored if replace(recipe, decoder=lead.decoder) == lead]
+        if decoders and lead.decoder not in decoders:
             decoding.require(decoders[0])
             click.echo(f"pictures are decoded by {decoders[0]}, like those in the cache; see data.decoder")
-            latent = replace(latent, decoder=decoders[0])
-    return latent
+            return [replace(one, decoder=decoders[0]) if isinstance(one, PictureRecipe) else one for one in recipes]
+    return list(recipes)

@@ -1,18 +1,18 @@
 """Encodes units of plans. Every engine, and `verify --repair`, makes records through `UnitEncoder`.
 
-An encoder is loaded when the first unit asks for it and stays loaded until a unit of the other kind comes; the old
-encoder is dropped before the new is read, so that one encoder at a time is in memory.
+An encoder is loaded when the first unit asks for it and stays loaded until a unit of another kind comes; the old
+encoder is dropped before the new is read, so that one encoder at a time is in memory. What makes records beside those
+of a unit, from the same pixels (see `pipeline.encoding.plan.plan_beside`), stays loaded with it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import click
-import numpy as np
 import pyarrow as pa
 import torch
 
@@ -20,19 +20,15 @@ from pipeline import launch
 from pipeline.cache import codec, index
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.config import Config, VaeConfig
+from pipeline.config import Config
 from pipeline.encoding import estimate, unit_records
 from pipeline.encoding.scan import reopen
-from pipeline.errors import CacheError, is_out_of_memory
-from pipeline.models import encoders
-from pipeline.models.frozen import from_bits, provenance_of
-from pipeline.models.text import TextEncoder, describe_text
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.sources import caption_rules
+from pipeline.errors import CacheError
+from pipeline.signals import CaptionSignal, Comparison, PictureSignal, Signal
 from pipeline.sources.reasons import kind
 from pipeline.sources.source import Source
 from pipeline.work.disk_space import DiskSpace
+from pipeline.work.engine import is_done
 from pipeline.work.progress import Meter
 
 
@@ -40,7 +36,8 @@ class UnitEncoder:
     """Makes units (see `pipeline.work.engine.UnitMaker`) with the encoders that a configuration names.
 
     Args:
-        sources: name -> source; those that image units read.
+        sources: name -> source; those that units of pictures are read from.
+        further: recipes of the picture records that are made beside others.
         check: compare the encoder with each unit's recipe first (where another machine chose the recipe).
 
     Attributes:
@@ -48,16 +45,27 @@ class UnitEncoder:
         limits: the batch sizes that fit; its `halved` counts those of the last unit.
     """
 
-    def __init__(self, config: Config, cache: Cache, sources: Mapping[str, Source], *, check: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        cache: Cache,
+        sources: Mapping[str, Source],
+        further: Sequence[Recipe] = (),
+        *,
+        check: bool = False,
+    ):
         self.config, self.cache, self.sources, self.meter = config, cache, dict(sources), Meter()
         self._checks = check
         self._checked: set[str] = set()
         self._encoder: Any = None
-        self._kind = ""
+        self._name = ""
         self._costs: dict[str, _StorageCosts] = {}
         self._recipes: dict[str, Recipe] = {}
         self.limits = unit_records.Limits()
-        self._numerics = None if encoders.is_exact(config.vae) else _Numerics(config.vae)
+        self._further = further
+        self._plans_beside = dict[tuple[str, int], list[tuple[WorkPlan, dict[tuple[int, int], Unit]]]]()
+        self._encoders_beside: dict[str, Any] = {}
+        self._comparisons: dict[str, Comparison | None] = {}
 
     def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """Encode and commit one unit. `progress` as in `unit_records.write_unit`."""
@@ -65,22 +73,50 @@ class UnitEncoder:
         costs = self._costs.get(recipe.name)
         if costs is None:  # the first unit of this recipe here
             costs = self._costs[recipe.name] = _StorageCosts(recipe)
-        batches = self._batches(recipe, unit, self.cache.unit_rows(plan, unit), None)
+        rows = self.cache.unit_rows(plan, unit)
         self.limits.halved = 0
-        provenance = provenance_of(self.config.text if recipe.kind == "text" else self.config.vae)
-        if recipe.kind == "text":
-            provenance["text_mode"] = self._encoder.mode
-        commit = unit_records.write_unit(
-            self.cache, recipe, plan, unit, batches, progress, provenance, costs.measured, self.limits
-        )
+        with ExitStack() as stack:
+            beside = [stack.enter_context(each) for each in self._units_beside(plan, unit, rows)]
+            batches = self._batches(recipe, unit, rows, None, beside)
+            provenance = recipe.provenance(self.config)
+            if mode := getattr(self._encoder, "mode", None):
+                provenance[f"{recipe.kind}_mode"] = mode
+            commit = unit_records.write_unit(
+                self.cache, recipe, plan, unit, batches, progress, provenance, costs.measured, self.limits
+            )
+            for each in beside:
+                extra = each.commit(unit_records.provenance())
+                self.meter.beside[each.recipe.kind] += extra.records
+                self.meter.bytes += extra.bytes
         costs.log()
         self.meter.bytes += commit.bytes
         self.meter.rejects.update(kind(reject.item, reject.reason) for reject in commit.rejects)
-        if self._numerics is not None and self._numerics.pictures is not None:
-            self._kind, self._encoder = "", None  # one encoder at a time
-            self._numerics.log(lambda vae: encoders.LatentEncoder.load(vae, device(self.config)))
-            self._numerics = None
+        comparison = self._comparisons.get(recipe.name)
+        if comparison is not None and comparison.ready:
+            self._name, self._encoder = "", None  # one encoder at a time
+            self._comparisons[recipe.name] = None
+            click.echo(comparison.line(device(self.config)))
         return commit
+
+    def _pairs(self, plan: WorkPlan, unit: Unit) -> Iterator[tuple[WorkPlan, Unit]]:
+        """The units that are made with a unit and that are not made yet."""
+        of = plan.recipe, plan.number
+        if of not in self._plans_beside:
+            every = (each for recipe in self._further for each in self.cache.plans(recipe.name) if each.beside == of)
+            self._plans_beside[of] = [(each, {(u.start, u.count): u for u in each.units}) for each in every]
+        for each, units in self._plans_beside[of]:
+            other = units.get((unit.start, unit.count))
+            if other is not None and not is_done(self.cache, each, other):
+                yield each, other
+
+    def _units_beside(self, plan: WorkPlan, unit: Unit, rows: pa.Table) -> Iterator[unit_records.UnitBeside]:
+        """Makers of `_pairs`. rows: the unit's."""
+        for each, other in self._pairs(plan, unit):
+            recipe = self._recipe(each.recipe)
+            if recipe.kind not in self._encoders_beside:
+                self._encoders_beside[recipe.kind] = self._load(recipe)
+            encoder, own = self._encoders_beside[recipe.kind], self.cache.unit_rows(each, other)
+            yield unit_records.UnitBeside(self.cache, recipe, each, other, own, rows, encoder)
 
     def remake(
         self, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes], rows: pa.Table
@@ -95,30 +131,44 @@ class UnitEncoder:
         recipe = self._recipe(plan.recipe)
         if not any(key in only for key in rows.column("key").to_pylist()):
             return []
-        if isinstance(recipe, TextRecipe):
-            self._text_encoder(recipe).mode = commit.provenance.get("text_mode", self.config.text.mode)
+        if (mode := commit.provenance.get(f"{recipe.kind}_mode")) is not None:
+            self._loaded(recipe).mode = mode
         batches = self._batches(recipe, unit, rows, only)
         self.limits.halved = 0
         return batches
 
     def disk_space(self, sleep: Callable[[float], None] = time.sleep) -> DiskSpace:
         """The space for units of this cache. `sleep` as in `DiskSpace`."""
-        return DiskSpace(self.cache, self.config.encode, partial(estimate.unit_bytes, self.cache), sleep)
+
+        def unit_bytes(plan: WorkPlan, unit: Unit) -> int:
+            pairs = [(plan, unit), *self._pairs(plan, unit)]
+            return sum(estimate.unit_bytes(self.cache, *pair) for pair in pairs)
+
+        return DiskSpace(self.cache, self.config.encode, unit_bytes, sleep)
 
     def _batches(
-        self, recipe: Recipe, unit: Unit, rows: pa.Table, only: Container[bytes] | None
+        self,
+        recipe: Signal,
+        unit: Unit,
+        rows: pa.Table,
+        only: Container[bytes] | None,
+        beside: Sequence[unit_records.UnitBeside] = (),
     ) -> Iterable[unit_records.Made]:
         """The encoded batches of a unit."""
-        if isinstance(recipe, TextRecipe):
-            text_encoder = _Metered(self._text_encoder(recipe), self.meter)
-            return unit_records.caption_records(recipe, unit, rows, text_encoder, only=only, limits=self.limits)
-        assert isinstance(recipe, LatentRecipe)
+        encoder = self._loaded(recipe)
+        if isinstance(recipe, CaptionSignal):
+            metered: Any = _Metered(encoder, self.meter)
+            return unit_records.caption_records(recipe, unit, rows, metered, only=only, limits=self.limits)
+        assert isinstance(recipe, PictureSignal)
+        if recipe.name not in self._comparisons:
+            self._comparisons[recipe.name] = recipe.comparison(self.config)
         return unit_records.image_records(
             recipe,
             unit,
             rows,
             self.sources,
-            _Metered(self._latent_encoder(recipe), self.meter, self._numerics),
+            _Metered(encoder, self.meter, self._comparisons[recipe.name]),
+            beside=beside,
             max_pixels=self.config.data.max_pixels,
             workers=self.config.encode.workers,
             only=only,
@@ -126,47 +176,44 @@ class UnitEncoder:
             limits=self.limits,
         )
 
-    def _recipe(self, name: str) -> Recipe:
+    def _recipe(self, name: str) -> Any:
         if name not in self._recipes:
             self._recipes[name] = self.cache.recipe(name)
         return self._recipes[name]
 
-    def _latent_encoder(self, recipe: LatentRecipe) -> encoders.LatentEncoder:
-        config = self.config
-        self._check(recipe, lambda: encoders.describe_vae(config.vae), "vae")
-        return self._loaded(recipe, lambda: encoders.LatentEncoder.load(config.vae, device(config)))
-
-    def _text_encoder(self, recipe: TextRecipe) -> TextEncoder:
-        config, instruction = self.config, caption_rules.instruction(self.config.text)
-        self._check(recipe, lambda: describe_text(config.text, instruction), "text")
-        return self._loaded(recipe, lambda: TextEncoder.load(config.text, instruction, device(config)))
-
-    def _loaded(self, recipe: Recipe, load: Callable[[], Any]) -> Any:
-        if self._kind != recipe.kind:
-            self._kind, self._encoder = "", None  # before the other encoder is read
-            self._kind, self._encoder = recipe.kind, load()
+    def _loaded(self, recipe: Any) -> Any:
+        """The encoder of the units of a recipe."""
+        if self._name != recipe.name:
+            self._name, self._encoder = "", None  # before the other encoder is read
+            self._name, self._encoder = recipe.name, self._load(recipe)
         return self._encoder
 
-    def _check(self, recipe: Recipe, describe: Callable[[], dict[str, Any]], section: str) -> None:
-        """CacheError unless the configured encoder gives the values of the recipe. Each recipe is checked once."""
-        if not self._checks or recipe.name in self._checked:
-            return
-        if differences := recipe.unlike(describe()):
-            raise CacheError(
-                f"this machine's {section} is not the one that this cache's recipe names (recipe | here)",
-                found="; ".join(differences),
-                fix=f"give every machine the same {section} model",
-            )
-        self._checked.add(recipe.name)
+    def _load(self, recipe: Any) -> Any:
+        """Load an encoder.
+
+        Raises:
+            CacheError: the configured model gives other values than the recipe says.
+        """
+        if self._checks and recipe.name not in self._checked:
+            if differences := recipe.unlike(recipe.model(self.config)):
+                raise CacheError(
+                    f"this machine's {recipe.section} is not the one that this cache's recipe names (recipe | here)",
+                    found="; ".join(differences),
+                    fix=f"give every machine the same {recipe.section} model",
+                )
+            self._checked.add(recipe.name)
+        return recipe.encoder(self.config, device(self.config))
 
 
-def build(config_json: str, source_names: tuple[str, ...]) -> UnitEncoder:
-    """The encoder of a Ray worker process. The sources are not listed again: their items are known from the scan."""
+def build(config_json: str, source_names: tuple[str, ...], further: tuple[str, ...]) -> UnitEncoder:
+    """The encoder of a Ray worker process. further: names of the recipes of `UnitEncoder`.
+
+    The sources are not listed again: their items are known from the scan."""
     launch.prefer_expandable_segments()
     config = Config.model_validate_json(config_json)
     cache = Cache.of(config)
     sources = {name: reopen(cache, name, config.data) for name in source_names}
-    return UnitEncoder(config, cache, sources, check=True)
+    return UnitEncoder(config, cache, sources, [cache.recipe(name) for name in further], check=True)
 
 
 def device(config: Config) -> Any:
@@ -184,8 +231,8 @@ def device(config: Config) -> Any:
 class _Metered:
     """An encoder whose time and captions are counted."""
 
-    def __init__(self, encoder: Any, meter: Meter, numerics: _Numerics | None = None):
-        self._encoder, self._meter, self._numerics = encoder, meter, numerics
+    def __init__(self, encoder: Any, meter: Meter, comparison: Comparison | None = None):
+        self._encoder, self._meter, self._comparison = encoder, meter, comparison
 
     def encode(self, batch: Any) -> Any:
         before = self._counts()
@@ -193,8 +240,8 @@ class _Metered:
             outputs = self._encoder.encode(batch)
         tokens, truncated, unshared = (now - then for now, then in zip(self._counts(), before, strict=True))
         self._meter.add(Meter(tokens, truncated, unshared))
-        if self._numerics is not None:
-            self._numerics.add(batch, outputs)
+        if self._comparison is not None:
+            self._comparison.add(batch, outputs)
         return outputs
 
     def null(self) -> Any:
@@ -203,43 +250,6 @@ class _Metered:
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(getattr(self._encoder, name, 0) for name in ("tokens", "truncated", "unshared"))
-
-
-class _Numerics:
-    """Prints once, after the first unit with latents, how far they are from those of the exact encoder.
-
-    Attributes:
-        pictures: the first few of this run, uint8 (n, H, W, 3).
-    """
-
-    MOST = 4
-
-    def __init__(self, vae: VaeConfig):
-        self._vae, self._latents = vae, np.zeros(0, np.uint16)
-        self.pictures: np.ndarray | None = None
-
-    def add(self, pictures: Any, latents: Any) -> None:
-        if self.pictures is None and len(latents):
-            self.pictures = np.stack(list(pictures[: self.MOST]))
-            self._latents = np.stack(list(latents[: self.MOST]))
-
-    def log(self, load: Callable[[VaeConfig], encoders.LatentEncoder]) -> None:
-        assert self.pictures is not None
-        chosen = [self._vae.dtype, *(name for name in ("tf32", "channels_last") if getattr(self._vae, name))]
-        try:
-            exact = load(encoders.exact(self._vae))
-            wanted = np.concatenate([exact.encode(picture[None]) for picture in self.pictures])
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            click.echo(f"vae in {', '.join(chosen)}: not compared with fp32, for which the memory does not suffice")
-            return
-        ours, theirs = (from_bits(bits).double().flatten(1) for bits in (self._latents, wanted))
-        errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
-        click.echo(
-            f"vae in {', '.join(chosen)}: the latents of {len(errors)} pictures differ from those in fp32 by "
-            f"{100 * float(errors.mean()):.2f} % (relative L2; the worst by {100 * float(errors.max()):.2f} %)"
-        )
 
 
 class _StorageCosts:

@@ -4,7 +4,8 @@
 Why: the unit is the grain of resuming (a killed process loses its current unit), of sharing work, and of the bytes (the
 plan fixes the batches).
 Price: threads decode the next batches while the encoder works, and another thread writes the last ones. So pictures of
-`DECODE_AHEAD` batches and records of `WRITE_BEHIND` batches are in memory.
+`DECODE_AHEAD` batches and records of `WRITE_BEHIND` batches are in memory; if further records are made of the same
+pixels, those of `WRITE_BEHIND` batches, too.
 
 A record that cannot be made (undecodable, changed since the scan, not finite) becomes a reject with its reason. Only
 its batch is smaller then: the other batches keep their composition.
@@ -14,11 +15,11 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -26,13 +27,12 @@ import torch
 
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, RecordReject
-from pipeline.cache.recipes import Recipe
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.frozen import NonFiniteOutputError
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.signals import CaptionEncoder, PictureEncoder
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.source import Place, Source
 
@@ -54,23 +54,9 @@ class Limits:
     halved: int = 0
 
 
-class ImageEncoder(Protocol):
-    """uint8 (b, H, W, 3) to bf16 bits, uint16 (b, C, h, w)."""
-
-    def encode(self, images: np.ndarray) -> np.ndarray: ...
-
-
-class CaptionEncoder(Protocol):
-    """Normalised captions to bf16 bits, uint16 (rows, width) each; `null` gives the null record and its valid rows."""
-
-    def encode(self, captions: list[str]) -> list[np.ndarray]: ...
-
-    def null(self) -> tuple[np.ndarray, int]: ...
-
-
 @dataclass(frozen=True)
 class EncodedRecord:
-    """One encoded record. `caption` is None for latents; `valid` None means every row."""
+    """One encoded record. `caption` is None for records of pictures; `valid` None means every row."""
 
     key: bytes
     array: np.ndarray
@@ -83,12 +69,13 @@ Made = tuple[list[EncodedRecord], list[RecordReject]]
 
 
 def image_records(
-    recipe: LatentRecipe,
+    recipe: PictureRecipe,
     unit: Unit,
     rows: pa.Table,
     sources: dict[str, Source],
-    encoder: ImageEncoder,
+    encoder: PictureEncoder,
     *,
+    beside: Sequence[UnitBeside] = (),
     max_pixels: int,
     workers: int,
     only: Container[bytes] | None = None,
@@ -100,6 +87,7 @@ def image_records(
     Args:
         rows: the unit's rows of the plan's table.
         sources: source name -> source; every source of the unit must be here.
+        beside: are given the pixels of each batch, too.
         only: encode only the batches that hold one of these keys, in their planned composition.
         limits: those of earlier units; updated.
     """
@@ -130,21 +118,98 @@ def image_records(
         for batch, decoded in _ahead(pool, decode, batches, DECODE_AHEAD):
             rejects = [d for d in decoded if isinstance(d, RecordReject)]
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, RecordReject)]
-            records = []
-            if good:
-                latents = encode_finite(
-                    [picture for _, picture in good], lambda pictures: encoder.encode(np.stack(pictures)), limits
-                )
-                for (row, _), latent in zip(good, latents, strict=True):
-                    if latent is not None:
-                        records.append(EncodedRecord(row["key"], latent))
-                    else:
-                        rejects.append(RecordReject(row["key"].hex(), row["item"], _NOT_FINITE))
-            yield records, rejects
+            for each in beside:
+                each.encode(good, rejects)
+            yield _of_pictures(good, rejects, encoder, limits)
+
+
+def _of_pictures(
+    good: list[tuple[dict[str, Any], np.ndarray]],
+    rejects: list[RecordReject],
+    encoder: PictureEncoder,
+    limits: Limits,
+) -> Made:
+    """The records of a batch. good: rows and their pixels; rejects: of the others."""
+    records, pictures = [], [picture for _, picture in good]
+    made = encode_finite(pictures, lambda some: encoder.encode(np.stack(some)), limits) if good else []
+    for (row, _), values in zip(good, made, strict=True):
+        if values is not None:
+            records.append(EncodedRecord(row["key"], values))
+        else:
+            rejects.append(RecordReject(row["key"].hex(), row["item"], _NOT_FINITE))
+    return records, rejects
+
+
+class UnitWriter:
+    """Writes the batches of a unit into its shard and commits it. A thread does so, at most `WRITE_BEHIND` batches
+    behind. Leaving the `with` block without `commit` discards the shard."""
+
+    def __init__(
+        self, cache: Cache, recipe: Recipe, plan: WorkPlan, unit: Unit, measured: codec.Measured | None = None
+    ):
+        self.cache, self.recipe, self.plan, self.unit = cache, recipe, plan, unit
+        self._rejects: list[RecordReject] = []
+        self._waiting: deque[Future[None]] = deque()
+        self._stack = ExitStack()
+        self._shard = self._stack.enter_context(shard.ShardWriter(cache.files, recipe, unit.unit, measured))
+        self._thread = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="writer"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def add(self, make: Callable[..., Made], *given: Any) -> None:
+        """Write a batch. The thread makes it: `make(*given)`."""
+        self._waiting.append(self._thread.submit(self._write, make, *given))
+        if len(self._waiting) > WRITE_BEHIND:
+            self._waiting.popleft().result()
+
+    def _write(self, make: Callable[..., Made], *given: Any) -> None:
+        records, rejects = make(*given)
+        for record in records:
+            self._shard.add(record.key, record.array, caption=record.caption, valid=record.valid)
+        self._rejects += rejects
+
+    def commit(self, made_by: dict[str, Any]) -> Commit:
+        """Publish the shard, and the unit with its provenance."""
+        for written in self._waiting:
+            written.result()
+        return _commit(self.cache, self.recipe, self.plan, self.unit, self._shard, self._rejects, made_by)
+
+
+class UnitBeside(UnitWriter):
+    """A unit of another kind of picture records, made from the pixels that are decoded for the unit that it goes with
+    (see `pipeline.encoding.plan.plan_beside`), in a thread beside that one's encoder.
+
+    Args:
+        rows: of its plan, for this unit; lead: those of the other unit.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        recipe: Recipe,
+        plan: WorkPlan,
+        unit: Unit,
+        rows: pa.Table,
+        lead: pa.Table,
+        encoder: PictureEncoder,
+    ):
+        super().__init__(cache, recipe, plan, unit)
+        self._encoder = encoder
+        self._rows = dict(zip(lead.column("key").to_pylist(), rows.to_pylist(), strict=True))
+
+    def encode(self, good: list[tuple[dict[str, Any], np.ndarray]], rejects: list[RecordReject]) -> None:
+        """Make the records of a batch of the other unit. Arguments as of `_of_pictures`."""
+        ours = [(self._rows[row["key"]], picture) for row, picture in good]
+        bad = [replace(each, key=self._rows[bytes.fromhex(each.key)]["key"].hex()) for each in rejects]
+        self.add(_of_pictures, ours, bad, self._encoder, Limits())
 
 
 def caption_records(
-    recipe: TextRecipe,
+    recipe: CaptionRecipe,
     unit: Unit,
     rows: pa.Table,
     encoder: CaptionEncoder,
@@ -191,25 +256,11 @@ def write_unit(
         measured: sums what the recipe's storage saves and costs.
         limits: those with which `made` is encoded. Its number of halved batches goes into the provenance.
     """
-    rejects: list[RecordReject] = []
-    with shard.ShardWriter(cache.files, recipe, unit.unit, measured) as writer:
-
-        def write(records: list[EncodedRecord]) -> None:
-            for record in records:
-                writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
-
-        with ThreadPoolExecutor(1, thread_name_prefix="writer") as hand:
-            waiting: deque[Future[None]] = deque()
-            for records, bad in made:
-                waiting.append(hand.submit(write, records))
-                if len(waiting) > WRITE_BEHIND:
-                    waiting.popleft().result()
-                rejects.extend(bad)
-                progress(len(records), len(bad))
-            for written in waiting:
-                written.result()
-        made_by = {**provenance(limits.halved if limits else 0), **(origin or {})}
-        return _commit(cache, recipe, plan, unit, writer, rejects, made_by)
+    with UnitWriter(cache, recipe, plan, unit, measured) as writer:
+        for batch in made:
+            writer.add(lambda batch: batch, batch)
+            progress(len(batch[0]), len(batch[1]))
+        return writer.commit({**provenance(limits.halved if limits else 0), **(origin or {})})
 
 
 def provenance(halved: int = 0) -> dict[str, Any]:

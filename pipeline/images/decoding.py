@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import importlib.metadata
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
+from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.images import pillow_decoder, vips_decoder
 from pipeline.images.pillow_decoder import ALLOWED, ImageReject
@@ -36,6 +38,7 @@ __all__ = [
     "choose",
     "cover_box",
     "load",
+    "pixel_fields",
     "probe",
     "require",
     "resample_filter",
@@ -83,6 +86,16 @@ def require(name: str) -> None:
             fix="pip install 'pyvips[binary]' simplejpeg, or --set data.decoder=pillow (another recipe: pictures "
             "encoded with vips are encoded again)",
         )
+
+
+def pixel_fields(data: DataConfig) -> dict[str, Any]:
+    """What decides the pixels of a picture, as fields of a `PictureRecipe`. Errors as in `choose`."""
+    return {
+        "decoder": choose(data.decoder),
+        "resize": RESIZE_RULE,
+        "crop": CROP_RULE,
+        "background": data.background,
+    }
 
 
 def versions() -> dict[str, str]:

@@ -11,9 +11,10 @@ possible step (every caption at its longest); memory that is not pinned occupies
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,6 @@ from pipeline.loader.planner import BatchOrder, BatchPlan, Planner
 from pipeline.loader.quarantine import Quarantine, Substitution, UnreadableRecord
 from pipeline.loader.shard_prefetch import ShardPrefetch
 from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Batch:
         sample_ids: of the samples.
         bucket: (H, W) in pixels.
         cu_seqlens: (b + 1,) int32 offsets of the packed captions; None if they are padded.
+        pictures: the records of `LoaderSettings.pictures` by kind, (b, *shape): bf16, or uint16.
     """
 
     latents: torch.Tensor
@@ -60,6 +61,7 @@ class Batch:
     sample_ids: tuple[int, ...]
     bucket: tuple[int, int]
     cu_seqlens: torch.Tensor | None = None
+    pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class LoaderSettings:
     (`SanaPipeline` at inference)."""
     text: Literal["padded", "packed"] = "padded"
     """Layout of `Batch.captions`."""
+    pictures: tuple[str, ...] = ()
+    """Kinds of picture records that batches have beside the latents. Records of other kinds are not read."""
 
     prefetch: int | None
     """Steps that threads read ahead at most; None: as many as `prefetch_mib` allows. 0 reads in the calling thread,
@@ -148,11 +152,11 @@ class LoaderSettings:
 class _Arrays:
     """The arrays of a part of n samples, in one buffer. Text of sample i: rows `begin[i]:end[i]` of `texts`.
 
-    latents: (n * C, h, w) uint16. noise: (n, C, h, w) float32. mask: (n, L) bool. logit: (n,) float32.
-    texts: (n * L, D) uint16, or packed (t, D).
+    pictures: uint16 by kind, such as latents (n, C, h, w). noise: (n, C, h, w) float32. mask: (n, L) bool. logit: (n,)
+    float32. texts: (n * L, D) uint16, or packed (t, D).
     """
 
-    latents: np.ndarray
+    pictures: dict[str, np.ndarray]
     noise: np.ndarray
     mask: np.ndarray
     logit: np.ndarray
@@ -162,7 +166,8 @@ class _Arrays:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.latents, self.noise, self.mask, self.logit, self.texts))
+        arrays = (*self.pictures.values(), self.noise, self.mask, self.logit, self.texts)
+        return sum(array.nbytes for array in arrays)
 
 
 class Loader:
@@ -190,7 +195,9 @@ class Loader:
         self.quarantine = None if settings.quarantine is None else Quarantine(settings.quarantine)
         self.substituted = 0
         limit = max_open_shards(snapshot)
-        self.readers = {kind: snapshot.reader(kind, limit=limit) for kind in ("latent", "text")}
+        self.pictures = (LatentRecipe.kind, *settings.pictures)
+        self.texts = snapshot.caption.kind
+        self.readers = {kind: snapshot.reader(kind, limit=limit) for kind in (*self.pictures, self.texts)}
         self.null, self.null_valid = self._read_null(), snapshot.null.valid
         shows_null = settings.null_mask == "bos" and settings.caption_drop > 0
         self.planner = Planner(
@@ -199,6 +206,7 @@ class Loader:
             phase=settings.phase,
             length_window=settings.length_window,
             min_rows=self.null_valid if shows_null else 0,
+            kinds=self.pictures,
             order=order,
         )
         self.pool = BufferPool(self._largest_part(), pin=settings.pin)
@@ -252,8 +260,8 @@ class Loader:
     def shard_paths(self, step: int) -> dict[str, int]:
         """The shards that this rank reads in a step, as files of the cache, with their sizes in bytes."""
         plan, paths = self._part(step), dict[str, int]()
-        for kind, columns in (("latent", plan.samples), ("text", plan.texts)):
-            for number in dict.fromkeys(columns["shard"].tolist()):
+        for kind, places in (*plan.pictures.items(), (self.texts, plan.texts)):
+            for number in dict.fromkeys(places["shard"].tolist()):
                 path = self.snapshot.shard_path(kind, self.snapshot.shards[kind][number])
                 paths[path] = self.snapshot.shard_size(kind, number)
         return paths
@@ -276,8 +284,8 @@ class Loader:
 
     def _read_null(self) -> np.ndarray:
         null = self.snapshot.null
-        rows = np.empty((null.rows, self.snapshot.recipe(TextRecipe).width), np.uint16)
-        self.readers["text"].read(null.shard, null.offset, null.key, null.checksum, rows, null.length)
+        rows = np.empty((null.rows, self.snapshot.caption.width), np.uint16)
+        self.readers[self.texts].read(null.shard, null.offset, null.key, null.checksum, rows, null.length)
         return rows
 
     def _part(self, step: int) -> BatchPlan:
@@ -290,20 +298,20 @@ class Loader:
 
     def _largest_part(self) -> int:
         """Bytes of the largest possible part of a step."""
-        text = self.snapshot.recipe(TextRecipe)
+        text = self.snapshot.caption
         rows = max(text.max_length, self.null_valid)
         largest = 0
         for number, batch in enumerate(self._batches):
             share = batch // self.settings.world
-            elements = int(np.prod(self.snapshot.latent_shape(number)))
-            sizes = (elements * 2, elements * 4, rows * text.width * 2, rows, 4)
+            records = [2 * math.prod(self.snapshot.shape(kind, number)) for kind in self.pictures]
+            sizes = (*records, 2 * records[0], rows * text.width * 2, rows, 4)  # the noise is fp32
             largest = max(largest, sum(aligned(share * size) for size in sizes))
         return largest
 
     def _read(self, plan: BatchPlan, on_read: OnRead | None) -> tuple[list[Batch], int, dict[int, RecordError]]:
         """Read a plan: its microbatches, their bytes, and the samples with a record that stays wrong."""
         settings = self.settings
-        ids, visits = plan.samples["sample_id"].tolist(), plan.visits.tolist()
+        ids, visits = plan.sample_id.tolist(), plan.visits.tolist()
         draws = randomness.draws(settings.seed, settings.phase, visits, ids)
         dropped = draws.drop < settings.caption_drop
         rows = self._text_rows(plan, dropped)
@@ -328,16 +336,16 @@ class Loader:
         return np.minimum(np.where(dropped, np.minimum(null_rows, len(self.null)), rows), plan.length)
 
     def _allocate(self, plan: BatchPlan, rows: np.ndarray) -> _Arrays:
-        count, (channels, *grid) = len(plan), self.snapshot.latent_shape(plan.bucket)
+        count, shapes = len(plan), {kind: self.snapshot.shape(kind, plan.bucket) for kind in self.pictures}
         end = np.cumsum(rows) if self.settings.text == "packed" else np.arange(count) * plan.length + rows
         text_rows = int(rows.sum()) if self.settings.text == "packed" else count * plan.length
         allocator = Allocator(self.pool.take())
         return _Arrays(
-            latents=allocator.cut((count * channels, *grid), np.uint16),
-            noise=allocator.cut((count, channels, *grid), np.float32),
+            pictures={kind: allocator.cut((count, *shape), np.uint16) for kind, shape in shapes.items()},
+            noise=allocator.cut((count, *shapes[LatentRecipe.kind]), np.float32),
             mask=allocator.cut((count, plan.length), bool),
             logit=allocator.cut((count,), np.float32),
-            texts=allocator.cut((text_rows, self.snapshot.recipe(TextRecipe).width), np.uint16),
+            texts=allocator.cut((text_rows, self.snapshot.caption.width), np.uint16),
             begin=end - rows,
             end=end,
         )
@@ -345,18 +353,19 @@ class Loader:
     def _read_records(
         self, plan: BatchPlan, arrays: _Arrays, with_caption: np.ndarray, on_read: OnRead | None
     ) -> dict[int, RecordError]:
-        """Read latents and captions into their arrays; returns the first error of each sample that has one."""
-        count = len(plan)
-        every, channels = np.arange(count), self.snapshot.recipe(LatentRecipe).channels
-        bad: dict[int, RecordError] = {}
-        for kind, columns, which, into, begin, end in (
-            ("latent", plan.samples, every, arrays.latents, every * channels, (every + 1) * channels),
-            ("text", plan.texts, with_caption, arrays.texts, arrays.begin, arrays.end),
-        ):
+        """Read all records into their arrays; returns the first error of each sample that has one."""
+        every, bad = np.arange(len(plan)), dict[int, RecordError]()
+        reads = []
+        for kind, places in plan.pictures.items():
+            rows = arrays.pictures[kind].shape[1]
+            into = arrays.pictures[kind].reshape(-1, *arrays.pictures[kind].shape[2:])
+            reads.append((kind, places, every, into, every * rows, (every + 1) * rows))
+        reads.append((self.texts, plan.texts, with_caption, arrays.texts, arrays.begin, arrays.end))
+        for kind, places, which, into, begin, end in reads:
             reader, shards = self.readers[kind], self.snapshot.shards[kind]
             for i, error in reader.read_batch(
                 shards,
-                columns,
+                places,
                 which,
                 into,
                 begin,
@@ -370,7 +379,6 @@ class Loader:
     def _microbatches(self, plan: BatchPlan, arrays: _Arrays, ids: list[int]) -> list[Batch]:
         count, bucket = len(plan), self.snapshot.buckets[plan.bucket]
         packed = self.settings.text == "packed"
-        latents = arrays.latents.reshape(arrays.noise.shape)
         captions = arrays.texts if packed else arrays.texts.reshape(count, plan.length, arrays.texts.shape[-1])
         bounds = np.append(arrays.begin, arrays.end[-1])
         batches = []
@@ -380,7 +388,7 @@ class Loader:
             text_part = slice(*offsets[[0, -1]].tolist()) if packed else part
             batches.append(
                 Batch(
-                    bf16(latents[part]),
+                    bf16(arrays.pictures[LatentRecipe.kind][part]),
                     bf16(captions[text_part]),
                     torch.from_numpy(arrays.mask[part]),
                     torch.from_numpy(arrays.noise[part]),
@@ -388,9 +396,13 @@ class Loader:
                     tuple(ids[part]),
                     (bucket.height, bucket.width),
                     torch.from_numpy((offsets - offsets[0]).astype(np.int32)) if packed else None,
+                    {kind: self._tensor(kind, arrays.pictures[kind][part]) for kind in self.settings.pictures},
                 )
             )
         return batches
+
+    def _tensor(self, kind: str, values: np.ndarray) -> torch.Tensor:
+        return bf16(values) if self.snapshot.pictures[kind].bf16 else torch.from_numpy(values)
 
 
 def _check(snapshot: Snapshot, settings: LoaderSettings, batches: Sequence[int]) -> None:
@@ -402,6 +414,12 @@ def _check(snapshot: Snapshot, settings: LoaderSettings, batches: Sequence[int])
                 expected=f"a number of processes out of {divisors}",
                 fix=f"launch that many, or set bucket.batch to a multiple of {settings.world} and run sana-pipe bucket",
             )
+    if lacking := sorted(set(settings.pictures) - set(snapshot.pictures)):
+        raise ConfigError(
+            f"the snapshot has no records of the kind {' or '.join(lacking)}, which this run asks for",
+            found=", ".join(snapshot.pictures),
+            fix="encode them (sana-pipe encode), then sana-pipe bucket",
+        )
     if settings.text not in ("padded", "packed"):
         raise ValueError(f"text must be 'padded' or 'packed', found {settings.text!r}")
     if snapshot.files.room is None:

@@ -9,17 +9,16 @@ columns of the whole global batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from pipeline.cache.snapshot import Columns, Snapshot
+from pipeline.cache.snapshot import Columns, Places, Snapshot, taken
 from pipeline.loader import randomness
 from pipeline.loader.length_grouping import LengthGrouping
 from pipeline.loader.schedule import Schedule, ScheduledBatch, permute
-from pipeline.signals.text import TextRecipe
 from pipeline.sources.caption_rules import choose
 
 CANDIDATES = 256
@@ -33,8 +32,9 @@ class BatchPlan:
     Attributes:
         step, epoch, bucket: as in `schedule.ScheduledBatch`.
         visits: (n,) int64.
-        samples: columns of the samples, (n,) each (see `Columns`).
-        texts: columns of the caption that each visit sees, (n,) each.
+        sample_id: (n,) uint64.
+        pictures: places of the picture records by kind, (n,) each.
+        texts: places of the caption that each visit sees, (n,) each.
         length: rows that text is padded to, for the whole global batch.
     """
 
@@ -42,29 +42,40 @@ class BatchPlan:
     epoch: int
     bucket: int
     visits: np.ndarray
-    samples: dict[str, np.ndarray]
-    texts: dict[str, np.ndarray]
+    sample_id: np.ndarray
+    pictures: dict[str, Places]
+    texts: Places
     length: int
 
     def __len__(self) -> int:
         return len(self.visits)
 
     def part(self, which: slice) -> BatchPlan:
-        def cut(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {name: column[which] for name, column in columns.items()}
-
-        return replace(self, visits=self.visits[which], samples=cut(self.samples), texts=cut(self.texts))
+        return replace(
+            self,
+            visits=self.visits[which],
+            sample_id=self.sample_id[which],
+            pictures={kind: taken(places, which) for kind, places in self.pictures.items()},
+            texts=taken(self.texts, which),
+        )
 
     def put(self, i: int, other: BatchPlan) -> BatchPlan:
         """This plan with its i-th sample replaced by the only sample of another plan."""
 
-        def patched(columns: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            copies = {name: column.copy() for name, column in columns.items()}
-            for name, value in values.items():
-                copies[name][i] = value[0]
-            return copies
+        def patched(column: np.ndarray, values: np.ndarray) -> np.ndarray:
+            copy = column.copy()
+            copy[i] = values[0]
+            return copy
 
-        return replace(self, samples=patched(self.samples, other.samples), texts=patched(self.texts, other.texts))
+        def places(ours: Places, theirs: Places) -> Places:
+            return {name: patched(column, theirs[name]) for name, column in ours.items()}
+
+        return replace(
+            self,
+            sample_id=patched(self.sample_id, other.sample_id),
+            pictures={kind: places(ours, other.pictures[kind]) for kind, ours in self.pictures.items()},
+            texts=places(self.texts, other.texts),
+        )
 
 
 class BatchOrder(Protocol):
@@ -82,6 +93,7 @@ class Planner:
         seed, phase: key the order and the choice of captions (`train.seed`, `train.phase`).
         length_window: batches of each bucket, on average, that are sorted by length together; 0 or 1: none.
         min_rows: text of every batch is padded to at least so many rows (for the null record).
+        kinds: of picture records that plans have the places of; None: all.
         order: another order than the snapshot's schedule; without length windows.
     """
 
@@ -93,9 +105,10 @@ class Planner:
         phase: int,
         length_window: int = 0,
         min_rows: int = 0,
+        kinds: Collection[str] | None = None,
         order: BatchOrder | None = None,
     ):
-        self.snapshot, self.seed, self.phase, self.min_rows = snapshot, seed, phase, min_rows
+        self.snapshot, self.seed, self.phase, self.min_rows, self.kinds = snapshot, seed, phase, min_rows, kinds
         self._multiple = snapshot.head.policies.pad_text_multiple
         self.schedule = order or Schedule.of(snapshot.head, seed=seed, phase=phase)
         self._order: BatchOrder | LengthGrouping = self.schedule
@@ -106,10 +119,12 @@ class Planner:
     def step(self, step: int) -> BatchPlan:
         """The whole global batch of a step."""
         batch = self._order.step(step)
-        samples, texts = self.columns(batch.bucket, batch.positions, batch.visits)
+        columns, texts = self.columns(batch.bucket, batch.positions, batch.visits)
         longest = max(int(texts["rows"].max()), self.min_rows)
-        length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.recipe(TextRecipe).max_length)
-        return BatchPlan(batch.step, batch.epoch, batch.bucket, batch.visits, samples, texts, length)
+        length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.caption.max_length)
+        return BatchPlan(
+            batch.step, batch.epoch, batch.bucket, batch.visits, columns.sample_id, columns.pictures, texts, length
+        )
 
     def substitutes(self, plan: BatchPlan, i: int) -> Iterator[BatchPlan]:
         """Samples that may replace the i-th sample of a plan, best first: of the same bucket, with text that fits.
@@ -117,21 +132,18 @@ class Planner:
         They depend on the order, the step and the sample alone, so they are the same on every topology. Since their
         text fits, the shapes of other ranks do not change.
         """
-        identity, visit = int(plan.samples["sample_id"][i]), plan.visits[i : i + 1]
+        identity, visit = int(plan.sample_id[i]), plan.visits[i : i + 1]
         count = self.snapshot.buckets[plan.bucket].samples
         keys = ("quarantine", self.seed, self.phase, plan.step, identity)
         for position in permute(np.arange(min(count, CANDIDATES)), count, *keys).tolist():
-            samples, texts = self.columns(plan.bucket, np.array([position]), visit)
-            if int(samples["sample_id"][0]) != identity and int(texts["rows"][0]) <= plan.length:
-                yield replace(plan, visits=visit, samples=samples, texts=texts)
+            columns, texts = self.columns(plan.bucket, np.array([position]), visit)
+            if int(columns.sample_id[0]) != identity and int(texts["rows"][0]) <= plan.length:
+                yield replace(plan, visits=visit, sample_id=columns.sample_id, pictures=columns.pictures, texts=texts)
 
-    def columns(
-        self, bucket: int, positions: np.ndarray, visits: np.ndarray
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    def columns(self, bucket: int, positions: np.ndarray, visits: np.ndarray) -> tuple[Columns, Places]:
         """Columns of some samples of a bucket, and of the caption that each visit sees; positions, visits: (n,)."""
-        columns = self.snapshot.columns(positions + self.snapshot.row(bucket, 0))
-        rows = self._chosen_captions(columns, visits)
-        return columns.samples, {name: column[rows] for name, column in columns.captions.items()}
+        columns = self.snapshot.columns(positions + self.snapshot.row(bucket, 0), self.kinds)
+        return columns, taken(columns.captions, self._chosen_captions(columns, visits))
 
     def _rows(self, bucket: int, positions: np.ndarray, visits: np.ndarray) -> np.ndarray:
         return self.columns(bucket, positions, visits)[1]["rows"]
@@ -142,7 +154,7 @@ class Planner:
         rows, several = first.copy(), np.flatnonzero(end - first != 1)
         if not len(several):
             return rows
-        ids = columns.samples["sample_id"][several].tolist()
+        ids = columns.sample_id[several].tolist()
         draws = randomness.draws(self.seed, self.phase, visits[several].tolist(), ids).caption
         for i, draw in zip(several.tolist(), draws.tolist(), strict=True):
             rows[i] += choose(columns.captions["weight"][first[i] : end[i]].tolist(), draw)

@@ -84,6 +84,6 @@ class Substitution:
         substitute = next(self._candidates[i], None)
         if substitute is None:
             raise error
-        old, new = int(plan.samples["sample_id"][i]), int(substitute.samples["sample_id"][0])
+        old, new = int(plan.sample_id[i]), int(substitute.sample_id[0])
         self.unreadable.append(UnreadableRecord(error.shard, error.key.hex(), old, plan.step, new, error.what))
         return plan.put(i, substitute)

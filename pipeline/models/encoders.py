@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config import VaeConfig, Weights
-from pipeline.models.frozen import DTYPES, NonFiniteOutputError, digest, finite_bits
+from pipeline.errors import is_out_of_memory
+from pipeline.models.frozen import DTYPES, NonFiniteOutputError, digest, finite_bits, from_bits
 from pipeline.models.hub import ModelError, open_tensors, read_settings, resolve, weight_files
 
 if TYPE_CHECKING:
@@ -268,6 +269,43 @@ class LatentEncoder:
         with _arithmetic(self._config):
             latent = self.model.encode(x).latent
         return finite_bits(latent.float() * self.scaling_factor, "image encoder", self.dtype)
+
+
+class ExactComparison:
+    """Says how far the first latents of a run are from those of the exact encoder."""
+
+    MOST = 4
+
+    def __init__(self, vae: VaeConfig):
+        self._vae, self._latents = vae, np.zeros(0, np.uint16)
+        self._pictures: list[np.ndarray] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are latents to compare."""
+        return len(self._pictures) > 0
+
+    def add(self, batch: Any, outputs: Any) -> None:
+        """Keep the first few of this run. batch: uint8 (b, H, W, 3); outputs: bf16 bits."""
+        if not self.ready and len(outputs):
+            self._pictures, self._latents = list(batch[: self.MOST]), np.stack(list(outputs[: self.MOST]))
+
+    def line(self, device: Any) -> str:
+        """Load the exact encoder and compare."""
+        chosen = [self._vae.dtype, *(name for name in ("tf32", "channels_last") if getattr(self._vae, name))]
+        try:
+            encoder = LatentEncoder.load(exact(self._vae), device)
+            wanted = np.concatenate([encoder.encode(picture[None]) for picture in self._pictures])
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return f"vae in {', '.join(chosen)}: not compared with fp32, for which the memory does not suffice"
+        ours, theirs = (from_bits(bits).double().flatten(1) for bits in (self._latents, wanted))
+        errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+        return (
+            f"vae in {', '.join(chosen)}: the latents of {len(errors)} pictures differ from those in fp32 by "
+            f"{100 * float(errors.mean()):.2f} % (relative L2; the worst by {100 * float(errors.max()):.2f} %)"
+        )
 
 
 class LatentDecoder:

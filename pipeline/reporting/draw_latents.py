@@ -137,8 +137,8 @@ class SnapshotTensors:
         self.texts = snapshot.reader("text")
 
     def latent(self, sample: Sample) -> torch.Tensor:
-        into = np.empty(self.snapshot.latent_shape(sample.bucket), np.uint16)
-        self.latents.read(sample.shard, sample.offset, sample.key, sample.checksum, into, sample.length)
+        into, place = np.empty(self.snapshot.shape("latent", sample.bucket), np.uint16), sample.pictures["latent"]
+        self.latents.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
         return bf16(into).float()
 
     def text(self, sample: Sample, at: int) -> torch.Tensor:

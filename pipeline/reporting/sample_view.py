@@ -8,6 +8,7 @@ Price: `find` reads the tables of the whole snapshot, in columns.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import string
 from collections.abc import Callable
@@ -18,9 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image, ImageDraw
 
-from pipeline.cache.key_columns import fixed
 from pipeline.cache.root import Cache
-from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot import Snapshot, picture_keys
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.images.decoding import cover_box
@@ -81,7 +81,8 @@ def _rows(snapshot: Snapshot, text: str, compare: Callable[[Any, str], Any]) -> 
             chosen = pc.or_(chosen, compare(pc.cast(samples.column("sample_id"), pa.string()), text))
         mask = chosen.to_numpy()
         if digits and compare is not pc.equal:
-            mask = mask | _begins(fixed(samples.column("key")), digits)
+            for kind in snapshot.pictures:
+                mask = mask | _begins(picture_keys(samples, kind), digits)
         rows += (first + np.flatnonzero(mask)).tolist()
         first += samples.num_rows
         if len(rows) > SHOWN:
@@ -149,8 +150,8 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
     sample, files = snapshot.sample(row), snapshot.files
     bucket = snapshot.buckets[sample.bucket]
     source, item = snapshot.source_item(row)
-    bits = np.empty(snapshot.latent_shape(sample.bucket), np.uint16)
-    snapshot.reader("latent").read(sample.shard, sample.offset, sample.key, sample.checksum, bits, sample.length)
+    bits, at = np.empty(snapshot.shape("latent", sample.bucket), np.uint16), sample.pictures["latent"]
+    snapshot.reader("latent").read(at.shard, at.offset, at.key, at.checksum, bits, at.length)
     latent = (bits.astype(np.uint32) << 16).view(np.float32)
     texts = snapshot.captions(row, snapshot.reader("text"))
     longest, width = snapshot.recipe(TextRecipe).max_length, snapshot.recipe(TextRecipe).width
@@ -173,11 +174,16 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
         "bucket": {"height": bucket.height, "width": bucket.width, "batch": bucket.batch, "samples": bucket.samples},
         "picture": _picture(_scanned(cache, snapshot, source, item), (bucket.height, bucket.width)),
         "latent": {
-            **place("latent", sample, bits.nbytes),
+            **place("latent", at, bits.nbytes),
             "shape": list(latent.shape),
             **{name: float(getattr(latent, name)(dtype=np.float64)) for name in ("mean", "std")},
             **{name: float(getattr(latent, name)()) for name in ("min", "max")},
             "channel_std": latent.reshape(len(latent), -1).std(1, dtype=np.float64).tolist(),
+        },
+        **{
+            kind: place(kind, record, 2 * math.prod(snapshot.shape(kind, sample.bucket)))
+            for kind, record in sample.pictures.items()
+            if kind != "latent"
         },
         "captions": [
             {

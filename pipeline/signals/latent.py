@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipeline.cache.recipes import PictureRecipe
+from pipeline.cache.recipes import Recipe
+from pipeline.config import Config
+from pipeline.signals import PictureSignal
+
+if TYPE_CHECKING:
+    from pipeline.models.encoders import ExactComparison, Footprint, LatentEncoder
 
 
 @dataclass(frozen=True)
-class LatentRecipe(PictureRecipe):
+class LatentRecipe(PictureSignal):
     """Values of a latent: bf16(encoder(image in [-1, 1]) * scaling_factor in fp32), shape (channels, H/f, W/f)."""
 
     kind: ClassVar[str] = "latent"
+    noun: ClassVar[str] = "images"
+    section: ClassVar[str] = "vae"
+    optional: ClassVar[bool] = False
     axes: ClassVar[tuple[str, ...]] = ("channels", "height", "width")
     weights: str = ""
     compression: int = 32
@@ -20,12 +29,57 @@ class LatentRecipe(PictureRecipe):
     dtype: str = "fp32"
     scaling_factor: float = 0.41407
     tiling: bool = False
-    decoder: str = "pillow"
-    resize: str = ""
-    crop: str = ""
-    background: tuple[int, int, int] = (255, 255, 255)
     tf32: bool = False
     channels_last: bool = False
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:
         return self.channels, height // self.compression, width // self.compression
+
+    @classmethod
+    def wanted(cls, config: Config) -> Self:
+        from pipeline.images.decoding import pixel_fields
+        from pipeline.models.encoders import describe_vae
+
+        return cls(**describe_vae(config.vae), **pixel_fields(config.data), storage=config.encode.storage.latent)
+
+    def model(self, config: Config) -> dict[str, Any]:
+        from pipeline.models.encoders import describe_vae
+
+        return describe_vae(config.vae)
+
+    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
+        vae = config.vae
+        stated = {} if vae.scaling_factor is None else {"vae.scaling_factor": (vae.scaling_factor, self.scaling_factor)}
+        return {
+            "vae.dtype": (vae.dtype, self.dtype),
+            "vae.tf32": (vae.tf32, self.tf32),
+            "vae.channels_last": (vae.channels_last, self.channels_last),
+            "data.background": (config.data.background, self.background),
+            "encode.storage.latent": (config.encode.storage.latent, self.storage),
+            **stated,
+        }
+
+    def encoder(self, config: Config, device: Any) -> LatentEncoder:
+        from pipeline.models.encoders import LatentEncoder
+
+        return LatentEncoder.load(config.vae, device)
+
+    def provenance(self, config: Config) -> dict[str, Any]:
+        from pipeline.models.frozen import provenance_of
+
+        return provenance_of(config.vae)
+
+    def comparison(self, config: Config) -> ExactComparison | None:
+        from pipeline.models.encoders import ExactComparison, is_exact
+
+        return None if is_exact(config.vae) else ExactComparison(config.vae)
+
+    def footprint(self, config: Config, height: int, width: int) -> Footprint:
+        from pipeline.models.encoders import footprint
+
+        return footprint(config.vae, height, width)
+
+
+def compression(recipes: Sequence[Recipe]) -> int:
+    """Pixels of a side that the sides of buckets are multiples of: those of a latent's position."""
+    return next(recipe.compression for recipe in recipes if isinstance(recipe, LatentRecipe))

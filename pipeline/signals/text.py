@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipeline.cache.recipes import CaptionRecipe
+from pipeline.config import Config
+from pipeline.signals import CaptionSignal
+
+if TYPE_CHECKING:
+    from pipeline.models.text import TextEncoder
 
 
 @dataclass(frozen=True)
-class TextRecipe(CaptionRecipe):
+class TextRecipe(CaptionSignal):
     """Values of text rows: the encoder's last hidden state after its final norm, selected by `selection`."""
 
     kind: ClassVar[str] = "text"
+    noun: ClassVar[str] = "captions"
+    section: ClassVar[str] = "text"
+    optional: ClassVar[bool] = False
     weights: str = ""
     tokenizer: str = ""
     dtype: str = "bf16"
     attention: str = "eager"
     instruction: str = ""
     selection: str = "sana"
+
+    @classmethod
+    def wanted(cls, config: Config) -> Self:
+        return cls(**_described(config), storage=config.encode.storage.text)
+
+    def model(self, config: Config) -> dict[str, Any]:
+        return _described(config)
+
+    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
+        from pipeline.sources.caption_rules import instruction
+
+        text = config.text
+        return {
+            "text.dtype": (text.dtype, self.dtype),
+            "text.recipe": (text.recipe, self.normalisation),
+            "text.max_length": (text.max_length, self.max_length),
+            "text.instruction": (instruction(text), self.instruction),
+            "encode.storage.text": (config.encode.storage.text, self.storage),
+        }
+
+    def encoder(self, config: Config, device: Any) -> TextEncoder:
+        from pipeline.models.text import TextEncoder
+        from pipeline.sources.caption_rules import instruction
+
+        return TextEncoder.load(config.text, instruction(config.text), device)
+
+    def provenance(self, config: Config) -> dict[str, Any]:
+        from pipeline.models.frozen import provenance_of
+
+        return provenance_of(config.text)
+
+
+def _described(config: Config) -> dict[str, Any]:
+    from pipeline.models.text import describe_text
+    from pipeline.sources.caption_rules import instruction
+
+    return describe_text(config.text, instruction(config.text))

@@ -1,14 +1,15 @@
 """Join scans and encoded records into the samples of a snapshot, and count every item that is left out by its reason.
 
-`join` adds the usable items of one source: for each its latent at its bucket and the rows of its captions. `assemble`
-turns the selected samples (`pipeline.snapshots.selection`) into a snapshot's head and tables. Items are joined some
-thousands at a time; columns of samples are in temporary files (`pipeline.cache.scratch`), about 150 bytes a sample.
+`join` adds the usable items of one source: for each the records of its picture at its bucket and of its captions.
+`assemble` turns the selected samples (`pipeline.snapshots.selection`) into a snapshot's head and tables. Items are
+joined some thousands at a time; columns of samples are in temporary files (`pipeline.cache.scratch`), about 150 bytes
+a sample.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -19,10 +20,10 @@ import pyarrow.compute as pc
 
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
-from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex
-from pipeline.cache.key_columns import as_keys, binary, fixed, is_first, key_bytes, of_halves
+from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes, of_halves
 from pipeline.cache.many_keys import sample_ids
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, pictures_of
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
@@ -39,8 +40,6 @@ from pipeline.cache.snapshot import (
 from pipeline.config import DataConfig
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.reasons import EXAMPLES, Kinds
 
@@ -50,12 +49,28 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class EncodedRecords:
-    """The encoded records that samples are joined with: the recipe and the index of each kind."""
+    """The encoded records that samples are joined with.
 
-    latent: LatentRecipe
-    text: TextRecipe
-    latents: RecordIndex
-    texts: RecordIndex
+    Attributes:
+        recipes: those of pictures, then that of captions.
+        indexes: by kind.
+    """
+
+    recipes: Sequence[Recipe]
+    indexes: Mapping[str, RecordIndex]
+
+    @property
+    def pictures(self) -> list[PictureRecipe]:
+        return pictures_of(self.recipes)
+
+    @property
+    def caption(self) -> CaptionRecipe:
+        return caption_of(self.recipes)
+
+    @property
+    def texts(self) -> RecordIndex:
+        """Of the captions' records."""
+        return self.indexes[self.caption.kind]
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,8 @@ class Frame:
         digest: (n,) S16, of the picture's file.
         height, width: (n,) int64 of the picture, in pixels.
         bucket: (n,) int64 into the bucket table.
-        latent: (n,) int64 rows of the latents' index.
+        cluster: (n,) int64, of samples that are balanced together; 0 until they are.
+        pictures: kind -> (n,) int64 rows of its index.
         captions: (n + 1,) int64 offsets into the next two.
         text, weight: (m,) int64 rows of the texts' index; (m,) float32.
     """
@@ -100,7 +116,8 @@ class Frame:
     height: np.ndarray
     width: np.ndarray
     bucket: np.ndarray
-    latent: np.ndarray
+    cluster: np.ndarray
+    pictures: dict[str, np.ndarray]
     captions: np.ndarray
     text: np.ndarray
     weight: np.ndarray
@@ -110,7 +127,7 @@ class Frame:
 
     def take(self, rows: np.ndarray, scratch: Scratch) -> Frame:
         """Some rows (a boolean mask, or numbers), in their order. scratch: temporary storage."""
-        columns = FrameColumns(scratch)
+        columns = FrameColumns(scratch, self.pictures)
         for start in range(0, len(rows), ROWS):
             some = rows[start : start + ROWS]
             columns.add(self._take(start + np.flatnonzero(some) if rows.dtype == bool else some))
@@ -126,6 +143,7 @@ class Frame:
             captions=offsets,
             text=self.text[caption_rows],
             weight=self.weight[caption_rows],
+            pictures={kind: column[rows] for kind, column in self.pictures.items()},
             **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
         )
 
@@ -138,17 +156,18 @@ _PER_SAMPLE = {
     "height": np.int64,
     "width": np.int64,
     "bucket": np.int64,
-    "latent": np.int64,
+    "cluster": np.int64,
 }
 _PER_CAPTION = {"text": np.int64, "weight": np.float32}
 
 
 class FrameColumns:
-    """Concatenates frames."""
+    """Concatenates frames. kinds: of their picture records."""
 
-    def __init__(self, scratch: Scratch):
+    def __init__(self, scratch: Scratch, kinds: Iterable[str]):
         dtypes: dict[str, Any] = {**_PER_SAMPLE, **_PER_CAPTION, "captions": np.int64, "ends": np.int64, "items": "u1"}
         self._writers = {name: scratch.writer(dtype) for name, dtype in dtypes.items()}
+        self._pictures = {kind: scratch.writer(np.int64) for kind in kinds}
         for name in ("captions", "ends"):
             self._writers[name].add(np.zeros(1))
         self._captions = self._bytes = 0
@@ -156,6 +175,8 @@ class FrameColumns:
     def add(self, frame: Frame) -> None:
         for name in (*_PER_SAMPLE, *_PER_CAPTION):
             self._writers[name].add(getattr(frame, name))
+        for kind, writer in self._pictures.items():
+            writer.add(frame.pictures[kind])
         self._writers["captions"].add(frame.captions[1:] + self._captions)
         self._captions += len(frame.text)
         _, ends, data = frame.item.buffers()
@@ -171,7 +192,11 @@ class FrameColumns:
         columns = {name: writer.finish() for name, writer in self._writers.items()}
         ends, items = columns.pop("ends"), columns.pop("items")
         buffers = [None, pa.py_buffer(ends), pa.py_buffer(items)]
-        return Frame(item=pa.LargeStringArray.from_buffers(len(ends) - 1, buffers[1], buffers[2]), **columns)
+        return Frame(
+            item=pa.LargeStringArray.from_buffers(len(ends) - 1, buffers[1], buffers[2]),
+            pictures={kind: writer.finish() for kind, writer in self._pictures.items()},
+            **columns,
+        )
 
 
 @dataclass
@@ -210,7 +235,7 @@ class Joined:
     def frame(self) -> Frame:
         """All joined samples in one frame."""
         if len(self.frames) != 1:
-            columns = FrameColumns(self.scratch)
+            columns = FrameColumns(self.scratch, self.frames[0].pictures if self.frames else ())
             for frame in self.frames:
                 for start in range(0, len(frame), ROWS):
                     columns.add(frame._take(np.arange(start, min(start + ROWS, len(frame)))))
@@ -248,11 +273,11 @@ def join(joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, r
     scan = usable(joined, scan)
     if resolution.policy is not None:
         scan = allowed(joined, scan, resolution)
-    failed = {reject.key: reject.reason for index in (records.latents, records.texts) for reject in index.rejects}
+    failed = {reject.key: reject.reason for index in records.indexes.values() for reject in index.rejects}
     if source not in joined.sources:
         joined.sources.append(source)
     missing = _Missing(failed)
-    columns = FrameColumns(joined.scratch)
+    columns = FrameColumns(joined.scratch, (recipe.kind for recipe in records.pictures))
     for batch in batches(scan):
         columns.add(_joined(joined, source, batch, records, resolution, missing))
     joined.frames.append(columns.frame())
@@ -287,7 +312,7 @@ def _joined(
     joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, resolution: Resolution, missing: _Missing
 ) -> Frame:
     """The samples of some items; see `join`."""
-    scan, columns = _with_latents(joined, scan, records, resolution, missing)
+    scan, columns, pictures = _with_pictures(joined, scan, records, resolution, missing)
     with_caption, offsets, text, weight = _caption_records(joined, scan, records, missing)
     items = text_column(scan.column("item").filter(pa.array(with_caption)))
     picture_id = sample_ids(source, items)
@@ -297,38 +322,47 @@ def _joined(
         item=items,
         sample_id=sample_ids(source, items, variant) if variant else picture_id,
         picture_id=picture_id,
+        cluster=np.zeros(len(items), np.int64),
         captions=offsets,
         text=text,
         weight=weight,
+        pictures={kind: rows[with_caption] for kind, rows in pictures.items()},
         **{name: column[with_caption] for name, column in columns.items()},
     )
 
 
-def _with_latents(
+def _with_pictures(
     joined: Joined, scan: pa.Table, records: EncodedRecords, resolution: Resolution, missing_records: _Missing
-) -> tuple[pa.Table, dict[str, np.ndarray]]:
-    """The items whose latent is encoded, and their `height`, `width`, `digest`, `bucket` and `latent` of a frame."""
-    height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
-    digest = fixed(scan.column("digest"))
-    bucket = buckets.nearest_all(resolution.table, height, width)
-    keys = records.latent.keys(digest, resolution.table, bucket)
-    rows = records.latents.find(keys)
+) -> tuple[pa.Table, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The items with all records of their picture, and their `height`, `width`, `digest` and `bucket`, and `pictures`
+    of a frame."""
     at, setting = "", ""
     if resolution.variant:
         at, setting = f" at {resolution.variant} px", f" --set data.resolution={resolution.variant}"
-    missing = np.flatnonzero(rows < 0)
-    reasons = [missing_records.failed.get(key_bytes(key).hex()) for key in keys[missing]]
-    missing_records.leave(
-        joined,
-        scan,
-        missing,
-        reasons,
-        "rejected while encoding",
-        f"its latent{at} is not encoded yet ({ENCODE}{setting})",
+    height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
+    digest = fixed(scan.column("digest"))
+    bucket = buckets.nearest_all(resolution.table, height, width)
+    pictures, stays = dict[str, np.ndarray](), np.ones(len(scan), bool)
+    for recipe in records.pictures:
+        keys = recipe.keys(digest, resolution.table, bucket)
+        pictures[recipe.kind] = rows = records.indexes[recipe.kind].find(keys)
+        missing = np.flatnonzero(stays & (rows < 0))
+        reasons = [missing_records.failed.get(key_bytes(key).hex()) for key in keys[missing]]
+        missing_records.leave(
+            joined,
+            scan,
+            missing,
+            reasons,
+            "rejected while encoding",
+            f"its {recipe.kind}{at} is not encoded yet ({ENCODE}{setting})",
+        )
+        stays &= rows >= 0
+    columns = {"height": height, "width": width, "digest": digest, "bucket": bucket + resolution.first}
+    return (
+        scan.filter(pa.array(stays)),
+        {name: column[stays] for name, column in columns.items()},
+        {kind: rows[stays] for kind, rows in pictures.items()},
     )
-    encoded = rows >= 0
-    columns = {"height": height, "width": width, "digest": digest, "bucket": bucket + resolution.first, "latent": rows}
-    return scan.filter(pa.array(encoded)), {name: column[encoded] for name, column in columns.items()}
 
 
 def _caption_records(
@@ -340,8 +374,8 @@ def _caption_records(
         Which items have such a caption, (items,) bool; of these `captions`, `text` and `weight` of a frame.
     """
     offsets, texts, weight = _captions(scan)
-    normalised = (captions.normalise_all(some, records.text.normalisation) for some in texts)
-    keys = np.concatenate([np.empty(0, "S16"), *(records.text.keys(some) for some in normalised)])
+    normalised = (captions.normalise_all(some, records.caption.normalisation) for some in texts)
+    keys = np.concatenate([np.empty(0, "S16"), *(records.caption.keys(some) for some in normalised)])
     rows = records.texts.find(keys)
     usable_caption = (rows >= 0) & (weight > 0)
     counts = np.diff(offsets)
@@ -445,6 +479,7 @@ def assemble(
     sources: Mapping[str, str],
     *,
     weights: Mapping[str, Fraction] | None = None,
+    clusters: Sequence[Fraction] = (Fraction(1),),
     places: np.ndarray | None = None,
 ) -> Assembled:
     """Turn samples into a snapshot.
@@ -453,6 +488,7 @@ def assemble(
         frame: the samples, of `joined`.
         sources: source -> digest of its scan's table.
         weights: visits per epoch by source, where they are not 1.
+        clusters: visits per epoch by `Frame.cluster`.
         places: (n,) place of each sample in an earlier snapshot. Inside a bucket and part, samples are ordered by
             (place, sample id).
 
@@ -461,7 +497,7 @@ def assemble(
         CacheError: the null record is missing.
     """
     scratch = joined.scratch
-    parts = _Parts(joined, weights or {})
+    parts = _Parts(joined, weights or {}, clusters)
     entries, report, left_out = _grouped(joined, frame, table, parts, policies.small)
     places = scratch.array(len(frame), np.int64) if places is None else places
     if left_out.any():
@@ -471,14 +507,15 @@ def assemble(
         frame, places = frame.take(stays, scratch), scratch.arrays(left, {"place": np.int64})["place"]
     _check_samples(joined, frame)
     null_row = row_of_null(records)
-    latent_numbers, latent_shards = _numbered_shards(records.latents, frame.latent)
-    text_numbers, text_shards = _numbered_shards(records.texts, frame.text, null_row)
+    numbered = {kind: _numbered_shards(records.indexes[kind], rows) for kind, rows in frame.pictures.items()}
+    numbered[records.caption.kind] = _numbered_shards(records.texts, frame.text, null_row)
+    numbers = {kind: number for kind, (number, _) in numbered.items()}
     head = Head(
-        recipes={"latent": records.latent.values(), "text": records.text.values()},
+        recipes={recipe.kind: recipe.values() for recipe in records.recipes},
         policies=policies,
         buckets=tuple(entries),
-        shards={"latent": latent_shards, "text": text_shards},
-        null=TextPlace.of(records.texts, null_row, records.text.storage),
+        shards={kind: shards for kind, (_, shards) in numbered.items()},
+        null=TextPlace.of(records.texts, null_row, records.caption.storage),
         left_out=dict(sorted(joined.left_out.items())),
         sources=dict(sources),
         counts={"samples": len(frame)},
@@ -488,7 +525,7 @@ def assemble(
     def chunks() -> Iterator[tuple[pa.Table, pa.Table]]:
         for start in range(0, len(order), CHUNK_ROWS):
             rows = frame._take(order[start : start + CHUNK_ROWS])
-            yield _tables(rows, joined.sources, records, (latent_numbers, text_numbers))
+            yield _tables(rows, joined.sources, records, numbers)
 
     return Assembled(head, chunks, report)
 
@@ -504,29 +541,34 @@ def folder_repeats(items: pa.Array) -> np.ndarray:
 
 
 class _Parts:
-    """The parts of buckets: samples of equal weight, by source and, where it repeats, by folder.
+    """The parts of buckets: samples of equal weight, by source, by folder where it repeats, and by cluster.
 
     Attributes:
         weights: of the parts, falling.
     """
 
-    def __init__(self, joined: Joined, weights: Mapping[str, Fraction]):
+    def __init__(self, joined: Joined, weights: Mapping[str, Fraction], clusters: Sequence[Fraction]):
         self._repeats = [joined.repeats.get(name, {}) for name in joined.sources]
         base = [weights.get(name, Fraction(1)) for name in joined.sources]
-        of = {(s, r): w * r for s, w in enumerate(base) for r in (*self._repeats[s], 1)}
+        of = {
+            (s, r, c): w * r * more
+            for s, w in enumerate(base)
+            for r in (*self._repeats[s], 1)
+            for c, more in enumerate(clusters)
+        }
         self.weights = sorted(set(of.values()), reverse=True)
-        self._part = np.zeros((len(base), max((r for _, r in of), default=1) + 1), np.int64)
+        self._part = np.zeros((len(base), max((r for _, r, _ in of), default=1) + 1, len(clusters)), np.int64)
         for place, weight in of.items():
             self._part[place] = self.weights.index(weight)
 
     def of(self, frame: Frame, piece: slice) -> np.ndarray:
         """The part of some samples, int64."""
-        source = frame.source[piece]
+        source, cluster = frame.source[piece], frame.cluster[piece]
         repeating = np.array([bool(repeats) for repeats in self._repeats], bool)[source]
         if not repeating.any():
-            return self._part[source, 1]
+            return self._part[source, 1, cluster]
         visits = np.maximum(folder_repeats(frame.item[piece]), 1)
-        return self._part[source, np.where(repeating, visits, 1)]
+        return self._part[source, np.where(repeating, visits, 1), cluster]
 
 
 def pieces(count: int) -> Iterator[slice]:
@@ -545,16 +587,15 @@ def _order(frame: Frame, parts: _Parts, places: np.ndarray, scratch: Scratch) ->
     count = groups * max((int(frame.bucket[piece].max()) + 1 for piece in pieces(len(frame))), default=1)
     group_size, place_size = np.uint64((1 << 64) // max(2, count)), np.uint64((1 << 64) // (last + 2))
 
-    def keyed() -> Iterator[pa.Table]:
+    def keys() -> Iterator[np.ndarray]:
         for piece in pieces(len(frame)):
             is_new = places[piece] == last
             group = frame.bucket[piece] * groups + parts.of(frame, piece) * 2 + is_new
             within = np.where(is_new, frame.sample_id[piece], places[piece].astype(np.uint64) * place_size)
             high = group.astype(np.uint64) * group_size + within // np.uint64(count + 1)
-            yield pa.table({"key": binary(of_halves(high, within)), "row": np.arange(piece.start, piece.stop)})
+            yield of_halves(high, within)
 
-    rows = ({"row": part.column("row").to_numpy()} for part in scratch.sorted_by_key(keyed()))
-    return scratch.arrays(rows, {"row": np.int64})["row"]
+    return scratch.arrays(({"row": rows} for _, rows, _ in scratch.by_key(keys())), {"row": np.int64})["row"]
 
 
 def _grouped(
@@ -616,11 +657,8 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
 
 
 def _check_samples(joined: Joined, frame: Frame) -> None:
-    def ids() -> Iterator[pa.Table]:
-        for piece in pieces(len(frame)):
-            yield pa.table({"key": binary(of_halves(frame.sample_id[piece]))})
-
-    if doubled := sum(int((~is_first(fixed(p.column("key")))).sum()) for p in joined.scratch.sorted_by_key(ids())):
+    ids = (of_halves(frame.sample_id[piece]) for piece in pieces(len(frame)))
+    if doubled := sum(int((~first).sum()) for _, _, first in joined.scratch.by_key(ids)):
         raise UserError(f"{doubled} samples share a 64-bit sample id with another", fix="rename their files")
     if not len(frame):
         left_out = joined.left_out.most_common()
@@ -630,7 +668,7 @@ def _check_samples(joined: Joined, frame: Frame) -> None:
 
 def row_of_null(records: EncodedRecords) -> int:
     """The null record's row in the index of text records."""
-    row = int(records.texts.find(as_keys([records.text.null_key]))[0])
+    row = int(records.texts.find(as_keys([records.caption.null_key]))[0])
     if row < 0:
         raise CacheError("the cache has no null record", fix="sana-pipe encode (it encodes it first)")
     return row
@@ -659,49 +697,42 @@ def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[
 
 
 def _tables(
-    frame: Frame, sources: list[str], records: EncodedRecords, numbers: tuple[np.ndarray, np.ndarray]
+    frame: Frame, sources: list[str], records: EncodedRecords, numbers: Mapping[str, np.ndarray]
 ) -> tuple[pa.Table, pa.Table]:
     """The samples and names of one chunk; more rows could have more captions than Arrow's lists can count.
 
-    numbers: of the latent and text shards, by their place in the index.
+    numbers: of the shards of each kind, by their place in the index.
     """
-    schema = samples_schema(records.latent, records.text)
+    schema = samples_schema(records.recipes)
     offsets = pa.array(frame.captions.astype(np.int32))
 
-    def lists(columns: dict[str, Any], struct: pa.StructType) -> pa.Array:
-        children = [columns[field.name] for field in struct]
-        return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(children, fields=list(struct)))
+    def places(kind: str, at: np.ndarray, struct: pa.StructType, /, **given: np.ndarray) -> pa.StructArray:
+        columns = records.indexes[kind].columns
+        given["shard"] = numbers[kind][columns["shard"][at]]
+        values = (given[f.name] if f.name in given else columns[f.name][at] for f in struct)
+        return pa.StructArray.from_arrays([_array(value) for value in values], fields=list(struct))
 
-    def of(index: RecordIndex, rows: np.ndarray, /, **columns: str) -> dict[str, Any]:
-        return {name: _array(index.columns[column][rows]) for name, column in columns.items()}
+    def lists(structs: pa.StructArray) -> pa.Array:
+        return pa.ListArray.from_arrays(offsets, structs)
 
-    def place(recipe: LatentRecipe | TextRecipe) -> dict[str, str]:
-        names = ("offset", "key", "checksum", *(() if recipe.storage == PLAIN else ("length",)))
-        return {name: name for name in names}
-
-    def shard(index: RecordIndex, rows: np.ndarray, number: np.ndarray) -> pa.Array:
-        return pa.array(number[index.columns["shard"][rows]])
-
-    latents, texts = records.latents, records.texts
-    caption = {
-        **of(texts, frame.text, **place(records.text), rows="valid"),
-        "shard": shard(texts, frame.text, numbers[1]),
-        "weight": pa.array(frame.weight),
-    }
-    columns: dict[str, Any] = {
-        **of(latents, frame.latent, **place(records.latent)),
-        "sample_id": pa.array(frame.sample_id),
-        "shard": shard(latents, frame.latent, numbers[0]),
-        "captions": lists(caption, schema.field("captions").type.value_type),
-    }
-    samples = pa.table([columns[name] for name in schema.names], schema=schema)
-    written = of(texts, frame.text, offset="caption_offset", length="caption_length", checksum="caption_checksum")
+    texts = records.texts.columns
+    caption = places(
+        records.caption.kind,
+        frame.text,
+        schema.field("captions").type.value_type,
+        rows=texts["valid"][frame.text],
+        weight=frame.weight,
+    )
+    pictures = [places(kind, rows, schema.field(kind).type) for kind, rows in frame.pictures.items()]
+    sample_id = pa.array(frame.sample_id)
+    samples = pa.table([sample_id, *pictures, lists(caption)], schema=schema)
+    where = [_array(texts[f"caption_{field.name}"][frame.text]) for field in WRITTEN]
     names = pa.table(
         [
-            columns["sample_id"],
+            sample_id,
             pa.DictionaryArray.from_arrays(pa.array(frame.source), sources).cast(pa.string()),
             frame.item.cast(pa.string()),
-            lists(written, WRITTEN),
+            lists(pa.StructArray.from_arrays(where, fields=list(WRITTEN))),
         ],
         schema=NAMES,
     )

@@ -54,6 +54,17 @@ def groups(hashed: np.ndarray, distance: int) -> np.ndarray:
     return result
 
 
+def distances(one: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """In how many bits a picture differs from others, as `groups` compares them: (n,) int64. one: uint16 (17,); others:
+    (n, 17)."""
+    result = np.full(len(others), 16 * VIEW_WORDS, np.int64)
+    for left, right in ((one[None], others), (others, one[None])):
+        for view in (left[:, :VIEW_WORDS], flipped(left[:, :VIEW_WORDS])):
+            for other in (right[:, :VIEW_WORDS], right[:, VIEW_WORDS:WORDS]):
+                np.minimum(result, np.bitwise_count(view ^ other).sum(axis=1, dtype=np.int64), out=result)
+    return result
+
+
 def best(group: np.ndarray, pixels: np.ndarray, caption: np.ndarray, identity: np.ndarray) -> np.ndarray:
     """Which picture of each group stays: the most pixels, then the longest caption, then the smallest id.
 

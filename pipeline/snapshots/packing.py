@@ -15,6 +15,7 @@ The bytes are a function of the snapshot's content and the target size of a shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,11 +36,11 @@ from pipeline.cache.snapshot import (
     NAMES,
     Bucket,
     BucketPart,
-    Caption,
     Chunk,
     Head,
     PackedOrder,
-    Sample,
+    Places,
+    RecordPlace,
     ShardFile,
     Snapshot,
     TextPlace,
@@ -48,8 +49,6 @@ from pipeline.cache.snapshot import (
 )
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.loader.schedule import permute
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
 
 OVERHEAD = 1536
 """About so many bytes of tar and npy headers and padding per member."""
@@ -91,21 +90,24 @@ def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkPlan:
 
 def block_sizes(snapshot: Snapshot, target: int) -> list[int]:
     """Samples per shard of about `target` bytes, for each bucket."""
-    width = snapshot.recipe(TextRecipe).width
     sizes = []
     for number, bucket in enumerate(snapshot.buckets):
-        latent_bytes = 2 * int(np.prod(snapshot.latent_shape(number)))
         total, first = 0, snapshot.row(number, 0)
         for start in range(0, bucket.samples, _SPAN):
-            rows = np.arange(first + start, first + min(start + _SPAN, bucket.samples))
-            columns = snapshot.columns(rows)
-            latents, texts = columns.samples.get("length"), columns.captions.get("length")
-            token_rows = columns.captions["rows"].astype(np.int64)
-            total += latent_bytes * len(rows) if latents is None else int(latents.sum())
-            total += int((token_rows * width * 2 if texts is None else texts).sum())
-            total += OVERHEAD * (len(rows) + 2 * len(token_rows))
+            columns = snapshot.columns(np.arange(first + start, first + min(start + _SPAN, bucket.samples)))
+            for kind, places in columns.pictures.items():
+                total += _stored(places, len(places["shard"]), snapshot.shape(kind, number))
+            captions, rows = columns.captions, int(columns.captions["rows"].sum(dtype=np.int64))
+            total += _stored(captions, rows, (snapshot.caption.width,))
+            total += OVERHEAD * (len(columns.pictures) * len(columns.sample_id) + 2 * len(captions["rows"]))
         sizes.append(min(bucket.samples, max(1, round(target * bucket.samples / total))))
     return sizes
+
+
+def _stored(places: Places, count: int, shape: tuple[int, ...]) -> int:
+    """Bytes of the payloads of some records. count, shape: of their values, if they are stored plain."""
+    lengths = places.get("length")
+    return 2 * count * math.prod(shape) if lengths is None else int(lengths.sum())
 
 
 def source_of(cache: Cache, plan: WorkPlan) -> str:
@@ -145,8 +147,8 @@ class Packer:
 
     def __init__(self, cache: Cache, snapshot: Snapshot, plan: WorkPlan):
         self.cache, self.snapshot, self.plan = cache, snapshot, plan
-        self._latents = snapshot.reader("latent", ranged=True)
-        self._texts = snapshot.reader("text", ranged=True)
+        self._readers = {kind: snapshot.reader(kind, ranged=True) for kind in snapshot.pictures}
+        self._texts = snapshot.reader(snapshot.caption.kind, ranged=True)
         self._blocks = _blocks(cache, plan)
 
     def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
@@ -162,12 +164,10 @@ class Packer:
             IntegrityError: a record of the snapshot is damaged.
         """
         snapshot, plan, files = self.snapshot, self.plan, self.cache.files
-        with JointWriter(
-            files, plan.recipe, unit.unit, snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe)
-        ) as writer:
+        with JointWriter(files, plan.recipe, unit.unit, snapshot.head.recipes_by_kind) as writer:
             if unit.start == len(snapshot):
                 null = snapshot.null
-                writer.add_null(_record(self._texts, null, (null.rows, snapshot.recipe(TextRecipe).width)), null.valid)
+                writer.add_null(_record(self._texts, null, (null.rows, snapshot.caption.width)), null.valid)
             else:
                 self._add_samples(writer, self.rows(unit).tolist())
             made = writer.finish()
@@ -196,10 +196,11 @@ class Packer:
         memory at once."""
         samples = [self.snapshot.sample(row) for row in rows]
         written = [self.snapshot.written(row) for row in rows]
-        width = self.snapshot.recipe(TextRecipe).width
+        width = self.snapshot.caption.width
 
-        def latent(i: int) -> Payload:
-            return _record(self._latents, samples[i], self.snapshot.latent_shape(samples[i].bucket))
+        def picture(i: int, kind: str) -> Payload:
+            shape = self.snapshot.shape(kind, samples[i].bucket)
+            return _record(self._readers[kind], samples[i].pictures[kind], shape)
 
         def text(i: int, j: int) -> tuple[Payload, float, str]:
             caption, at = samples[i].captions[j], written[i][j]
@@ -207,9 +208,10 @@ class Packer:
             original = self._texts.caption(caption.shard, at["offset"], at["length"], caption.key, at["checksum"])
             return record, caption.weight, original
 
-        reads: list[tuple[str, int, Callable[[], Any], tuple[int, int]]] = []
+        reads: list[tuple[str, int, Callable[[], Any], tuple[int, str | int]]] = []
         for i, sample in enumerate(samples):
-            reads.append((sample.shard, sample.offset, partial(latent, i), (i, -1)))
+            for kind, place in sample.pictures.items():
+                reads.append((place.shard, place.offset, partial(picture, i, kind), (i, kind)))
             for j, caption in enumerate(sample.captions):
                 reads.append((caption.shard, caption.offset, partial(text, i, j), (i, j)))
         reads.sort(key=lambda read: read[:2])
@@ -217,10 +219,11 @@ class Packer:
             records = dict(pool.map(lambda read: (read[3], read[2]()), reads))
         for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
             captions = [records[i, j] for j in range(len(sample.captions))]
-            writer.add(sample.sample_id, records[i, -1], captions, *self.snapshot.source_item(row))
+            pictures = {kind: records[i, kind] for kind in sample.pictures}
+            writer.add(sample.sample_id, pictures, captions, *self.snapshot.source_item(row))
 
 
-def _record(reader: ShardReader, place: Sample | Caption | TextPlace, shape: tuple[int, ...]) -> Payload:
+def _record(reader: ShardReader, place: RecordPlace | TextPlace, shape: tuple[int, ...]) -> Payload:
     length = 2 * int(np.prod(shape)) if place.length is None else place.length
     payload = reader.stored(place.shard, place.offset, place.key, place.checksum, length)
     return Payload(place.key, place.checksum, payload, shape)
@@ -236,7 +239,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
     commits = [done[unit.unit] for unit in plan.units]
     shards = tuple(ShardFile(str(commit.shard), commit.bytes) for commit in commits)
     null = _table(cache, commits[-1]).to_pylist()[0]
-    length = null["length"] if snapshot.recipe(TextRecipe).storage != PLAIN else None
+    length = null["length"] if snapshot.caption.storage != PLAIN else None
     head, blocks = snapshot.head, _blocks(cache, plan)
     return replace(
         head,
@@ -244,7 +247,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
         policies=replace(head.policies, packed=PackedOrder(window)),
         buckets=tuple(replace(bucket, block=block) for bucket, block in zip(head.buckets, blocks, strict=True)),
         folder=plan.recipe,
-        shards={"latent": shards[:-1], "text": shards},
+        shards={kind: shards if kind == snapshot.caption.kind else shards[:-1] for kind in head.shards},
         null=TextPlace(
             shards[-1].name, null["offset"], null["rows"], null["valid"], null["key"], null["checksum"], length
         ),
@@ -254,7 +257,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
 
 def _chunks(cache: Cache, snapshot: Snapshot, commits: list[index.Commit]) -> Iterator[Chunk]:
     """Write the rows of all units, cut into chunks."""
-    schema = samples_schema(snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe))
+    schema = samples_schema(snapshot.head.recipes_by_kind.values())
     waiting: list[tuple[pa.Table, pa.Table]] = []
     rows = 0
     for number, commit in enumerate(commits):
@@ -283,17 +286,19 @@ def _table(cache: Cache, commit: index.Commit) -> pa.Table:
 def _placed(table: pa.Table, shard: int, schema: pa.Schema) -> tuple[pa.Table, pa.Table]:
     """The rows of a joint shard as rows of a snapshot: samples and names. shard: its number in the snapshot."""
     whole = table.combine_chunks()
-    lists = whole.column("captions").chunk(0)
-    structs = lists.flatten()
-    kind = lists.type.value_type
-    at = kind.get_field_index("shard")
-    children = [structs.field(i) for i in range(kind.num_fields)]
-    children[at] = pa.array(np.full(len(structs), shard, np.uint32))
-    placed = pa.ListArray.from_arrays(
-        lists.offsets, pa.StructArray.from_arrays(children, fields=list(kind)), type=lists.type
-    )
-    columns = {"captions": placed, "shard": pa.array(np.full(len(whole), shard, np.uint32))}
-    samples = pa.table([columns.get(name, whole.column(name)) for name in schema.names], schema=schema)
+
+    def placed(structs: pa.StructArray) -> pa.StructArray:
+        children = [structs.field(i) for i in range(structs.type.num_fields)]
+        children[structs.type.get_field_index("shard")] = pa.array(np.full(len(structs), shard, np.uint32))
+        return pa.StructArray.from_arrays(children, fields=list(structs.type))
+
+    columns = {name: whole.column(name).chunk(0) for name in schema.names}
+    for name, column in columns.items():
+        if pa.types.is_struct(column.type):
+            columns[name] = placed(column)
+    lists = columns["captions"]
+    columns["captions"] = pa.ListArray.from_arrays(lists.offsets, placed(lists.flatten()), type=lists.type)
+    samples = pa.table(list(columns.values()), schema=schema)
     names = pa.table([whole.column({"captions": "written"}.get(name, name)) for name in NAMES.names], schema=NAMES)
     return samples, names
 

@@ -10,18 +10,19 @@ exactly the requested number of pictures; a held-out part has the requested shar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.index import RecordIndex
-from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
+from pipeline.cache.key_columns import SortedKeys, halves, of_halves
 from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import Frame, Joined, pieces
+from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
 
 
 def filtered(
@@ -86,18 +87,8 @@ class Earlier:
     """
 
     def __init__(self, scratch: Scratch, ids: Iterable[np.ndarray] = ()):
-        def keyed() -> Iterator[pa.Table]:
-            first = 0
-            for some in ids:
-                for piece in pieces(len(some)):
-                    rows = np.arange(first + piece.start, first + piece.stop)
-                    yield pa.table({"key": binary(of_halves(some[piece])), "row": rows})
-                first += len(some)
-
-        ordered = (
-            {"id": halves(fixed(part.column("key")))[0], "row": part.column("row").to_numpy()}
-            for part in scratch.sorted_by_key(keyed())
-        )
+        every = (of_halves(some[piece]) for some in ids for piece in pieces(len(some)))
+        ordered = ({"id": halves(keys)[0], "row": rows} for keys, rows, _ in scratch.by_key(every))
         columns = scratch.arrays(ordered, {"id": np.uint64, "row": np.int64})
         self._ids = SortedKeys(columns["id"], np.broadcast_to(np.uint64(0), len(columns["id"])))
         self._rows = columns["row"]
@@ -124,66 +115,108 @@ def places(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
 def in_earlier_snapshot(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     """(n,) bool: samples whose picture has a record in an earlier snapshot."""
     stays = joined.scratch.array(len(frame), bool)
-
-    def keyed() -> Iterator[pa.Table]:
-        for piece in pieces(len(frame)):
-            known = earlier.find(frame.sample_id[piece]) < len(earlier)
-            rows = np.arange(piece.start, piece.stop)
-            yield pa.table({"key": binary(of_halves(frame.picture_id[piece])), "row": rows, "known": known})
-
-    for part in joined.scratch.sorted_by_key(keyed()) if len(earlier) else ():
-        starts = np.flatnonzero(is_first(fixed(part.column("key"))))
-        known = np.logical_or.reduceat(part.column("known").to_numpy(), starts)
-        stays[part.column("row").to_numpy()] = np.repeat(known, np.diff([*starts, len(part)]))
+    for piece in pieces(len(frame)) if len(earlier) else ():
+        stays[piece] = earlier.find(frame.sample_id[piece]) < len(earlier)
+    pictures = (of_halves(frame.picture_id[piece]) for piece in pieces(len(frame)))
+    for _, rows, first in joined.scratch.by_key(pictures) if len(earlier) else ():
+        known = np.logical_or.reduceat(stays[rows], np.flatnonzero(first))
+        stays[rows] = known[np.cumsum(first) - 1]
     return stays
 
 
-def deduplicated(joined: Joined, frame: Frame, order: Sequence[str], earlier: Earlier) -> Frame:
-    """Keep one picture of each digest. A picture in an earlier snapshot precedes; then sources precede as in `order`,
-    then items by (source, item)."""
+Better = Callable[[np.ndarray], list[tuple[int, ...]]]
+"""Rows of a frame -> what makes their pictures better than others of their group; less is better."""
+
+
+def larger(frame: Frame, records: EncodedRecords) -> Better:
+    """More pixels, then a longer caption."""
+    length = records.texts.columns["caption_length"]
+
+    def better(rows: np.ndarray) -> list[tuple[int, ...]]:
+        longest = np.array([length[frame.text[frame.captions[row] : frame.captions[row + 1]]].max() for row in rows])
+        return list(zip((-frame.height[rows] * frame.width[rows]).tolist(), (-longest.astype(np.int64)).tolist()))
+
+    return better
+
+
+def deduplicated(
+    joined: Joined,
+    frame: Frame,
+    order: Sequence[str],
+    earlier: Earlier,
+    keys: np.ndarray | None = None,
+    better: Better | None = None,
+    keep_captions: bool = False,
+) -> Frame:
+    """Keep one picture of each digest, or group. A picture in an earlier snapshot precedes; then a better one; then
+    sources precede as in `order`, then items by (source, item).
+
+    Args:
+        keys: (n,) S16, of the samples' groups; None: their digests.
+        keep_captions: what stays gets the captions of what does not.
+    """
+    further: dict[int, np.ndarray] = {}
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
     stays = in_earlier_snapshot(joined, frame, earlier)
-    keep = joined.scratch.array(len(frame), bool)
-
-    def keyed() -> Iterator[pa.Table]:
-        for piece in pieces(len(frame)):
-            yield pa.table({"key": binary(frame.digest[piece]), "row": np.arange(piece.start, piece.stop)})
-
-    for part in joined.scratch.sorted_by_key(keyed()):
-        rows, starts = part.column("row").to_numpy(), np.flatnonzero(is_first(fixed(part.column("key"))))
+    keep, groups_of = joined.scratch.array(len(frame), bool), frame.digest if keys is None else keys
+    for _, rows, first in joined.scratch.by_key(groups_of[piece] for piece in pieces(len(frame))):
         keep[rows] = True
-        times = np.diff([*starts, len(rows)])
-        group = np.repeat(np.arange(len(starts)), times)
-        suspects = np.flatnonzero(times[group] > 1)
+        group = np.cumsum(first) - 1
+        suspects = np.flatnonzero(np.bincount(group)[group] > 1)
         groups, rows = group[suspects].tolist(), rows[suspects]
         pictures, known = frame.picture_id[rows].tolist(), stays[rows].tolist()
         items = frame.item.take(pa.array(rows)).to_pylist()
-        best: dict[int, tuple[bool, int, str, str, int]] = {}
+        merits = better(rows) if better is not None else [()] * len(rows)
+        best: dict[int, tuple[Any, ...]] = {}
         for at, source in enumerate(frame.source[rows].tolist()):
-            candidate = (not known[at], rank[source], joined.sources[source], items[at], pictures[at])
+            candidate = (not known[at], *merits[at], rank[source], joined.sources[source], items[at], pictures[at])
             best[groups[at]] = min(best.get(groups[at], candidate), candidate)
-        keep[rows] = [picture == best[of][4] for of, picture in zip(groups, pictures, strict=True)]
-    joined.leave(
-        "its picture is the same as another sample's", len(keep) - int(np.count_nonzero(keep)), "bucket.dedup=none"
-    )
-    return frame.take(keep, joined.scratch)
+        keep[rows] = [picture == best[of][-1] for of, picture in zip(groups, pictures, strict=True)]
+        for some in np.split(rows, np.flatnonzero(np.diff(groups)) + 1) if keep_captions and len(rows) else ():
+            lost = [np.arange(frame.captions[row], frame.captions[row + 1]) for row in some[~keep[some]].tolist()]
+            further |= {row: np.concatenate(lost) for row in some[keep[some]].tolist() if lost}
+    what, instead = ("is the same as", "none") if keys is None else ("looks the same as", "image")
+    left_out = len(keep) - int(np.count_nonzero(keep))
+    joined.leave(f"its picture {what} another sample's", left_out, f"bucket.dedup={instead}")
+    return (_with_captions(joined, frame, further) if further else frame).take(keep, joined.scratch)
 
 
-def repeated(joined: Joined, frame: Frame, latents: RecordIndex) -> int:
-    """How many samples have the latent of a sample before them."""
-    seen, count = joined.scratch.array(len(latents), bool), 0
+def _with_captions(joined: Joined, frame: Frame, further: dict[int, np.ndarray]) -> Frame:
+    """A frame with further captions. further: row -> captions of other rows, by number; equal ones are taken once."""
+    text, weight = joined.scratch.writer(np.int64), joined.scratch.writer(np.float32)
+    counts, last = np.diff(frame.captions), 0
+    for row, captions in sorted(further.items()):
+        own = slice(frame.captions[row], frame.captions[row + 1])
+        _, first = np.unique(frame.text[captions], return_index=True)
+        new = captions[np.sort(first)]
+        new = new[~np.isin(frame.text[new], frame.text[own])]
+        for part in (slice(last, own.stop), new):
+            text.add(frame.text[part])
+            weight.add(frame.weight[part])
+        counts[row] += len(new)
+        last = own.stop
+    text.add(frame.text[last:])
+    weight.add(frame.weight[last:])
+    return replace(frame, captions=np.concatenate([[0], np.cumsum(counts)]), text=text.finish(), weight=weight.finish())
+
+
+def repeated(joined: Joined, frame: Frame, records: EncodedRecords) -> int:
+    """How many samples have the picture records of a sample before them."""
+    kind = records.pictures[0].kind
+    seen, count = joined.scratch.array(len(records.indexes[kind]), bool), 0
     for piece in pieces(len(frame)):
-        rows = np.unique(frame.latent[piece])
+        rows = np.unique(frame.pictures[kind][piece])
         count += piece.stop - piece.start - len(rows) + int(np.count_nonzero(seen[rows]))
         seen[rows] = True
     return count
 
 
-def heldout(frame: Frame, share: float, scratch: Scratch | None = None) -> np.ndarray:
-    """(n,) bool: which samples are held out, see `is_held_out`. scratch: temporary storage."""
-    held_out = (scratch or Scratch()).array(len(frame.digest), bool)
-    for piece in pieces(len(frame.digest)):
-        held_out[piece] = is_held_out(frame.digest[piece], share)
+def heldout(digests: np.ndarray, share: float, scratch: Scratch | None = None) -> np.ndarray:
+    """(n,) bool: which samples are held out, see `is_held_out`. digests: (n,) S16, of their pictures' files, or of the
+    files of their groups; scratch: temporary storage."""
+    held_out = (scratch or Scratch()).array(len(digests), bool)
+    for piece in pieces(len(digests)):
+        held_out[piece] = is_held_out(digests[piece], share)
     return held_out
 
 
@@ -203,16 +236,15 @@ def subset(joined: Joined, frame: Frame, count: int, earlier: Earlier) -> tuple[
     stays = in_earlier_snapshot(joined, frame, earlier)
     selected = joined.scratch.array(len(frame), bool)
 
-    def keyed() -> Iterator[pa.Table]:
+    def keys() -> Iterator[np.ndarray]:
         for piece in pieces(len(frame)):
             ids, new = frame.picture_id[piece], (~stays[piece]).astype(np.uint64)
-            keys = of_halves(new << np.uint64(63) | ids >> np.uint64(1), ids)
-            yield pa.table({"key": binary(keys), "row": np.arange(piece.start, piece.stop)})
+            yield of_halves(new << np.uint64(63) | ids >> np.uint64(1), ids)
 
     pictures = 0
-    for part in joined.scratch.sorted_by_key(keyed()):
-        number = pictures + np.cumsum(is_first(fixed(part.column("key"))))
-        selected[part.column("row").to_numpy()[number <= count]] = True
+    for _, rows, first in joined.scratch.by_key(keys()):
+        number = pictures + np.cumsum(first)
+        selected[rows[number <= count]] = True
         pictures = int(number[-1])
     left_out = len(selected) - int(np.count_nonzero(selected))
     joined.leave(f"beyond the first {count} pictures", left_out, "a larger bucket.subset")

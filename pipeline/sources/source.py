@@ -1,7 +1,7 @@
 """The protocol of a source: it lists the items of its parts, and reads the bytes at a place, which needs no listing.
 
-`Source` is implemented by `folder` (files beside captions), `tars` (webdataset) and `tables` (parquet and listings);
-`detect` chooses one for `--data`.
+`Source` is implemented by `folder` (files beside captions), `tars` (webdataset) and `tables` (parquet and listings).
+Each has a `Format`, from which `detect` chooses for `--data`.
 Price: a listing is in temporary files beside the cache; what an object store other than S3 lists is in memory first.
 Nothing is dropped silently: what cannot become an item becomes a `Reject` with a reason, and files that are plainly
 not pictures are counted in `ignored`, as are captions that cannot be used of pictures that have another one.
@@ -23,9 +23,11 @@ import pyarrow as pa
 
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
+from pipeline.config import DataConfig
+from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.sources.filenames import escaped
-from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.filenames import escaped, extension, kind_of_file
+from pipeline.sources.filesystem import Filesystem, Unreadable, or_unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
 from pipeline.sources.reasons import Kinds, kind
 
@@ -221,6 +223,11 @@ class Source(ABC):
         """Whether every read is a network round trip, so that many should be in flight at once."""
         return False
 
+    @property
+    def uses_files(self) -> bool:
+        """Whether items are files that tables name, so that pictures beside the tables are not left out."""
+        return False
+
     @contextmanager
     def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
         """`read` for places that will each be read once, in about this order; remote bytes are prefetched. The context
@@ -259,13 +266,32 @@ class PrefetchedSource(Source):
     def is_remote(self) -> bool:
         return self.filesystem.is_remote
 
+    def read(self, place: Place) -> bytes:
+        return self._read_range(self._range(place))
+
+    def head(self, place: Place, length: int) -> bytes:
+        at = self._range(place)
+        if at.size is None:
+            return self.filesystem.read(at.file, length)
+        return self.filesystem.read_range(at.file, at.offset, min(at.size, length))
+
     @contextmanager
     def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
         if not self.is_remote:
             yield self.read
             return
-        with RangePrefetch(self.filesystem, self._ranges(places), self.read) as prefetch:
+        with RangePrefetch(self._prefetched, self._ranges(places), self.read) as prefetch:
             yield prefetch.read
+
+    def _prefetched(self, at: FileRange) -> bytes:
+        if not self.is_remote:  # many whole files would answer many requests
+            raise Unreadable(f"{at.file}: its server turned out to have no ranges")
+        return self._read_range(at)
+
+    def _read_range(self, at: FileRange) -> bytes:
+        if at.size is None:
+            return self.filesystem.read(at.file)
+        return self.filesystem.read_range(at.file, at.offset, at.size)
 
     def _ranges(self, places: Iterable[Place]) -> Iterator[tuple[Place, FileRange]]:
         for place in places:
@@ -340,6 +366,86 @@ class FilesSource(Source):
         """`Part.stamp` of a file."""
 
 
+@dataclass(frozen=True)
+class Given:
+    """What `--data` names, and how it is to be read. files: that the user named; None: those of the whole folder."""
+
+    filesystem: Filesystem
+    files: list[str] | None
+    rule: CaptionRule
+    config: DataConfig
+    name: str
+    patience_s: float
+
+
+class Format(ABC):
+    """How a format is recognised and opened; `formats.FORMATS` lists all of them."""
+
+    endings: tuple[str, ...] = ()
+    """Of its files, without the dot."""
+
+    named_endings: tuple[str, ...] = ()
+    """Further endings that a file may have which the user names."""
+
+    is_listing = False
+    """Whether a file only lists pictures: in a folder it counts at the top alone, and if `names` says something."""
+
+    replaces = ""
+    """The format that a folder shows, too, whose files are parts of this one."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def shows(self, file: str) -> bool:
+        """Whether a file of a folder shows by its name that the folder is of this format."""
+        return extension(file) in self.endings and not (self.is_listing and "/" in file)
+
+    def has(self, filesystem: Filesystem, file: str) -> bool:
+        """Whether a file that the user named is of this format."""
+        return extension(file) in (*self.endings, *self.named_endings)
+
+    def names(self, given: Given, file: str) -> str:
+        """What the rows of a table name: `files` of the folder or `links`, with captions, or `pictures` of their own;
+        "" for a listing of something else."""
+        return "pictures"
+
+    def files(self, given: Given) -> tuple[Iterable[str], Kinds]:
+        """The files of the source, and the kinds of those that are left out.
+
+        Raises:
+            UserError: there is none.
+        """
+        if given.files is not None:
+            return given.files, Kinds()
+        files, others = self.divide(given.filesystem)
+        if not files:
+            raise UserError(
+                f"{given.filesystem.location}: holds no {' or '.join(f'.{ending}' for ending in self.endings)} file",
+                found=f"{others.total} other files",
+                fix="leave --format out, or give the folder that holds them",
+            )
+        return files, others
+
+    def divide(self, filesystem: Filesystem) -> tuple[list[str], Kinds]:
+        """The files of this format, and the others by kind."""
+        return divided(filesystem, self.shows)
+
+    @abstractmethod
+    def source(self, given: Given, files: Iterable[str]) -> Source:
+        """The source of some files; of none, one that only reads."""
+
+
+def divided(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], Kinds]:
+    """The files that are wanted, sorted, and the others by kind."""
+    chosen, others = [], Kinds()
+    for file in filesystem.find():
+        if wanted(file):
+            chosen.append(file)
+        else:
+            others.note(kind_of_file(file), 1, [file])
+    return sorted(chosen), others
+
+
 class ListedItems:
     """Items of parts that only listing can tell, in one temporary table: as objects they would occupy a kilobyte each.
 
@@ -374,10 +480,7 @@ class ListedItems:
         stats: Stats = {}
         for entry in self._of(rows):
             if isinstance(entry, Item):
-                try:
-                    stats[entry.key] = source.stat(entry.place)
-                except Unreadable as error:
-                    stats[entry.key] = error
+                stats[entry.key] = or_unreadable(source.stat, entry.place)
         return stats
 
     def _identity(self, rows: tuple[int, int], stats: Stats) -> bytes:

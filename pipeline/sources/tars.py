@@ -1,49 +1,53 @@
 """Webdataset tars: members that share a name up to its first dot are one sample.
 
-`TarSource` lists tars (each is a part of the source) and reads pictures by byte range. The rules are those of
-webdataset: `dir/000.jpg` and `dir/000.txt` are one sample; the field is everything after the first dot of the base
-name, in lower case; folders, names of the form `__x__` and hidden files are skipped. Every field of a sample that is a
-picture (`jpg`, `jpeg`, `png`, `webp`, ...; not `seg.png`) becomes an item; its captions are `txt` (`caption`, `cap`)
-and the caption columns of `json`. A picture that is no field for its name (`000.v2.jpg`, `000.jpg_large`) is rejected.
-NVlabs' layout adds captions and scores in files beside the tar, `<tar without .tar><anything>.json`: {sample: {column:
-text}} and {sample: {column: score}}; they are recognised by their content. A tar with another number of samples than
-`wids-meta.json` says (`nsamples`) is reported.
-
-Keys are `<tar>/<member>`, because names inside tars often start anew in each tar. Pictures that move to another tar get
-other sample ids, but are not encoded again, since records are keyed by content.
-
-Rejected with their name: samples whose members are not adjacent (a sequential reader would see two samples; joining
-them here would train on something others do not see), duplicate names, links and other special files, absolute names
-and names with `..`, tars that are truncated, compressed, or continue after their end.
-Price: the headers and captions of a tar are read again whenever its size, time (ETag) or the caption rule has changed:
-50 us per member on a disk.
+The rules are webdataset's; every field of a sample that is a picture becomes an item. Keys are `<tar>/<member>`,
+because names inside tars often start anew in each tar; a picture that moves to another tar is not encoded again.
+Samples whose members are not adjacent are rejected: a sequential reader would see two samples, and joining them here
+would train on something others do not see. NVlabs' captions and scores in .json files beside a tar are recognised by
+their content.
+Price: the headers and captions of a changed tar are read again, 50 us per member on a disk.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import posixpath
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, lost_picture, stem, unsafe_reason
+from pipeline.sources.filenames import (
+    EXTENSIONS,
+    error_text,
+    escaped,
+    extension,
+    kind_of_file,
+    lost_picture,
+    stem,
+    unsafe_reason,
+)
 from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.range_prefetch import FileRange
+from pipeline.sources.reasons import Kinds
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, parse_json, read_sidecar
-from pipeline.sources.source import FilesSource, Item, Place, PrefetchedSource, Reject
+from pipeline.sources.source import FilesSource, Format, Given, Item, Place, PrefetchedSource, Reject, Source, divided
 
 RULE = "tar-2"
 """Version of this module's rules; another version lists every tar again."""
 
 MAX_SIDECAR_BYTES = 1 << 30
-INDEXES = ("wids-meta.json", "meta_data.json")
+WIDS = "wids-meta.json"
+INDEXES = (WIDS, "meta_data.json")
 """Files of NVlabs' loader about all tars of a folder."""
+
+_INDEX_BYTES = 1 << 16
+"""Bytes of a .json file that say whether it is an index."""
 
 _TEXTS = (*TEXT_ENDINGS, "json")
 _FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
@@ -82,8 +86,13 @@ class _Tar:
         self.rejects.append(Reject(escaped(key), reason))
 
 
-class TarSource(FilesSource, PrefetchedSource):
+class TarSource(PrefetchedSource, FilesSource):
     """Tars of a filesystem.
+
+    `dir/000.jpg` and `dir/000.txt` are one sample; the field is everything after the first dot of the base name, in
+    lower case; folders, names of the form `__x__` and hidden files are skipped. Pictures are fields such as `jpg`, not
+    `seg.png`; captions are `txt` (`caption`, `cap`) and the caption columns of `json`. Files beside the tar are named
+    `<tar without .tar><anything>.json` and hold {sample: {column: text or score}}.
 
     Args:
         files: names of the tars.
@@ -344,14 +353,6 @@ class TarSource(FilesSource, PrefetchedSource):
         part, where = self._located(place)
         return int(where["size"]), self._version(part)
 
-    def read(self, place: Place) -> bytes:
-        part, where = self._located(place)
-        return self.filesystem.read_range(part, int(where["offset"]), int(where["size"]))
-
-    def head(self, place: Place, length: int) -> bytes:
-        part, where = self._located(place)
-        return self.filesystem.read_range(part, int(where["offset"]), min(int(where["size"]), length))
-
     def _range(self, place: Place) -> FileRange:
         part, where = self._located(place)
         return FileRange(part, int(where["offset"]), int(where["size"]))
@@ -364,6 +365,75 @@ class TarSource(FilesSource, PrefetchedSource):
         count = [repr(self._sample_counts[file])] if file in self._sample_counts else []
         numbers = [str(number) for version in versions for number in version]
         return digest(RULE, self.rule.identity(), *numbers, *count).hex()
+
+
+class Webdataset(Format):
+    """Tars."""
+
+    endings: tuple[str, ...] = ("tar",)
+
+    def divide(self, filesystem: Filesystem) -> tuple[list[str], Kinds]:
+        return _tars(filesystem, self.shows)
+
+    def source(self, given: Given, files: Iterable[str]) -> Source:
+        return TarSource(given.filesystem, files, given.rule, given.name, self.name)
+
+
+class Wids(Format):
+    """The index of NVlabs' loader, which lists tars."""
+
+    named_endings = ("json",)
+    replaces = "webdataset"
+
+    def shows(self, file: str) -> bool:
+        return file == WIDS
+
+    def has(self, filesystem: Filesystem, file: str) -> bool:
+        if posixpath.basename(file) == WIDS:
+            return True
+        try:
+            return extension(file) == "json" and b'"shardlist"' in filesystem.read(file, _INDEX_BYTES)
+        except Unreadable:  # is reported where it is read
+            return False
+
+    def files(self, given: Given) -> tuple[Iterable[str], Kinds]:
+        """The tars of the index, each with its number of samples (None if unknown)."""
+        index, filesystem = (given.files or [WIDS])[0], given.filesystem
+        place = f"{filesystem.location}/{index}"
+        try:
+            value = parse_json(filesystem.read(index).decode("utf-8-sig"))
+        except (Unreadable, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{place}: the index of tars cannot be read",
+                found=error_text(error),
+                fix="make it readable, or read the tars without it: --format webdataset",
+            ) from None
+        shards = value.get("shardlist") if isinstance(value, dict) else None
+        shards = [shard for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
+        if not shards or not all(isinstance(shard.get("url"), str) for shard in shards):
+            raise UserError(
+                f"{place}: is no index of tars",
+                expected='{"shardlist": [{"url": "0000.tar", ...}, ...]}',
+                found=value if isinstance(value, str) else json.dumps(value)[:80],
+            )
+        folder = posixpath.dirname(index)
+        counts = {posixpath.normpath(posixpath.join(folder, shard["url"])): shard.get("nsamples") for shard in shards}
+        return counts, _tars(filesystem, counts.__contains__)[1] if given.files is None else Kinds()
+
+    def source(self, given: Given, files: Iterable[str]) -> Source:
+        rule, counts = replace(given.rule, fallback=("prompt",)), files if isinstance(files, Mapping) else {}
+        return TarSource(given.filesystem, files, rule, given.name, self.name, counts)
+
+
+def _tars(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], Kinds]:
+    """As `divided`; the .json files beside tars are not among the others."""
+    files, others = divided(filesystem, lambda file: wanted(file) or extension(file) == "json")
+    tars = [file for file in files if wanted(file)]
+    stems = {file.removesuffix(".tar"): file for file in tars}
+    for file in files:
+        if not wanted(file) and tar_of(file, stems) is None and posixpath.basename(file) not in INDEXES:
+            others.note(kind_of_file(file), 1, [file])
+    return tars, others
 
 
 def tar_of(name: str, stems: Mapping[str, str]) -> str | None:

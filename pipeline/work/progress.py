@@ -33,6 +33,7 @@ class Meter:
         busy_s: seconds in which an encoder computed.
         wall_s: seconds available to the encoders, where several work at the same time; None: the clock's.
         bytes: of shards written.
+        beside: records made beside those of units, by kind.
         rejects: records that could not be made, by kind of reason.
         stores: counts of stores (`pipeline.counters`) of processes on other machines.
     """
@@ -43,6 +44,7 @@ class Meter:
     busy_s: float = 0.0
     wall_s: float | None = None
     bytes: int = 0
+    beside: Counter[str] = field(default_factory=Counter)
     rejects: Counter[str] = field(default_factory=Counter)
     stores: Counter[str] = field(default_factory=Counter)
 
@@ -55,6 +57,7 @@ class Meter:
             self.busy_s - earlier.busy_s,
             None if self.wall_s is None else self.wall_s - (earlier.wall_s or 0.0),
             self.bytes - earlier.bytes,
+            Counter(self.beside) - earlier.beside,
             Counter(self.rejects) - earlier.rejects,
             Counter(self.stores) - earlier.stores,
         )
@@ -65,6 +68,7 @@ class Meter:
         self.unshared += other.unshared
         self.busy_s += other.busy_s
         self.bytes += other.bytes
+        self.beside.update(other.beside)
         self.rejects.update(other.rejects)
         self.stores.update(other.stores)
         if other.wall_s is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.cache import arrow, drivers, index, key_columns, root, scratch, snapshot, snapshot_lists
-from pipeline.encoding import scan
+from pipeline.encoding import scan_rows
 from pipeline.snapshots import join
 from pipeline.sources import folder, remote
 
@@ -13,14 +13,14 @@ from pipeline.sources import folder, remote
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two, runs of three, one byte in memory. Limits on which bytes depend (rows of a chunk, of a block, of a
     row group) stay as they are, so that results can be compared with those under the usual limits."""
-    for module in (arrow, scan, join):
+    for module in (arrow, scan_rows, join):
         monkeypatch.setattr(module, "ROWS", 2)
     for module in (key_columns, index):
         monkeypatch.setattr(module, "BATCH", 2)
     monkeypatch.setattr(snapshot, "OPEN_CHUNKS", 1)
     for module in (snapshot_lists, index, root):
         monkeypatch.setattr(module, "ENTRIES", 1)
-    monkeypatch.setattr(scan, "RUN", 2)
+    monkeypatch.setattr(scan_rows, "RUN", 2)
     monkeypatch.setattr(folder, "METADATA_BATCH", 2)
     monkeypatch.setattr(folder, "SIDECAR_BATCH", 2)
     monkeypatch.setattr(drivers, "PAGE", 2)

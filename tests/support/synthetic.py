@@ -18,7 +18,7 @@ from pipeline.cache import index, layout, shard
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit
 from pipeline.config import Config, load
-from pipeline.encoding.scan import SCAN
+from pipeline.encoding.last_scan import SCAN
 from pipeline.images import buckets
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
@@ -104,8 +104,7 @@ def add(
             "source": source,
             "root": "/nowhere",
             "table": cache.put_table(scan),
-            "latent": LATENT.name,
-            "text": text.name,
+            "recipes": {"latent": LATENT.name, "text": text.name},
             "buckets": [list(b) for b in table],
         },
     )

@@ -78,7 +78,7 @@ def build(
     rows, written, buckets, first = [], [], [], 0
     for (height, width), count in sizes.items():
         buckets.append(Bucket(height, width, count, batch))
-        picked = []
+        picked: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for i in range(first, first + count):
             captions = [rows_by_key[r["key"]] for r in records["text"] if r.get("of") == i]
             identity = layout.sample_id(names, str(i))
@@ -86,7 +86,7 @@ def build(
                 (
                     {
                         "sample_id": identity,
-                        **_place(rows_by_key[records["latent"][i]["key"]]),
+                        "latent": _place(rows_by_key[records["latent"][i]["key"]]),
                         "captions": [
                             {**_place(c), "rows": c["valid"], "weight": 1.0 + k} for k, c in enumerate(captions)
                         ],
@@ -112,7 +112,7 @@ def build(
         first += count
     null = rows_by_key[text.null_key]
     tables = (
-        pa.Table.from_pylist(rows, schema=snapshot.samples_schema(latent, text)),
+        pa.Table.from_pylist(rows, schema=snapshot.samples_schema([latent, text])),
         pa.Table.from_pylist(written, schema=snapshot.NAMES),
     )
     head = Head(

@@ -25,10 +25,12 @@ class Recipe(ABC):
 
     Attributes:
         parts: weight of each loss in the sum that is differentiated, by name.
+        pictures: kinds of picture records that `Batch.pictures` is to have, beside the latents.
         taps: numbers of the blocks whose outputs `losses` is given.
     """
 
     parts: Mapping[str, float]
+    pictures: tuple[str, ...] = ()
     taps: tuple[int, ...] = ()
 
     @abstractmethod

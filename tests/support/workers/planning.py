@@ -76,7 +76,16 @@ def encode_run(
     stages.encode.ENGINES["empty"] = engine
     table = buckets.table(config.data, latent.compression)
     return stages.encode.EncodeRun(
-        config, cache, text, worker, "empty", {source.name: source}, source, Reading(config, None), latent, table
+        config,
+        cache,
+        text,
+        worker,
+        "empty",
+        {source.name: source},
+        source,
+        Reading(config, None),
+        [latent, text],
+        table,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.cache.root import Cache
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
+from pipeline.encoding import scan_rows
 from pipeline.encoding.fragments import Fragments
 from pipeline.processes import run_and_exit
 from pipeline.sources.detect import open_source
@@ -36,7 +37,7 @@ def slow(data: str, log: Path, seconds: float) -> Source:
 
 
 def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: str, seconds: str) -> None:
-    scanning.RUN = RUN
+    scan_rows.RUN = RUN
     cache = Cache(cache_root, create=True)
     stop = Stop(grace_s=0)
     fragments = Fragments(cache, "photos", Worker(Claims(cache.files, float(stale_s)), stop, int(task), int(tasks)))
@@ -52,7 +53,9 @@ def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: s
                 progress=lambda done, total: None,
                 fragments=fragments,
             )
-            cache.add_scan("photos", {"root": data, "table": cache.put_table(table), "latent": "l", "text": "t"})
+            cache.add_scan(
+                "photos", {"root": data, "table": cache.put_table(table), "recipes": {"latent": "l", "text": "t"}}
+            )
             fragments.finish()
     except Stopped:
         print("stopped", flush=True)

@@ -1,0 +1,235 @@
+"""The last scan of a source: rows of unchanged parts and items are used again, and what is gone is counted.
+
+The rows of a part (a tar, a parquet file) with an unchanged stamp are used without listing it. In other parts an item
+with unchanged size and mtime keeps its digest, so a second scan reads no pixels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import click
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache import arrow
+from pipeline.cache.item_rows import ItemRows
+from pipeline.cache.key_columns import fixed, is_first
+from pipeline.cache.root import Cache
+from pipeline.cache.scratch import Scratch
+from pipeline.errors import IntegrityError, UserError
+from pipeline.images import decoding
+from pipeline.sources.links import DEAD
+from pipeline.sources.reasons import Kinds
+from pipeline.sources.source import Source
+
+SCAN = pa.schema(
+    [
+        ("item", pa.string()),
+        ("size", pa.int64()),
+        ("mtime_ns", pa.int64()),
+        ("digest", pa.binary(16)),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("captions", pa.list_(pa.struct([("text", pa.string()), ("weight", pa.float32())]))),
+        ("meta", pa.string()),
+        ("reject", pa.string()),
+        ("part", pa.string()),
+        ("stamp", pa.string()),
+        ("where", pa.string()),
+        ("ignored", pa.string()),
+    ]
+)
+"""`reject` is null for usable items. `part` and `where` are those of a `Place`, `stamp` is the part's; they are null
+for files. `ignored` of the first row of a part with a stamp, which an unchanged part is not listed for: what its
+listing skipped, a `Kinds` as JSON, or null."""
+
+UNREADABLE = "unreadable"
+"""How the reasons of rejects begin that come from a failed read and not from the bytes."""
+
+RowsByItem = dict[str, dict[str, Any]]
+
+
+class LastScan:
+    """The last scan of a source in a cache, if there is one.
+
+    Args:
+        rehash: do not trust size and mtime, so that no row is used again, except of links that have died.
+
+    Attributes:
+        document: of the scan.
+    """
+
+    def __init__(self, source: Source, name: str, cache: Cache | None, rehash: bool):
+        self._source, self._cache, self._rehash = source, cache, rehash
+        self.document = cache.last_scan(name) if cache is not None else None
+
+    @cached_property
+    def table(self) -> pa.Table | None:
+        """Its table, if it is trusted."""
+        return None if self._rehash else self._read()
+
+    def parts(self, alone: bool) -> dict[str, tuple[str, int, int]]:
+        """Part -> (stamp, first row, rows), for parts whose rows can be used again if the stamp is unchanged.
+
+        Args:
+            alone: this process needs the rows, too; one of several seldom does.
+        """
+        few = ["part", "stamp", "reject"]
+        table = self.table if alone or self._rehash else self._read(few)
+        again = (UNREADABLE, *([DEAD] if self._source.retries_links else []))
+        return {} if table is None else _runs(table, again)
+
+    def find(self, items: list[str]) -> RowsByItem:
+        """Rows by item. An item that was never read has none. Several threads may call it after a first call."""
+        if self._known is None or not items:
+            return {}
+        rows = self._known.find(items)
+        picked = arrow.pick_rows(self._known.table, np.unique(rows[rows >= 0]))
+        return {row["item"]: row for some in picked for row in some.to_pylist()}
+
+    @cached_property
+    def _known(self) -> ItemRows | None:
+        """The rows that stay as they are while their item is unchanged."""
+        last = self._read() if self._rehash and self._source.has_links else self.table
+        # An item that was rejected for its captions was never read. Bad bytes stay bad while unchanged, except if a
+        # limit was the reason, because the limit may be higher now.
+        limits = "|".join(map(re.escape, decoding.LIMITS))
+
+        def read(last: pa.Table) -> Iterator[pa.Table]:
+            for batch in arrow.batches(last):
+                limited = pc.fill_null(pc.match_substring_regex(batch.column("reject"), limits), False)
+                known = pc.is_valid(batch.column("digest"))
+                if not self._source.retries_links:
+                    known = pc.or_(known, pc.fill_null(pc.starts_with(batch.column("reject"), DEAD), False))
+                yield batch.filter(pc.and_(known, pc.invert(limited)))
+
+        scratch = self._source.scratch
+        return None if last is None else ItemRows(scratch.table(SCAN, read(last)), scratch)
+
+    def _read(self, columns: list[str] | None = None) -> pa.Table | None:
+        if self._cache is None or self.document is None:
+            return None
+        return _table(self._cache, self.document, columns)
+
+
+def _table(cache: Cache, scan: dict[str, Any], columns: list[str] | None = None) -> pa.Table | None:
+    """The table of a scan; None if it is lost or damaged, so that every item is read again."""
+    try:
+        return cache.table(scan["table"], columns)
+    except IntegrityError as error:
+        click.echo(f"{error.what}; the source is read anew")
+        return None
+
+
+def _runs(table: pa.Table, retried: tuple[str, ...]) -> dict[str, tuple[str, int, int]]:
+    """Part -> (stamp, first row, rows), for parts whose rows can be used again as long as the stamp is unchanged.
+
+    retried: how the reasons of rejects begin that are tried again.
+    """
+    again: set[str] = set()
+    runs: list[tuple[str | None, str | None, int]] = []  # part, stamp, first row
+    first = 0
+    for batch in arrow.batches(table.select(["part", "stamp", "reject"])):
+        rejects = batch.filter(pc.is_valid(batch.column("reject"))).to_pylist()
+        again |= {r["part"] for r in rejects if r["reject"].startswith(retried) or is_limited(r["reject"])}
+        ends = [pc.run_end_encode(batch.column(c).combine_chunks()).run_ends.to_numpy() for c in ("part", "stamp")]
+        for start in sorted({0, *ends[0].tolist()[:-1], *ends[1].tolist()[:-1]}):
+            part, stamp = batch.column("part")[start].as_py(), batch.column("stamp")[start].as_py()
+            if not runs or runs[-1][:2] != (part, stamp):
+                runs.append((part, stamp, first + start))
+        first += len(batch)
+    starts = [*(start for _, _, start in runs), first]
+    return {
+        part: (stamp, start, end - start)
+        for (part, stamp, start), end in zip(runs, starts[1:], strict=True)
+        if part is not None and stamp is not None and part not in again
+    }
+
+
+def unchanged_row(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str, Any] | None:
+    """The row of the last scan, if size (-1: not known) and mtime are unchanged."""
+    return row if row is not None and size in (-1, row["size"]) and row["mtime_ns"] == mtime else None
+
+
+def is_limited(reject: str) -> bool:
+    """Whether a higher limit would let the picture in."""
+    return any(limit in reject for limit in decoding.LIMITS)
+
+
+def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
+    """How many usable pictures of the last scan are missing in `table`.
+
+    A picture is missing if neither its item nor its bytes are among the readable rows. A picture that a setting leaves
+    out is not missing.
+
+    Args:
+        most: the largest share of the pictures of the last scan that may be missing, from 0 to 1.
+
+    Raises:
+        UserError: more are missing.
+    """
+    document = cache.last_scan(name)
+    if document is None or (last := _table(cache, document)) is None:
+        return 0
+    before = last.column("reject").null_count
+    if last.equals(table):
+        return 0
+    scratch = cache.files.scratch
+    now = scratch.table(table.schema, map(_readable, arrow.batches(table)))
+    rows = ItemRows(now, scratch)
+
+    def missing() -> Iterator[pa.Table]:
+        for batch in arrow.batches(last):
+            usable = batch.filter(pc.is_null(batch.column("reject")))
+            yield usable.filter(pa.array(rows.find(usable.column("item").to_pylist()) < 0))
+
+    lost = _elsewhere(scratch.table(SCAN, missing()), now, scratch)
+    if len(lost) > most * before:
+        here = ItemRows(table, scratch)
+
+        def reasons() -> Iterator[tuple[str, str]]:
+            for item in (item for batch in arrow.batches(lost) for item in batch.column("item").to_pylist()):
+                row = int(here.find([item])[0])
+                yield item, (table.column("reject")[row].as_py() if row >= 0 else None) or "is not there any more"
+
+        kinds = Kinds.of(reasons())
+        raise UserError(
+            f"{len(lost)} of the {before} pictures of source {name!r} (last read from {document['root']}) are missing",
+            expected=f"at most {most:.0%} (encode.max_shrink)",
+            found="\n" + "\n".join(kinds.lines()),
+            fix="bring them back; if they are gone for good: --set encode.max_shrink=1; if this is another data set: "
+            "--source-name NAME",
+        )
+    return len(lost)
+
+
+def _readable(table: pa.Table) -> pa.Table:
+    return table.filter(pc.or_(pc.is_null(table.column("reject")), pc.is_valid(table.column("width"))))
+
+
+def _elsewhere(lost: pa.Table, now: pa.Table, scratch: Scratch) -> pa.Table:
+    """The rows of `lost` whose bytes are in no row of `now`."""
+    if not len(lost):
+        return lost
+
+    def digests() -> Iterator[pa.Table]:
+        for number, table in enumerate((now, lost)):
+            first = 0
+            for batch in arrow.batches(table.select(["digest"])):
+                row = np.arange(first, first + len(batch)) if number else np.full(len(batch), -1)
+                keyed = pa.table({"key": batch.column("digest"), "row": row})
+                yield keyed.filter(pc.is_valid(keyed.column("key")))
+                first += len(batch)
+
+    gone = scratch.array(len(lost), bool)
+    for part in scratch.sorted_by_key(digests()):
+        rows = part.column("row").to_numpy()
+        start = np.flatnonzero(is_first(fixed(part.column("key"))))
+        absent = np.repeat(np.minimum.reduceat(rows, start) >= 0, np.diff([*start, len(rows)]))
+        gone[rows[absent]] = True
+    return lost.filter(pa.array(gone))

@@ -1,0 +1,205 @@
+"""The rows of a scan: what is known of a picture, and how a fragment's rows are made."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice, repeat
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from pipeline.cache import layout
+from pipeline.cache.arrow import ROWS
+from pipeline.encoding.last_scan import SCAN, LastScan, RowsByItem, is_limited, unchanged_row
+from pipeline.images import decoding
+from pipeline.sources.filesystem import Unreadable
+from pipeline.sources.links import DeadLink
+from pipeline.sources.reasons import Kinds
+from pipeline.sources.source import Fragment, Item, Place, Reject, Source, Stats
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AHEAD = 1024
+"""Limit on listed items that wait for a reader, so that the listing stays close to the reading."""
+
+RUN = 2048
+"""Items of a fragment in a part without a stamp."""
+
+HEADS = (1 << 16, 1 << 20)
+"""Bytes that `from_header` reads of a picture; the second number if the first was not enough."""
+
+Look = Callable[[Source, Place, int, int], dict[str, Any]]
+"""(source, place, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
+
+
+def from_bytes(source: Source, place: Place, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
+    """Digest and size of a picture, from all of its bytes."""
+    try:
+        data = source.read(place)
+    except DeadLink as error:
+        return {"reject": str(error)}
+    except OSError as error:
+        return {"reject": f"unreadable: {error}"}
+    return {"size": len(data), "digest": layout.digest(data), **_size(data, max_pixels, max_bytes)}
+
+
+def from_header(source: Source, place: Place, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
+    """Size of a picture from its first bytes; empty if its header lies further behind.
+
+    An orientation behind the pixels (possible in PNG and WebP) is not seen.
+    """
+    try:
+        size = source.stat(place)[0]
+        for length in HEADS:
+            data = source.head(place, length)
+            columns = _size(data, max_pixels, max_bytes)
+            if "width" in columns or len(data) >= size or is_limited(columns["reject"]):
+                return columns
+    except DeadLink as error:
+        return {"reject": str(error)}
+    except OSError as error:
+        return {"reject": f"unreadable: {error}"}
+    return {}
+
+
+def _size(data: bytes, max_pixels: int, max_bytes: int) -> dict[str, Any]:
+    try:
+        width, height = decoding.probe(data, max_pixels, max_bytes)
+    except decoding.ImageReject as reject:
+        return {"reject": str(reject)}
+    return {"width": width, "height": height}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See `scan.begin`."""
+
+    max_pixels: int
+    max_bytes: int
+    rehash: bool
+    look: Look
+    progress: Callable[[int, int | None], None]
+    refuse: Callable[[int, int], str | None]
+
+
+@dataclass
+class Slice:
+    """Rows of the table: taken from the last scan, or made from a fragment.
+
+    Attributes:
+        kept: first row and number of rows in the last scan; None: they are made.
+        count: number of rows, None if only listing can tell.
+        rows: first row and number of rows of what was made, in `Scan.made`; None until then.
+        stats: item -> (size, mtime), as far as asked for.
+        before: item -> its row in the last scan, as far as looked up.
+    """
+
+    kept: tuple[int, int] | None
+    part: str = ""
+    stamp: str | None = None
+    fragment: Fragment | None = None
+    stats: Stats = field(default_factory=dict)
+    before: RowsByItem = field(default_factory=dict)
+    rows: tuple[int, int] | None = None
+    count: int | None = None
+
+
+class RowMaker:
+    """Lists a fragment and reads its new pictures.
+
+    Args:
+        pool: reads pictures.
+        last: rows that are used again.
+        check: called for each row; raises if the end was asked for.
+        reach: called with the number of rows that are done.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        last: LastScan,
+        pool: ThreadPoolExecutor,
+        settings: Settings,
+        check: Callable[[], None],
+        reach: Callable[[int], None],
+    ):
+        self.source, self.last, self.pool, self.settings = source, last, pool, settings
+        self._check, self._reach = check, reach
+
+    def make(self, slice: Slice) -> tuple[pa.Table, Kinds]:
+        """The rows of a slice, and what its listing skipped."""
+        before, ignored = self.source.ignored, Kinds()
+        self.source.ignored = ignored
+        try:
+            table = self._table(slice)
+        finally:
+            self.source.ignored = before
+        if slice.stamp is not None and ignored.total and len(table):
+            column = pa.array([json.dumps(vars(ignored)), *repeat(None, len(table) - 1)], pa.string())
+            table = table.set_column(SCAN.names.index("ignored"), "ignored", column)
+        return table, ignored
+
+    def _table(self, slice: Slice) -> pa.Table:
+        columns: dict[str, list[Any]] = {column: [] for column in SCAN.names}
+        tables = []
+        for row in mapped(self.pool, lambda entry: self._row(*entry, slice.stats), self._entries(slice), AHEAD):
+            self._check()
+            row |= {"part": slice.part or None, "stamp": slice.stamp}
+            for column, values in columns.items():
+                values.append(row[column])
+            self._reach(1)
+            if len(columns["item"]) == ROWS:
+                tables.append(pa.table(columns, schema=SCAN))
+                columns = {column: [] for column in SCAN.names}
+        return pa.concat_tables([*tables, pa.table(columns, schema=SCAN)])
+
+    def _entries(self, slice: Slice) -> Iterator[tuple[Item | Reject, dict[str, Any] | None]]:
+        """The listing of a slice, with the rows of the last scan."""
+        assert slice.fragment is not None
+        rest = iter(slice.fragment.items())
+        while entries := list(islice(rest, RUN)):
+            before = slice.before or self.last.find([entry.key for entry in entries if isinstance(entry, Item)])
+            yield from ((entry, before.get(entry.key)) for entry in entries)
+
+    def _row(self, item: Item | Reject, last: dict[str, Any] | None, stats: Stats) -> dict[str, Any]:
+        """The row of an item. last: in the last scan; stats: item -> (size, mtime), as far as asked for."""
+        if isinstance(item, Reject):
+            return _row(item.key, reject=item.reason)
+        captions = [{"text": text, "weight": weight} for text, weight in item.captions]
+        listed = {"captions": captions, "meta": item.meta_json, "where": item.where, "ignored": None}
+        try:
+            stat = stats.get(item.key) or self.source.stat(item.place)
+            if isinstance(stat, Unreadable):
+                raise stat
+        except OSError as error:
+            return _row(item.key, **listed, reject=f"unreadable: {error}")
+        before = unchanged_row(last, *stat)
+        if before is not None and not self.settings.rehash:
+            return {**before, **listed}
+        read = self.settings.look(self.source, item.place, self.settings.max_pixels, self.settings.max_bytes)
+        if before is not None and before["width"] is not None and "width" not in read and stat[0] < 0:
+            return {**before, **listed}  # a link that died; its record may be in the cache
+        if stat[0] >= 0:
+            read["size"] = stat[0]
+        return _row(item.key, mtime_ns=stat[1], **listed, **read)
+
+
+def _row(item: str, **values: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = dict.fromkeys(SCAN.names)
+    return {**empty, "item": item, "captions": [], **values}
+
+
+def mapped(pool: ThreadPoolExecutor, work: Callable[[T], R], listing: Iterable[T], ahead: int) -> Iterator[R]:
+    """`pool.map` in order that takes at most `ahead` items of the listing in advance."""
+    waiting: deque[Future[R]] = deque()
+    for item in listing:
+        waiting.append(pool.submit(work, item))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

@@ -1,0 +1,270 @@
+"""`bucket` with near-duplicates: one picture of each group, whole groups held out, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageOps
+
+import stages.bucket
+import stages.encode
+import stages.report
+import stages.train
+import stages.verify
+import stages.view
+from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
+from pipeline.config import Config
+from pipeline.errors import CacheError, ConfigError, IntegrityError
+from pipeline.reporting.figures import collect
+from pipeline.snapshots import heldout
+
+MakeConfig = Callable[..., Config]
+SIZE = "encode.signals=[phash]"
+
+
+def copies(picture: Path) -> dict[str, Image.Image]:
+    """What people make of a picture, by the end of the name."""
+    with Image.open(picture) as opened:
+        whole = opened.convert("RGB")
+    width, height = whole.size
+    inner = (width // 24, height // 24, width - width // 24, height - height // 24)
+    return {
+        "small": whole.resize((width // 2, height // 2)),
+        "mirrored": ImageOps.mirror(whole),
+        "cropped": whole.crop(inner),
+    }
+
+
+@pytest.fixture(scope="module")
+def source(photos: Path, made_once: Callable[..., Path]) -> Path:
+    """The photographs, and copies of three of them."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(photos, folder / "all")
+        for picture in sorted((folder / "all").glob("*.jpg"))[:3]:
+            for end, copy in copies(picture).items():
+                copy.save(picture.with_name(f"{picture.stem}-{end}.jpg"), quality=60)
+                picture.with_name(f"{picture.stem}-{end}.txt").write_text("a copy")
+
+    return made_once("copies", make) / "all"
+
+
+@pytest.fixture(scope="module")
+def encoded(source: Path, make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
+    return made_once("copied", lambda folder: stages.encode.run(make_config(folder, SIZE), data=str(source))) / "cache"
+
+
+@pytest.fixture
+def config(encoded: Path, make_config: MakeConfig, tmp_path: Path) -> Callable[..., Config]:
+    shutil.copytree(encoded, tmp_path / "cache")
+    return lambda *options: make_config(tmp_path, SIZE, *options)
+
+
+def items(snapshot: Snapshot) -> set[str]:
+    return {snapshot.source_item(row)[1] for row in range(len(snapshot))}
+
+
+def originals(source: Path) -> list[str]:
+    return sorted(path.name.removesuffix("-small.jpg") for path in source.glob("*-small.jpg"))
+
+
+def test_one_picture_of_each_group_stays_the_largest(
+    config: Callable[..., Config], source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = items(Cache(config().cache).open_snapshot(stages.bucket.run(config())))
+    capsys.readouterr()
+    stages.bucket.run(config("bucket.dedup=near"), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    left = items(Cache(config().cache).open_snapshot())
+    ends = ("small", "mirrored", "cropped")
+    assert every - left == {f"{name}-{end}.jpg" for name in originals(source) for end in ends}
+    assert (report["near"]["groups"], report["near"]["pictures"]) == (3, 12)
+    assert sorted(group["pictures"] for group in report["near"]["largest"]) == [4, 4, 4]
+    examples = (group["example"].removesuffix(".jpg") for group in report["near"]["largest"])
+    assert sorted(each.removesuffix("-mirrored") for each in examples) == [f"all: {name}" for name in originals(source)]
+    [entry] = [entry for entry in report["left_out"] if "looks the same" in entry["reason"]]
+    assert (entry["samples"], entry["keep"]) == (9, "bucket.dedup=image")
+    stages.bucket.run(config("bucket.dedup=near"), dry_run=True)
+    assert "near-duplicates: 3 groups of 12 pictures" in capsys.readouterr().out
+
+
+def test_distance_zero_leaves_copies_alone(config: Callable[..., Config]) -> None:
+    every = items(Cache(config().cache).open_snapshot(stages.bucket.run(config())))
+    exact = stages.bucket.run(config("bucket.dedup=near", "bucket.dedup_distance=0"))
+    near = items(Cache(config().cache).open_snapshot(stages.bucket.run(config("bucket.dedup=near"))))
+    sure = items(Cache(config().cache).open_snapshot(exact))
+    assert near < sure <= every
+
+
+def test_a_longer_caption_wins_between_equal_sizes(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    picture = originals(source)[0]
+    for name, caption in (("a", "short"), ("b", "a much longer caption of it"), ("c", "middle one")):
+        with Image.open(source / f"{picture}.jpg") as opened:
+            opened.save(data / f"{name}.jpg", quality={"a": 95, "b": 60, "c": 80}[name])
+        (data / f"{name}.txt").write_text(caption)
+    of = make_config(tmp_path, SIZE, "bucket.dedup=near")
+    stages.encode.run(of, data=str(data))
+    assert items(Cache(of.cache).open_snapshot(stages.bucket.run(of))) == {"b.jpg"}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
+def test_groups_are_held_out_whole(config: Callable[..., Config], source: Path, share: float) -> None:
+    of = config(f"bucket.heldout={share}")
+    stages.bucket.run(of)
+    cache = Cache(of.cache)
+    train, part = cache.open_snapshot(), cache.open_snapshot("latest.heldout")
+    for name in originals(source):
+        group = {f"{name}.jpg", *(f"{name}-{end}.jpg" for end in ("small", "mirrored", "cropped"))}
+        assert group <= items(train) or group <= items(part)
+    assert train.head.policies.heldout is not None and train.head.policies.heldout.distance == of.bucket.dedup_distance
+    heldout.check_disjoint(train, part)
+    assert heldout.find(cache, train) == part.id
+
+
+def test_a_cache_without_hashes_says_how_to_get_them(small_cache: Path, make_config: MakeConfig) -> None:
+    of = make_config(small_cache.parent, "bucket.dedup=near")
+    with pytest.raises(CacheError, match="compares hashes") as caught:
+        stages.bucket.run(of, dry_run=True)
+    assert "encode.signals=[phash]" in str(caught.value.fix)
+
+
+def test_a_damaged_hash_ends_bucket_with_its_repair(config: Callable[..., Config], tmp_path: Path) -> None:
+    path = next((tmp_path / "cache").glob("shards/phash-*/*/*.tar"))
+    data = bytearray(path.read_bytes())
+    snapshot = Cache(config().cache).open_snapshot(stages.bucket.run(config()))
+    place = snapshot.sample(0).pictures["phash"]
+    data[place.offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=place.key.hex()):
+        stages.bucket.run(config("bucket.dedup=near"))
+    assert stages.verify.run(config(), repair=True) == 0
+    stages.bucket.run(config("bucket.dedup=near"))
+
+
+def test_a_pack_and_another_order_of_caches_change_nothing(
+    config: Callable[..., Config], encoded: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    of = config("bucket.dedup=near")
+    here = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    other = make_config(tmp_path / "joined", SIZE, "bucket.dedup=near", f"bucket.caches=[{encoded}]")
+    stages.bucket.run(other)
+    there = Cache(other.cache).open_snapshot()
+    ids = [next(snapshot.sample_ids()).tolist() for snapshot in (here, there)]
+    assert items(here) == items(there) and ids[0] == ids[1]
+
+
+def test_copies_in_training_of_an_older_held_out_part_are_counted(
+    config: Callable[..., Config], source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The part has one picture of each group, whose copies are trained on."""
+    kept = ", ".join(f"'{name}-small.jpg'" for name in originals(source))
+    stages.bucket.run(config(f"bucket.filter=item IN ({kept})"), name="old")
+    others = f"bucket.filter=item NOT IN ({kept})"
+    assert "train.validation" not in others
+    stages.bucket.run(config(others, "train.validation.snapshot=not-made-yet"))
+    before = Cache(config().cache).open_snapshot(stages.bucket.run(config(others)))
+    capsys.readouterr()
+    stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
+    assert "3 of its samples look like one of these; a loss on it is not of unseen" in capsys.readouterr().out
+    cache = Cache(config().cache)
+    part = cache.open_snapshot("old")
+    assert cache.open_snapshot("new").head.leaked == {part.id: 3}
+    assert before.head.leaked is None and cache.open_snapshot().head.leaked == {part.id: 3}
+    assert stages.bucket.run(config(others)) == cache.snapshot_of("new"), "it says as much, and more"
+    clean = (
+        f"bucket.filter=item NOT LIKE '%-%' AND item NOT IN ({', '.join(repr(f'{n}.jpg') for n in originals(source))})"
+    )
+    stages.bucket.run(config(clean, "train.validation.snapshot=old"), name="clean")
+    assert cache.open_snapshot("clean").head.leaked == {part.id: 0}
+    run = config(others, "train.validation={snapshot: old, every: 2}", "train.steps=2")
+    stages.train.run(run, snapshot="new")
+    assert "warning: 3 of them look like a sample that is trained on" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (Path(run.train.output) / "metrics.jsonl").read_text().splitlines()]
+    [row] = [row for row in rows if "leaked" in row][:1]
+    assert row["leaked"] == 3
+
+
+@pytest.mark.parametrize("dedup", ["near", "image"])
+def test_captions_of_what_is_left_out_are_kept_once(
+    dedup: str, source: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    picture = (source / f"{originals(source)[0]}.jpg").read_bytes()
+    for name, caption in (("a", "one"), ("b", "the longest caption"), ("c", "one"), ("d", "another")):
+        (data / f"{name}.jpg").write_bytes(picture)
+        (data / f"{name}.txt").write_text(caption)
+    other = min(source.glob("*.png"))
+    for name in ("0", "z"):
+        shutil.copy(other, data / f"{name}.png")
+        (data / f"{name}.txt").write_text(name)
+    of = make_config(tmp_path, SIZE, f"bucket.dedup={dedup}", "bucket.dedup_captions=keep")
+    stages.encode.run(of, data=str(data))
+    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    reader = snapshot.reader("text")
+    said = {snapshot.source_item(row)[1]: snapshot.captions(row, reader) for row in range(len(snapshot))}
+    stays = {"near": "b.jpg", "image": "a.jpg"}[dedup]
+    assert said.keys() == {stays, "0.png"}
+    assert sorted(said[stays]) == ["another", "one", "the longest caption"] and said["0.png"] == ["0", "z"]
+    weights = {c.weight for row in range(len(snapshot)) for c in snapshot.sample(row).captions}
+    assert weights == {1.0}
+
+
+def test_view_names_the_samples_that_look_the_same(
+    config: Callable[..., Config], source: Path, small_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of, name = config(), originals(source)[0]
+    stages.bucket.run(of)
+    capsys.readouterr()
+    stages.view.run(of, f"{name}.jpg", as_json=True, near=True)
+    near = json.loads(capsys.readouterr().out)["near"]
+    assert {each["item"] for each in near} == {f"all: {name}-{end}.jpg" for end in ("small", "mirrored", "cropped")}
+    assert [each["bits"] for each in near] == sorted(each["bits"] for each in near)
+    assert all(each["bits"] <= of.bucket.dedup_distance for each in near)
+    stages.view.run(of, f"{name}.jpg", near=True)
+    assert f"near:      all: {name}-small.jpg (" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no hashes"):
+        stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)
+
+
+def test_the_report_shows_groups_with_their_pictures(
+    config: Callable[..., Config], source: Path, tmp_path: Path
+) -> None:
+    stages.bucket.run(config())
+    figures, _, _ = collect(config())
+    assert [group["samples"] for group in figures["snapshot"]["alike"]] == [4, 4, 4]
+    names = {example["item"] for group in figures["snapshot"]["alike"] for example in group["examples"]}
+    assert names >= {f"{name}-mirrored.jpg" for name in originals(source)} and figures["snapshot"]["visits"] == []
+    stages.report.run(config(), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("4 samples look the same") == 3 and "Samples that look the same" in page
+    stages.bucket.run(config("bucket.dedup=near"))
+    assert collect(config())[0]["snapshot"]["alike"] == []
+    stages.report.run(config(), tmp_path / "page.html")
+    assert "look the same" not in (tmp_path / "page.html").read_text()
+
+
+def test_tasks_and_a_changed_picture(source: Path, encoded: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """Two tasks give the snapshot of one; a picture that changes leaves its group."""
+    data = Path(shutil.copytree(source, tmp_path / "all"))
+    options = (SIZE, "bucket.dedup=near", "encode.unit_images=4")
+    alone, shared = (make_config(tmp_path / name, *options) for name in ("alone", "shared"))
+    stages.encode.run(alone, data=str(data))
+    for task in (1, 0):
+        stages.encode.run(shared, data=str(data), task_index=task, task_count=2)
+    assert stages.bucket.run(alone) == stages.bucket.run(shared)
+    name = originals(source)[0]
+    before = items(Cache(alone.cache).open_snapshot())
+    (data / f"{name}-small.jpg").unlink()
+    (data / f"{name}-small.txt").write_text("another picture now")
+    Image.effect_noise((90, 70), 90).convert("RGB").save(data / f"{name}-small.png")
+    stages.encode.run(alone, data=str(data))
+    stages.bucket.run(alone)
+    assert items(Cache(alone.cache).open_snapshot()) == before | {f"{name}-small.png"}
