@@ -3,7 +3,7 @@
 Of each photograph the copies of `COPIES` are made, as files; each file is decoded, resized and cropped to its bucket at
 512 px as `encode` does it, and hashed. recall: copies that are in their photograph's group; precision: pairs of files
 in one group that are of one photograph. Both count the kinds of `COUNTED`; the others stand beside, each as recall.
-closest_other: the smallest distance between two photographs. Beside distances, in bits of 128, stands the whole of it.
+closest_other: the smallest distance between two photographs.
 
 seconds_N, mib_N: CPU time of one core and memory to group N synthetic hashes (1e6; without --quick 1e7 too), of which
 half are copies: groups of 2 to 1000, a hundredth of all equal to one. hash_share: CPU time of the hash of a picture at
@@ -26,6 +26,7 @@ import skimage.data
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from benchmarks.report import finish, median, reset_peak, resident, table
+from pipeline.config import BucketConfig
 from pipeline.images import buckets, decoding
 from pipeline.images.perceptual_hash import VIEW_WORDS, WORDS, flipped, hashes
 from pipeline.processes import run_and_exit
@@ -35,6 +36,7 @@ PHOTOGRAPHS = (
     *("astronaut", "camera", "cell", "chelsea", "clock", "coffee", "coins", "grass", "gravel", "hubble_deep_field"),
     *("immunohistochemistry", "moon", "page", "retina", "rocket"),
 )
+DEFAULT = BucketConfig().dedup_distance
 DISTANCES = (0, 4, 8, 12, 14, 15, 16, 17, 18, 19, 20, 23)
 
 
@@ -94,15 +96,6 @@ def loaded(data: bytes, resolution: int) -> np.ndarray:
     return decoding.load(data, buckets.nearest(shapes, height, width), decoder=decoding.choose("auto"))
 
 
-def distances(hashed: np.ndarray) -> np.ndarray:
-    """(n, n) int64, between all pictures as `near.groups` measures them."""
-    whole, inner = hashed[:, :VIEW_WORDS], hashed[:, VIEW_WORDS:WORDS]
-    pairs = [(left, right) for left in (whole, flipped(whole)) for right in (whole, inner)]
-    each = [np.bitwise_count(left[:, None] ^ right[None]).sum(axis=2) for left, right in pairs]
-    smallest = np.min(each, axis=0).astype(np.int64)
-    return np.minimum(smallest, smallest.T)
-
-
 def quality(folder: str | None) -> dict[str, float]:
     """Recall and precision over distances."""
     found = photographs(folder)
@@ -122,17 +115,17 @@ def quality(folder: str | None) -> dict[str, float]:
             for both in (hashed[[0, kind]] for kind in range(1, len(kinds)))
         ]
         rows.append([distance, recall, float(right), *beside])
-        if distance == near.DISTANCE:
+        if distance == DEFAULT:
             figures = {"recall": recall, "precision": float(right)}
             figures |= {f"recall: {kind}": share for kind, share in zip(COPIES, beside, strict=True)}
     print(f"{len(found)} photographs, distances in bits of {16 * VIEW_WORDS}")
     for number, kind in enumerate(COPIES, 1):
         print(f"  {number}: {kind}" + ("" if number <= COUNTED else " (not counted)"))
     table(["distance", "recall", "precision", *map(str, range(1, len(kinds)))], rows)
-    apart = distances(hashed[0]) + 1000 * np.eye(len(found), dtype=np.int64)
+    closest = min(int(near.distances(one, hashed[0, number + 1 :]).min()) for number, one in enumerate(hashed[0, :-1]))
     below = int((hashed[0, :, WORDS] < near.MIN_QUALITY).sum())
-    print(f"{below} photographs are below the least quality; {near.DISTANCE} is the default distance")
-    return {"distance": near.DISTANCE, **figures, "closest_other": int(apart.min()), "below_quality": below}
+    print(f"{below} photographs are below the least quality; {DEFAULT} is the default distance")
+    return {"distance": DEFAULT, **figures, "closest_other": closest, "below_quality": below}
 
 
 def synthetic(count: int) -> np.ndarray:
@@ -168,7 +161,7 @@ def grouping(count: int) -> dict[str, float]:
     hashed = synthetic(count)
     reset_peak()
     before, began = resident("VmRSS"), time.process_time()
-    group = near.groups(hashed, near.DISTANCE)
+    group = near.groups(hashed, DEFAULT)
     seconds, peak = time.process_time() - began, resident("VmHWM")
     own = hashed.nbytes + peak - before
     return {"seconds": seconds, "mib": own / 2**20, "groups": len(np.unique(group))}

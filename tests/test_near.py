@@ -10,8 +10,11 @@ import pytest
 import skimage.data
 from PIL import Image, ImageDraw
 
+from pipeline.config import BucketConfig
 from pipeline.images.perceptual_hash import VIEW_WORDS, WORDS, flipped, hashes
 from pipeline.snapshots import near
+
+DISTANCE = BucketConfig().dedup_distance
 
 
 def random_hashes(count: int, seed: int = 0) -> np.ndarray:
@@ -102,7 +105,7 @@ def test_many_copies_of_one_picture_take_linear_time(noise: int) -> None:
     for _ in range(noise):
         hashed[np.arange(count), rng.integers(0, WORDS, count)] ^= (1 << rng.integers(0, 16, count)).astype(np.uint16)
     began = time.process_time()
-    assert not near.groups(hashed, near.DISTANCE).any()
+    assert not near.groups(hashed, DISTANCE).any()
     assert time.process_time() - began < 15  # all pairs: more than 60
 
 
@@ -150,13 +153,13 @@ def test_pictures_that_say_little_are_not_one_group() -> None:
     flat = [np.full((256, 256, 3), value, np.uint8) for value in (0, 0, 1, 128, 255)]
     gradients = [gradient(rng) for _ in range(300)]
     hashed = hashes(np.stack(flat + gradients))
-    assert near.groups(hashed, near.DISTANCE).tolist() == list(range(len(hashed)))
+    assert near.groups(hashed, DISTANCE).tolist() == list(range(len(hashed)))
 
 
 def test_pages_in_the_same_frame_are_not_one_group() -> None:
     hashed = hashes(np.stack([scan(page) for page in range(60)]))
     assert hashed[:, WORDS].min() >= near.MIN_QUALITY
-    assert near.groups(hashed, near.DISTANCE).tolist() == list(range(60))
+    assert near.groups(hashed, DISTANCE).tolist() == list(range(60))
 
 
 def test_copies_of_photographs_are_groups() -> None:
@@ -171,4 +174,4 @@ def test_copies_of_photographs_are_groups() -> None:
             photograph.crop((width // 20, height // 20, width - width // 20, height - height // 20)),
         ]
     hashed = np.concatenate([hashes(np.asarray(picture.resize((256, 256)))[None]) for picture in pictures])
-    assert near.groups(hashed, near.DISTANCE).tolist() == [0] * 4 + [4] * 4 + [8] * 4
+    assert near.groups(hashed, DISTANCE).tolist() == [0] * 4 + [4] * 4 + [8] * 4

@@ -18,9 +18,6 @@ import numpy as np
 
 from pipeline.images.perceptual_hash import BITS, VIEW_WORDS, WORDS, flipped
 
-DISTANCE = 17
-"""The default. `benchmarks.duplicates` finds over 95 % of its copies from 16 on; its photographs are at least 40 apart,
-and among 10^7 random hashes 0.0004 pairs are expected within 17."""
 MIN_QUALITY = 64
 """Pictures below are in no group: their bits are noise, or those of every flat area."""
 
