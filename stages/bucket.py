@@ -63,6 +63,10 @@ class _Scan:
     recipes: dict[str, str]
 
 
+MANY = 200_000
+"""Samples from which on a comparison is announced."""
+
+
 @dataclass(frozen=True)
 class _Inputs:
     """What a snapshot is made from.
@@ -384,7 +388,10 @@ def _leaked(config: Config, inputs: _Inputs, frame: Frame) -> dict[str, int]:
     named = None if validation is None else validation.snapshot
     if named is None or HashRecipe.kind not in inputs.records.indexes:
         return {}
-    part = cache.open_snapshot(named)
+    try:
+        part = cache.open_snapshot(named)
+    except CacheError:  # not made yet; `train` says so if it stays away
+        return {}
     if part.head.recipes.get(HashRecipe.kind) is None:
         return {}
     distance = config.bucket.dedup_distance
@@ -409,6 +416,8 @@ def _near_groups(config: Config, inputs: _Inputs, joined: Joined, frame: Frame) 
         return None
     if settings.dedup != "near" and not settings.heldout:
         return None
+    if len(frame) > MANY:
+        click.echo(f"comparing the hashes of {len(frame)} samples; this takes minutes for each million", err=True)
     return near_samples.near_groups(joined, frame, records, inputs.caches, settings.dedup_distance)
 
 

@@ -168,6 +168,7 @@ def test_copies_in_training_of_an_older_held_out_part_are_counted(
     stages.bucket.run(config(f"bucket.filter=item IN ({kept})"), name="old")
     others = f"bucket.filter=item NOT IN ({kept})"
     assert "train.validation" not in others
+    stages.bucket.run(config(others, "train.validation.snapshot=not-made-yet"))
     before = Cache(config().cache).open_snapshot(stages.bucket.run(config(others)))
     capsys.readouterr()
     stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
@@ -248,3 +249,22 @@ def test_the_report_shows_groups_with_their_pictures(
     assert collect(config())[0]["snapshot"]["alike"] == []
     stages.report.run(config(), tmp_path / "page.html")
     assert "look the same" not in (tmp_path / "page.html").read_text()
+
+
+def test_tasks_and_a_changed_picture(source: Path, encoded: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """Two tasks give the snapshot of one; a picture that changes leaves its group."""
+    data = Path(shutil.copytree(source, tmp_path / "all"))
+    options = (SIZE, "bucket.dedup=near", "encode.unit_images=4")
+    alone, shared = (make_config(tmp_path / name, *options) for name in ("alone", "shared"))
+    stages.encode.run(alone, data=str(data))
+    for task in (1, 0):
+        stages.encode.run(shared, data=str(data), task_index=task, task_count=2)
+    assert stages.bucket.run(alone) == stages.bucket.run(shared)
+    name = originals(source)[0]
+    before = items(Cache(alone.cache).open_snapshot())
+    (data / f"{name}-small.jpg").unlink()
+    (data / f"{name}-small.txt").write_text("another picture now")
+    Image.effect_noise((90, 70), 90).convert("RGB").save(data / f"{name}-small.png")
+    stages.encode.run(alone, data=str(data))
+    stages.bucket.run(alone)
+    assert items(Cache(alone.cache).open_snapshot()) == before | {f"{name}-small.png"}

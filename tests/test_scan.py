@@ -26,6 +26,7 @@ from PIL import Image
 
 from pipeline.cache import audit, layout
 from pipeline.cache.garbage import unneeded
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
@@ -452,6 +453,36 @@ def test_few_fragments_are_looked_at_before_their_turn(
     scanning.scan(source, "photos", cache, max_pixels=1 << 20, workers=2, rehash=False, progress=lambda *_: None)
     assert len(source.reads) == COUNT and len(made) == 6
     assert all(count <= number + 2 for number, count in enumerate(made))
+
+
+def test_the_rows_of_the_last_scan_are_indexed_once_and_before_threads_ask_for_them(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned(Counted(folder), cache)
+    (folder / "000.png").write_bytes(picture(1000))
+    indexed: list[int] = []
+
+    class Recorded(ItemRows):
+        def __init__(self, *args: Any):
+            indexed.append(threading.get_ident())
+            super().__init__(*args)
+
+    monkeypatch.setattr(last_scan, "ItemRows", Recorded)
+    source = Counted(folder)
+    scanned(source, cache)
+    assert (indexed, source.reads) == ([threading.get_ident()], ["000.png"])
+
+
+def test_another_data_set_under_a_known_name_is_refused(folder: Path, cache: Cache, tmp_path: Path) -> None:
+    scanned(Counted(folder), cache)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "other.png").write_bytes(picture(1000))
+    (other / "other.txt").write_text("other")
+    table = scanned(Counted(other), cache, publish=False)
+    with pytest.raises(UserError, match=naming(folder)) as caught:
+        last_scan.gone(cache, "photos", table, 0.99)
+    assert "--source-name" in str(caught.value.fix)
 
 
 def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(

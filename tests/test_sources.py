@@ -780,6 +780,15 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
         lower_limits(monkeypatch)
 
 
+def test_the_first_row_with_a_name_says_which_column_has_the_names(tmp_path: Path) -> None:
+    rows = [{"note": "x", "text": "x"}, {"path": "a.png", "text": "y"}, {"file_name": "b.png", "text": "z"}]
+    (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = opened(tmp_path / "list.jsonl")
+    items, rejects = listed(source)
+    assert (set(items), set(rejects)) == ({"a.png"}, {"list.jsonl:1", "list.jsonl:3"})
+    assert source.picture_columns == {"path"}
+
+
 def test_rows_are_not_in_memory(tmp_path: Path) -> None:
     count = 4 * SIDECAR_BATCH
     rows = [json.dumps({"file_name": f"{n:04d}.png", "text": f"said {n}"}) for n in range(count)]
