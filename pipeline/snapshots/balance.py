@@ -10,17 +10,15 @@ Price: every latent, or text record, is read once. 1 KiB of memory a sample for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 
-from pipeline.cache.codec import PLAIN, to_float
-from pipeline.cache.index import RecordIndex
-from pipeline.cache.recipes import Recipe
+from pipeline.cache.codec import to_float
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import ShardReader
 from pipeline.snapshots.join import EncodedRecords, Frame
+from pipeline.snapshots.record_values import read_records
 
 PROJECTED = 64
 """Dimensions of pooled text."""
@@ -31,7 +29,6 @@ SCALE, LARGEST = 1024, 8191
 """A standard deviation in rounded vectors, and the largest value."""
 STEPS, MOST = 8, 8
 """Weights are multiples of 1/8, from 1/8 to 8 visits an epoch."""
-READ_BYTES = 64 << 20
 
 
 def vectors(
@@ -52,7 +49,7 @@ def vectors(
         signs = np.random.Generator(np.random.PCG64(0)).integers(0, 2, (width, PROJECTED)) * 2.0 - 1
         count = index.columns["valid"][rows].astype(np.int64)
         pooled = np.empty((len(rows), PROJECTED))
-        for some, values, ends in _read(records.caption, index, caches, rows, count, (width,)):
+        for some, values, ends in read_records(records.caption, index, caches, rows, count, (width,)):
             for at, begin, end in zip(some.tolist(), [0, *ends[:-1].tolist()], ends.tolist(), strict=True):
                 pooled[at] = to_float(values[begin:end]).mean(axis=0, dtype=np.float64) @ signs
         return pooled
@@ -62,47 +59,15 @@ def vectors(
         ours = np.flatnonzero(frame.bucket == bucket)
         channels, *grid = recipe.shape(*shapes[bucket])
         count = np.full(len(ours), channels)
-        for some, values, _ in _read(recipe, records.indexes[recipe.kind], caches, rows[ours], count, tuple(grid)):
+        for some, values, _ in read_records(
+            recipe, records.indexes[recipe.kind], caches, rows[ours], count, tuple(grid)
+        ):
             flat = to_float(values).reshape(len(some), channels, -1).astype(np.float64)
             result.append((ours[some], np.concatenate([flat.mean(axis=2), flat.std(axis=2)], axis=1)))
     pooled = np.empty((len(rows), result[0][1].shape[1] if result else 0))
     for some, values in result:
         pooled[some] = values
     return pooled
-
-
-def _read(
-    recipe: Recipe,
-    index: RecordIndex,
-    caches: Sequence[Cache],
-    rows: np.ndarray,
-    count: np.ndarray,
-    shape: tuple[int, ...],
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Records in the order of storage, about `READ_BYTES` at a time.
-
-    Args:
-        rows: (n,) of the index. count: (n,) rows of each record, of `shape`.
-
-    Yields:
-        Which records, (k,); their rows, one after the other, uint16 (m, *shape); the end of each, (k,).
-    """
-    most = max(1, READ_BYTES // (2 * int(np.prod(shape)) * max(1, int(count.max(initial=1)))))
-    names = ["shard", "offset", "key", "checksum", *([] if recipe.storage == PLAIN else ["length"])]
-    cache_of = index.caches[index.columns["shard"][rows]]
-    for number, cache in enumerate(caches):
-        reader, ours = ShardReader(cache.files, index.recipe), np.flatnonzero(cache_of == number)
-        ours = ours[np.lexsort((index.columns["offset"][rows[ours]], index.columns["shard"][rows[ours]]))]
-        for start in range(0, len(ours), most):
-            some = ours[start : start + most]
-            places = {name: index.columns[name][rows[some]] for name in names}
-            ends = np.cumsum(count[some])
-            values = np.empty((int(ends[-1]), *shape), np.uint16)
-            begin, every = ends - count[some], np.arange(len(some))
-            bad = reader.read_batch(index.shards, places, every, values, begin, ends, verify=True, on_read=None)
-            if bad:
-                raise bad[0][1]
-            yield some, values, ends
 
 
 def clusters(pooled: np.ndarray, sample_id: np.ndarray, count: int) -> np.ndarray:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import ShardReader
-from pipeline.cache.snapshot import Places, Snapshot
+from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import ConfigError
 from pipeline.images.perceptual_hash import WORDS
 from pipeline.signals.phash import HashRecipe
 from pipeline.snapshots import near
 from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
+from pipeline.snapshots.record_values import read_records
 
 LARGEST = 10
 """Groups that are shown."""
@@ -70,7 +70,7 @@ def near_groups(
         digests.add(keys[one])
         first.add(rows[one])
     every, samples = digests.finish(), first.finish()
-    hashed = record_values(records, HashRecipe.kind, caches, frame.pictures[HashRecipe.kind][samples], (WORDS + 1,))
+    hashed = _hashes(records, caches, frame.pictures[HashRecipe.kind][samples])
     member = near.groups(hashed, distance)
     sizes = np.bincount(member, minlength=len(every))
     largest = np.argsort(-sizes, kind="stable")[:LARGEST]
@@ -92,16 +92,22 @@ def leaked(frame: Frame, records: EncodedRecords, caches: Sequence[Cache], part:
     Raises:
         IntegrityError: a hash is damaged.
     """
-    trained = record_values(records, HashRecipe.kind, caches, np.unique(frame.pictures[HashRecipe.kind]), (WORDS + 1,))
+    trained = _hashes(records, caches, np.unique(frame.pictures[HashRecipe.kind]))
     member = near.groups(np.concatenate([trained, hashes_of(part)]), distance)
     return int(np.isin(member[len(trained) :], member[: len(trained)]).sum())
 
 
 def hashes_of(snapshot: Snapshot) -> np.ndarray:
     """The hashes of all samples, (n, 17) uint16. Errors as of `leaked`."""
-    kind = HashRecipe.kind
-    places = snapshot.columns(np.arange(len(snapshot)), [kind]).pictures[kind]
-    return _read(snapshot.reader(kind), snapshot.shards[kind], places, (WORDS + 1,))
+    kind, every = HashRecipe.kind, np.arange(len(snapshot))
+    places = snapshot.columns(every, [kind]).pictures[kind]
+    hashed, begin = np.empty(len(every) * (WORDS + 1), np.uint16), every * (WORDS + 1)
+    bad = snapshot.reader(kind).read_batch(
+        snapshot.shards[kind], places, every, hashed, begin, begin + WORDS + 1, verify=True, on_read=None
+    )
+    if bad:
+        raise bad[0][1]
+    return hashed.reshape(-1, WORDS + 1)
 
 
 def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
@@ -124,34 +130,10 @@ def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
     return [(at, int(bits[at])) for at in rows[np.argsort(bits[rows], kind="stable")].tolist() if at != row]
 
 
-def record_values(
-    records: EncodedRecords, kind: str, caches: Sequence[Cache], rows: np.ndarray, shape: tuple[int, ...]
-) -> np.ndarray:
-    """The values of some picture records, (n, *shape) uint16.
-
-    Args:
-        rows: (n,) int64 of the kind's index. shape: of each record.
-    """
-    index = records.indexes[kind]
-    values = np.empty((len(rows), *shape), np.uint16)
-    cache_of = index.caches[index.columns["shard"][rows]]
-    for number, cache in enumerate(caches):
-        reader = ShardReader(cache.files, index.recipe)
-        ours = np.flatnonzero(cache_of == number)
-        places = {name: index.columns[name][rows[ours]] for name in ("shard", "offset")}
-        ours = ours[np.lexsort((places["offset"], places["shard"]))]
-        for piece in pieces(len(ours)):
-            some = ours[piece]
-            columns = {name: index.columns[name][rows[some]] for name in ("shard", "offset", "key", "checksum")}
-            values[some] = _read(reader, index.shards, columns, shape)
-    return values
-
-
-def _read(reader: ShardReader, shards: Sequence[str], places: Places, shape: tuple[int, ...]) -> np.ndarray:
-    """Records in the order of their places, (n, *shape)."""
-    count, step = len(places["shard"]), shape[0]
-    values, every = np.empty((count * step, *shape[1:]), np.uint16), np.arange(count)
-    bad = reader.read_batch(shards, places, every, values, every * step, every * step + step, verify=True, on_read=None)
-    if bad:
-        raise bad[0][1]
-    return values.reshape(count, *shape)
+def _hashes(records: EncodedRecords, caches: Sequence[Cache], rows: np.ndarray) -> np.ndarray:
+    """The hashes of some rows of the index, (n, 17) uint16."""
+    recipe = next(recipe for recipe in records.pictures if recipe.kind == HashRecipe.kind)
+    hashed, count = np.empty((len(rows), WORDS + 1), np.uint16), np.full(len(rows), WORDS + 1)
+    for some, values, _ in read_records(recipe, records.indexes[recipe.kind], caches, rows, count, ()):
+        hashed[some] = values.reshape(hashed[some].shape)
+    return hashed
