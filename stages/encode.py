@@ -604,7 +604,8 @@ def _encode_pictures(
     run: EncodeRun, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make, noun: str
 ) -> Made:
     todo = missing(plans)
-    lead_made = {(plan.recipe, plan.number): planning.lead_made(run.cache, plan) for plan in plans}
+    lead = run.cache.plans(run.pictures[0].name) if todo else []
+    lead_made = {(plan.recipe, plan.number): planning.lead_made(run.cache, plan, lead) for plan in plans if todo}
     ready = [(plan, unit) for plan, unit in todo if lead_made[plan.recipe, plan.number](unit)]
     ready = _readable(run.cache, ready, run.source.name)
     pictures = make(ready, noun)

@@ -158,9 +158,47 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
     cache = Cache(config.cache)
     [plan] = cache.plans(cache.recipes("phash")[0].name)
     assert plan.beside == (cache.recipes("latent")[0].name, 0)
-    assert not any(map(lead_made(cache, plan), plan.units))
+    lead = cache.plans(plan.beside[0])
+    assert not any(map(lead_made(cache, plan, lead), plan.units))
     stages.encode.run(config, data=str(photos))
-    assert all(map(lead_made(cache, plan), plan.units))
+    assert all(map(lead_made(cache, plan, lead), plan.units))
+
+
+@pytest.fixture
+def interrupted(photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache whose plans have no records of pictures yet."""
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.encode.run(with_hashes(make_config, tmp_path), data=str(photos))
+    return tmp_path / "cache"
+
+
+def test_hashes_are_made_though_the_latents_that_they_were_planned_with_never_are(
+    interrupted: Path, hashed: Path, photos: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = with_hashes(make_config, tmp_path, "encode.storage.latent=bf16-zstd")  # another recipe
+    done = stages.encode.run(config, data=str(photos))
+    assert done["left"] == 0 < done["hashes"] == done["images"]
+    assert shards(interrupted, "phash") == shards(hashed, "phash")
+
+
+def test_hashes_are_those_of_their_pictures_after_the_plan_of_the_latents_was_lost(
+    interrupted: Path, photos: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    for plan in interrupted.rglob("plans/latent-*/*.json"):
+        plan.unlink()
+    source = Path(shutil.copytree(photos, tmp_path / "source" / photos.name))
+    first = min(source.glob("*.jpg"))
+    first.rename(source / "zzz.jpg")
+    first.with_suffix(".txt").rename(source / "zzz.txt")
+    config = with_hashes(make_config, tmp_path)
+    assert stages.verify.run(config, repair=True) == 0
+    assert stages.encode.run(config, data=str(source))["left"] == 0
+    made = records(interrupted)
+    alone = with_hashes(make_config, tmp_path / "alone")
+    stages.encode.run(alone, data=str(source))
+    assert made == records(Path(alone.cache))
 
 
 def test_a_damaged_hash_is_repaired_to_the_byte(hashed_copy: Path, make_config: MakeConfig, tmp_path: Path) -> None:

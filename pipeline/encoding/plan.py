@@ -257,12 +257,15 @@ def plan_beside(cache: Cache, recipe: PictureRecipe, lead: list[WorkPlan]) -> No
             cache.add_plan(recipe.name, number, units, rows, (plan.recipe, plan.number))
 
 
-def lead_made(cache: Cache, plan: WorkPlan) -> Callable[[Unit], bool]:
-    """Whether the unit that a unit of a plan goes with is committed; of a plan beside no other, always."""
-    if plan.beside is None or _finished(cache, lead := cache.plan(*plan.beside)):
+def lead_made(cache: Cache, plan: WorkPlan, lead: Iterable[WorkPlan]) -> Callable[[Unit], bool]:
+    """Whether no worker is to make a unit of a plan beside another: that other unit is committed, or in none of the
+    plans `lead` (the settings of the lead have changed since, or its plan was lost)."""
+    other = next((each for each in lead if (each.recipe, each.number) == plan.beside), None)
+    if other is None or _finished(cache, other):
         return lambda unit: True
-    done, units = committed(cache.files, *plan.beside), {(unit.start, unit.count): unit.unit for unit in lead.units}
-    return lambda unit: units.get((unit.start, unit.count)) in done
+    done = committed(cache.files, other.recipe, other.number)
+    waiting = {(unit.start, unit.count) for unit in other.units if unit.unit not in done}
+    return lambda unit: (unit.start, unit.count) not in waiting
 
 
 def _planned(

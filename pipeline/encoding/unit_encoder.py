@@ -109,10 +109,12 @@ class UnitEncoder:
             other = units.get((unit.start, unit.count))
             if other is None or is_done(self.cache, each, other):
                 continue
-            recipe = self._recipe(each.recipe)
+            recipe, own = self._recipe(each.recipe), self.cache.unit_rows(each, other)
+            if own.drop(["key"]) != rows.drop(["key"]):  # the plan that it was beside was lost: another has its number
+                continue
             if recipe.kind not in self._encoders_beside:
                 self._encoders_beside[recipe.kind] = self._load(recipe)
-            encoder, own = self._encoders_beside[recipe.kind], self.cache.unit_rows(each, other)
+            encoder = self._encoders_beside[recipe.kind]
             yield unit_records.UnitBeside(self.cache, recipe, each, other, own, rows, encoder)
 
     def remake(
