@@ -1,8 +1,8 @@
 """Random chains of everything that happens to a cache, against a dict.
 
 `Chain` is a hypothesis state machine. Each rule runs real stages in a forked process (so that a kill is a kill: no
-`finally`, no exit function) on a cache of a handful of small pictures, real models included. The model is a plain dict
-of pictures and captions, with the samples of each name. What must hold:
+`finally`, no exit function) on a cache of a handful of small pictures, real models included; in half of the examples
+it has hashes. The model is a plain dict of pictures and captions, with the samples of each name. What must hold:
 
 * a command ends with a documented exit code, never with a traceback;
 * what a named snapshot needs is there, or `verify` reports it;
@@ -42,7 +42,6 @@ from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError
-from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 
 KILLED = -int(signal.SIGKILL)
@@ -55,6 +54,8 @@ NAMES = st.sampled_from("abcdef")
 DAMAGE = ("flip", "cut", "lose", "swap")
 OTHERS = {"y", "z"}
 """The pictures of another cache."""
+HASHES = "encode.signals=[phash]"
+KINDS = ("latent", "text", "phash")
 DERIVED = {"claims", "fragments", "reports", "tmp"}
 """Folders whose files mean nothing to any reader."""
 
@@ -121,19 +122,11 @@ def replace(path: Path, data: bytes) -> None:
 
 def read_sample(snapshot: Snapshot, row: int) -> None:
     """Read and verify everything that training reads of a sample."""
-    sample, bucket = snapshot.sample(row), snapshot.buckets[snapshot.sample(row).bucket]
-    place = sample.pictures["latent"]
-    latent, width = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe).width
-    shape = (latent.channels, bucket.height // latent.compression, bucket.width // latent.compression)
-    snapshot.reader("latent").read(
-        place.shard,
-        place.offset,
-        place.key,
-        place.checksum,
-        np.empty(shape, np.uint16),
-        place.length,
-    )
-    text = snapshot.reader("text")
+    sample = snapshot.sample(row)
+    for kind, place in sample.pictures.items():
+        into = np.empty(snapshot.shape(kind, sample.bucket), np.uint16)
+        snapshot.reader(kind).read(place.shard, place.offset, place.key, place.checksum, into, place.length)
+    text, width = snapshot.reader("text"), snapshot.recipe(TextRecipe).width
     for caption in sample.captions:
         rows = np.empty((caption.rows, width), np.uint16)
         text.read(caption.shard, caption.offset, caption.key, caption.checksum, rows, caption.length)
@@ -147,8 +140,8 @@ class Chain(RuleBasedStateMachine):
     other: str
     """A cache that holds `OTHERS`."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(hashes=st.booleans())
+    def start(self, hashes: bool) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="chain-"))
         self.pictures = self.folder / "pictures"
         self.pictures.mkdir()
@@ -161,6 +154,7 @@ class Chain(RuleBasedStateMachine):
             "encode.claim_timeout_s=0.2",
             "data.decoder=pillow",
             "encode.max_shrink=1",
+            *([HASHES] if hashes else []),
         )
         self.model: dict[str, tuple[int, int, str]] = {}
         self.named: dict[str, set[str]] = {}
@@ -202,14 +196,14 @@ class Chain(RuleBasedStateMachine):
 
     def _records(self) -> int:
         cache = Cache.of(self.config)
-        return sum(len(cache.index(recipe.name)) for kind in ("latent", "text") for recipe in cache.recipes(kind))
+        return sum(len(cache.index(recipe.name)) for kind in KINDS for recipe in cache.recipes(kind))
 
     def _readable_records(self) -> int:
         """Records whose shards are there."""
         if self.damaged:
             return 0
         cache = Cache.of(self.config)
-        result = [cache.index(recipe.name) for kind in ("latent", "text") for recipe in cache.recipes(kind)]
+        result = [cache.index(recipe.name) for kind in KINDS for recipe in cache.recipes(kind)]
         return sum(int((~index.lost[index.columns["shard"]]).sum()) for index in result)
 
     @rule()
@@ -218,8 +212,10 @@ class Chain(RuleBasedStateMachine):
         code, value = forked(self._encode)
         self._documented(code, value)
         if code == 0 and not self.damaged:
-            assert value["images"] + value["captions"] <= self._records() - before, "something was encoded twice"
-            assert forked(self._encode)[1]["images"] == 0, "a second run encoded again"
+            made = sum(value.get(noun, 0) for noun in ("images", "captions", "hashes"))
+            assert made <= self._records() - before, "something was encoded twice"
+            again = forked(self._encode)[1]
+            assert again["images"] == again.get("hashes", 0) == again["left"] == 0, "a second run encoded again"
             self.stopped.discard("encode")
 
     @rule(at=st.integers(0, 30), before=st.booleans())
@@ -460,7 +456,7 @@ def test_every_chain_leads_back_to_a_whole_cache(
     import stages.encode
 
     Chain.make_config = staticmethod(make_config)
-    config, pictures = make_config(tmp_path, "text.mode=exact", "data.decoder=pillow"), tmp_path / "others"
+    config, pictures = make_config(tmp_path, "text.mode=exact", "data.decoder=pillow", HASHES), tmp_path / "others"
     pictures.mkdir()
     for n, name in enumerate(sorted(OTHERS)):
         Image.new("RGB", SIZES[n], (9, 90, 200)).save(pictures / f"{name}.png")
