@@ -298,7 +298,7 @@ def dry_run(folder: Path, count: int) -> None:
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
     work = estimate.wanted(scan, cache, [latent, text], buckets.table(config.data, latent.compression))
-    size = estimate.sizes(work, config, [latent, text], lambda captions: [len(caption) for caption in captions])
+    size = estimate.sizes(work, config, text, lambda captions: [len(caption) for caption in captions])
     if (work.images, work.captions) != (count, count) or not size.total:
         raise RuntimeError("pictures or captions are missing")
 

@@ -122,21 +122,21 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     captions = [(str(rows[i * 1031 % len(rows)]), CAPTION_BYTES) for i in range(SAMPLE * len(shapes))]
     work = estimate.Wanted(
         items=len(captions),
-        pictures=dict.fromkeys(shapes, SAMPLE),
+        pictures={latent: estimate.Pictures(dict.fromkeys(shapes, SAMPLE))},
         captions=len(captions),
         caption_bytes=len(captions) * CAPTION_BYTES,
         sample=captions[:: math.ceil(len(captions) / estimate.SAMPLE)],
         null=False,
     )
-    size = estimate.sizes(work, config, [latent, text], lambda texts: [int(text) for text in texts])
+    size = estimate.sizes(work, config, text, lambda texts: [int(text) for text in texts])
     scale = pairs / work.images
     units = [estimate.unit_images(config.encode, estimate.picture_bytes(latent, *shape)) for shape in shapes]
     made = scale * (sum(SAMPLE / unit for unit in units) + len(captions) / config.encode.unit_captions)
-    hours = [_encode_hours(work, size, config, positions) for positions in (None, INSTRUCTION + POSITIONS - 2)]
+    hours = [_encode_hours(latent, work, size, config, positions) for positions in (None, INSTRUCTION + POSITIONS - 2)]
     return CacheFigures(
         pairs,
-        size.latents * scale,
-        size.text * scale,
+        size.records[latent.noun] * scale,
+        size.records[text.noun] * scale,
         size.index * scale,
         made,
         2 * made,
@@ -147,19 +147,21 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     )
 
 
-def _speed(config: Config) -> estimate.Speed:
+def _speed(latent: LatentRecipe, config: Config) -> estimate.Speed:
     """Of the encoders on one GPU, from operations and the card's peak."""
     chosen, reached = card(CARD), REACHED[MATMUL]
     peak = chosen.fp32_tflops if config.vae.dtype == "fp32" else chosen.bf16_tflops
     image_s = VAE_FLOPS / (peak * 1e12 * reached)
     token_s = TEXT_FLOPS / (chosen.bf16_tflops * 1e12 * reached)
-    return estimate.Speed({(1024, 1024): image_s}, DECODE_S, token_s, 0.0, 1, 1, CARD)
+    return estimate.Speed({latent: {(1024, 1024): image_s}}, DECODE_S, token_s, 0.0, 1, 1, CARD)
 
 
-def _encode_hours(work: estimate.Wanted, size: estimate.Sizes, config: Config, positions: int | None) -> float:
+def _encode_hours(
+    latent: LatentRecipe, work: estimate.Wanted, size: estimate.Sizes, config: Config, positions: int | None
+) -> float:
     """GPU-hours. positions: that the text encoder computes for each caption; None: its rows."""
     tokens = size.tokens if positions is None else positions * work.captions
-    hours = estimate.times(work, replace(size, tokens=tokens), _speed(config), config, 1)["device_hours"]
+    hours = estimate.times(work, replace(size, tokens=tokens), _speed(latent, config), config, 1)["device_hours"]
     assert hours is not None
     return float(hours)
 

@@ -862,6 +862,7 @@ def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool)
     examples=[
         "sana-pipe view cat.jpg",
         "sana-pipe view 'photos: animals/cat.jpg' --snapshot round2 --out cat.html",
+        "sana-pipe view cat.jpg --near",
         "sana-pipe view 12345678901234567890 --json",
     ]
 )
@@ -869,8 +870,9 @@ def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool)
 @click.argument("sample_name", metavar="ID")
 @_newest
 @click.option("--out", metavar="FILE", help="Also write an HTML page with the picture, its crop and the latent.")
+@click.option("--near", is_flag=True, help="Also name the samples that look like it (bucket.dedup_distance).")
 @_json
-def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None, as_json: bool) -> Any:
+def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None, near: bool, as_json: bool) -> Any:
     """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.
 
     ID is a sample id, an item (or 'source: item'), the key of the latent, or the beginning of one that no other sample
@@ -879,7 +881,7 @@ def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None,
     config = given.load()
     from stages import view as stage
 
-    return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json)
+    return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json, near=near)
 
 
 @cli.command(examples=["sana-pipe verify", "sana-pipe verify --repair --data photos=/new/place/photos"])

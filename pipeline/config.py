@@ -392,6 +392,19 @@ class SourceConfig(_Section):
             yield "weight must have at most three decimals"
 
 
+class BalanceConfig(_Section):
+    """Fewer visits for what a data set has much of, more for what is rare: samples are grouped by what they show or
+    say, and samples of large groups are visited less. Every record of that kind is read once."""
+
+    by: Literal["picture", "text"] = "picture"
+    """picture: by the latents. text: by the text of the first caption."""
+    strength: Share = 0.5
+    """0: as the data are. 1: every group has as many visits, as far as an eighth of a visit to eight visits of a sample
+    an epoch allow."""
+    clusters: Positive = 32
+    """Groups at most."""
+
+
 class BucketConfig(_Section):
     """Which samples are used, and how they form batches."""
 
@@ -425,6 +438,10 @@ class BucketConfig(_Section):
     with the most pixels, then with the longest caption; it needs `encode.signals: [phash]`."""
     dedup_distance: Annotated[int, Field(ge=0, le=32)] = 10
     """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies."""
+    dedup_captions: Literal["drop", "keep"] = "drop"
+    """keep: the captions of pictures that `dedup` leaves out become further captions of the one that stays."""
+    balance: BalanceConfig | None = None
+    """null: every sample counts the same."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout. In a cache with
     hashes (`encode.signals: [phash]`) pictures that look the same stay on one side."""
@@ -1235,7 +1252,7 @@ def load(
 def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> tuple[Config, Given]:
     """As `load`, and where the values come from."""
     source = find(path)
-    tree = _read_file(source)
+    tree = read_tree(source)
     data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
     assignments = [_parse_override(text) for text in overrides]
     overridden = [".".join(keys) for keys, _, _ in assignments]
@@ -1276,7 +1293,8 @@ def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
     return DataGiven()
 
 
-def _read_file(source: Path) -> dict[str, Any]:
+def read_tree(source: Path) -> dict[str, Any]:
+    """The sections of a configuration file as they stand there; anything else is a ConfigError."""
     try:
         tree = from_yaml(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -263,27 +263,22 @@ def check_accelerate(train: TrainConfig, device: torch.device, environ: Mapping[
         UserError: one line per variable, with the setting of the configuration.
     """
     env = os.environ if environ is None else environ
-    off, strategy = {"", "0", "false", "no"}, "train.parallel says how the model is parallelized"
-    precision = {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
-    allowed: dict[str, tuple[set[str], str]] = {
+    off, precision = {"", "0", "false", "no"}, {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
+    accepted: dict[str, tuple[set[str], str]] = {
         "MIXED_PRECISION": ({precision}, f"train.precision is {train.precision} (= {precision!r} there)"),
-        **dict.fromkeys(("USE_FSDP", "USE_PARALLELISM_CONFIG", "USE_DEEPSPEED", "USE_MEGATRON_LM"), (off, strategy)),
+        **dict.fromkeys(("USE_FSDP", "USE_PARALLELISM_CONFIG"), (off, "train.parallel decides")),
+        **dict.fromkeys(("USE_DEEPSPEED", "USE_MEGATRON_LM"), (off, "train.parallel decides")),
         "DYNAMO_BACKEND": (off, f"train.compile is {train.compile}"),
-        "GRADIENT_ACCUMULATION_STEPS": ({"1"}, "bucket.batch and train.microbatch decide on accumulation"),
+        "GRADIENT_ACCUMULATION_STEPS": ({"1"}, "bucket.batch and train.microbatch decide"),
         "CPU_AFFINITY": (off, "processes are not bound to cores here (torchrun has --numa-binding)"),
-        **({} if device.type == "cpu" else {"USE_CPU": (off, f"train.device is {train.device}")}),
+        "USE_CPU": ({*off, "true", "1", "yes"} if device.type == "cpu" else off, f"train.device is {train.device}"),
     }
-    given = {name: value for name in allowed if (value := env.get(f"ACCELERATE_{name}")) is not None}
-    lines = [
-        f"ACCELERATE_{name}={value}, but {allowed[name][1]}"
-        for name, value in given.items()
-        if value.strip().lower() not in allowed[name][0]
-    ]
-    if lines:
-        raise UserError(
-            "accelerate's environment contradicts the configuration:\n  " + "\n  ".join(lines),
-            fix="leave these answers out of `accelerate config` (or of `accelerate launch`), or start with torchrun",
-        )
+    given = {name: env[f"ACCELERATE_{name}"] for name in accepted if f"ACCELERATE_{name}" in env}
+    wrong = {name: value for name, value in given.items() if value.strip().lower() not in accepted[name][0]}
+    if wrong:
+        lines = [f"\n  ACCELERATE_{name}={value}, but {accepted[name][1]}" for name, value in wrong.items()]
+        fix = "leave these answers out of `accelerate config` (or of `accelerate launch`), or start with torchrun"
+        raise UserError("accelerate's environment contradicts the configuration:" + "".join(lines), fix=fix)
 
 
 def resolve_device(name: str, launch: Launch | None = None) -> torch.device:

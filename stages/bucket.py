@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import click
@@ -28,13 +29,13 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
-from pipeline.config import BucketConfig, Config, DataConfig, SourceConfig, setting
+from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig, setting
 from pipeline.errors import CacheError, IntegrityError, UserError, escaped
 from pipeline.images import buckets
 from pipeline.signals import Signal
 from pipeline.signals.latent import compression
 from pipeline.signals.phash import HashRecipe
-from pipeline.snapshots import near_samples, packing, selection
+from pipeline.snapshots import balance, near_samples, packing, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import (
     Assembled,
@@ -62,6 +63,10 @@ class _Scan:
     recipes: dict[str, str]
 
 
+MANY = 200_000
+"""Samples from which on a comparison is announced."""
+
+
 @dataclass(frozen=True)
 class _Inputs:
     """What a snapshot is made from.
@@ -85,12 +90,15 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class Made:
-    """A snapshot to be published. near: the pictures that look the same, where they were compared."""
+    """A snapshot to be published. near: the pictures that look the same, where they were compared; leaked: as in
+    `Head`; balance: the clusters."""
 
     assembled: Assembled
     joined: Joined
     frame: Frame
     near: near_samples.NearGroups | None = None
+    leaked: dict[str, int] = field(default_factory=dict)
+    balance: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run(
@@ -318,22 +326,76 @@ def _both(config: Config, inputs: _Inputs) -> tuple[Made, Made | None, str]:
     joined = _joined(config, inputs)
     frame = joined.frame()
     earlier = _earlier(config, inputs.caches[0])
-    order = list(settings.sources)
+    dedup = partial(
+        selection.deduplicated,
+        joined,
+        frame,
+        list(settings.sources),
+        earlier,
+        keep_captions=settings.dedup_captions == "keep",
+    )
     if settings.dedup == "image":
-        frame = selection.deduplicated(joined, frame, order, earlier)
+        frame = dedup()
     near = _near_groups(config, inputs, joined, frame)
     keys = None if near is None else near.keys
-    if near is not None and settings.dedup == "near":
-        frame = selection.deduplicated(joined, frame, order, earlier, keys, selection.larger(frame, inputs.records))
+    if settings.dedup == "near":
+        frame = dedup(keys, selection.larger(frame, inputs.records))
         keys = None  # one picture of each group is left
     frame, heldout_made = _held_out(config, inputs, joined, frame, earlier, keys)
     if settings.subset is not None:
         frame, pictures = selection.subset(joined, frame, settings.subset, earlier)
         if pictures < settings.subset:
             note = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
-    distance = None if keys is None else settings.dedup_distance
-    made = _make(config, inputs, joined, frame, earlier, distance=distance)
-    return replace(made, near=near), heldout_made, note
+    distance, visits = None if keys is None else settings.dedup_distance, [Fraction(1)]
+    if settings.balance is not None and len(frame):
+        frame, visits = _balanced(settings.balance, inputs, frame)
+    made = _make(config, inputs, joined, frame, earlier, distance=distance, clusters=visits)
+    made = replace(made, balance=_described_balance(joined, frame, visits))
+    return replace(made, near=near, leaked=_leaked(config, inputs, frame)), heldout_made, note
+
+
+def _balanced(settings: BalanceConfig, inputs: _Inputs, frame: Frame) -> tuple[Frame, list[Fraction]]:
+    """The samples with their clusters, and the visits per epoch of each."""
+    pooled = balance.vectors(settings.by, frame, inputs.records, inputs.caches, inputs.table.shapes)
+    member = balance.clusters(pooled, frame.sample_id, settings.clusters)
+    return replace(frame, cluster=member), balance.weights(member, settings.strength)
+
+
+def _described_balance(joined: Joined, frame: Frame, visits: list[Fraction]) -> list[dict[str, Any]]:
+    """The clusters, the largest first, as JSON values."""
+    if len(visits) < 2:
+        return []
+    sizes = np.bincount(frame.cluster, minlength=len(visits))
+    after = sizes * np.array([float(each) for each in visits])
+    order = np.argsort(-sizes, kind="stable")
+    examples = {int(c): int(row) for c, row in zip(*np.unique(frame.cluster, return_index=True), strict=True)}
+    return [
+        {
+            "samples": int(sizes[c]),
+            "share": float(sizes[c] / sizes.sum()),
+            "visits": float(visits[c]),
+            "share_of_visits": float(after[c] / after.sum()),
+            "example": f"{joined.sources[int(frame.source[examples[c]])]}: {frame.item[examples[c]].as_py()}",
+        }
+        for c in order.tolist()
+        if sizes[c]
+    ]
+
+
+def _leaked(config: Config, inputs: _Inputs, frame: Frame) -> dict[str, int]:
+    """Of the held-out snapshot that the configuration names, the samples that look like one of the training."""
+    validation, cache = config.train.validation, inputs.caches[0]
+    named = None if validation is None else validation.snapshot
+    if named is None or HashRecipe.kind not in inputs.records.indexes:
+        return {}
+    try:
+        part = cache.open_snapshot(named)
+    except CacheError:  # not made yet; `train` says so if it stays away
+        return {}
+    if part.head.recipes.get(HashRecipe.kind) is None:
+        return {}
+    distance = config.bucket.dedup_distance
+    return {part.id: near_samples.leaked(frame, inputs.records, inputs.caches, part, distance)}
 
 
 def _near_groups(config: Config, inputs: _Inputs, joined: Joined, frame: Frame) -> near_samples.NearGroups | None:
@@ -354,6 +416,8 @@ def _near_groups(config: Config, inputs: _Inputs, joined: Joined, frame: Frame) 
         return None
     if settings.dedup != "near" and not settings.heldout:
         return None
+    if len(frame) > MANY:
+        click.echo(f"comparing the hashes of {len(frame)} samples; this takes minutes for each million", err=True)
     return near_samples.near_groups(joined, frame, records, inputs.caches, settings.dedup_distance)
 
 
@@ -388,12 +452,14 @@ def _make(
     *,
     heldout: bool = False,
     distance: int | None = None,
+    clusters: Sequence[Fraction] = (Fraction(1),),
 ) -> Made:
     """Assemble a snapshot of some samples.
 
     Args:
         heldout: it is the held-out part, which keeps small buckets.
         distance: as in `HeldOut`.
+        clusters: visits per epoch by `Frame.cluster`.
     """
     settings, records, side = config.bucket, inputs.records, "heldout" if heldout else "train"
     small = "carry" if heldout else settings.remainder
@@ -411,6 +477,7 @@ def _make(
         policies,
         {source: scan.table for source, scan in _used(inputs)},
         weights={source: Fraction(str(setting.weight)) for source, setting in settings.sources.items()},
+        clusters=clusters,
         places=selection.places(joined, frame, earlier),
     )
     return Made(assembled, joined, frame)
@@ -420,7 +487,8 @@ def _publish(
     made: Made, inputs: _Inputs, dry_run: bool, name: str | None, move: bool, latest: bool = True
 ) -> dict[str, Any]:
     """Adopt the shards of other caches and publish the snapshot; returns the report."""
-    cache, head = inputs.caches[0], replace(made.assembled.head, options=inputs.options)
+    cache = inputs.caches[0]
+    head = replace(made.assembled.head, options=inputs.options, leaked=made.leaked or None)
     adopted_bytes = _adopt(made, inputs, dry_run)
     before = snapshot_id = None
     if dry_run:
@@ -458,6 +526,8 @@ def _publish(
         "adopted_bytes": adopted_bytes,
         "repeats": made.joined.repeats,
         "near": None if made.near is None else _described(made.near),
+        "leaked": made.leaked,
+        "balance": made.balance,
     }
 
 
@@ -543,6 +613,18 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
         )
         for group in near["largest"]:
             click.echo(f"{group['pictures']:>9} {escaped(group['example'])}")
+    if report["balance"]:
+        click.echo(f"{'cluster':>9} {'share':>7} {'visits':>7} {'share of visits':>16}  such as")
+    for cluster in report["balance"]:
+        click.echo(
+            f"{cluster['samples']:>9} {cluster['share']:>7.1%} {cluster['visits']:>7g} "
+            f"{cluster['share_of_visits']:>16.1%}  {escaped(cluster['example'])}"
+        )
+    for part, count in report["leaked"].items():
+        click.echo(
+            f"held-out snapshot {part[:12]}: {count} of its samples look like one of these"
+            + ("; a loss on it is not of unseen pictures (bucket.heldout makes a clean part)" if count else "")
+        )
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
         click.echo(f"{amount(report['adopted_bytes'])} of shards {verb} linked or copied from other caches")

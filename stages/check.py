@@ -24,7 +24,7 @@ from pipeline.images import buckets
 from pipeline.models import encoders, hub
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, spec_at, spec_from_arch
-from pipeline.models.text import TOKENIZER_FILES, load_tokenizer, text_width
+from pipeline.models.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer, text_width
 
 
 @dataclass
@@ -145,13 +145,7 @@ def _tokenizer(config: Config) -> _Part:
         local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
         available = local if listing is None else listing
         files = {name: size for name, size in available.items() if name in TOKENIZER_FILES}
-        if not {"tokenizer.json", "tokenizer.model"} & set(files):
-            raise hub.ModelError(
-                f"{place.id}/{place.subfolder or ''} holds no tokenizer",
-                expected="tokenizer.json or tokenizer.model",
-                found=", ".join(sorted(available)) or "no files",
-                fix="set text.tokenizer_subfolder (null if the files lie directly in the model's folder)",
-            )
+        check_tokenizer(f"{place.id}/{place.subfolder or ''}", available)
         part.files, part.size = tuple(files), sum(files.values())
         part.to_fetch = sum(size for name, size in files.items() if local.get(name) != size)
         if not part.to_fetch:
@@ -172,20 +166,15 @@ def _misfits(
         *([{"channels": vae[1]}] if vae else []),
         *([{"text_width": width}] if width is not None else []),
     )
-    for each in widths:
-        try:
-            if transformer is not None:
-                transformer.check_widths("the encoders", "take all three from one released repository", **each)
-        except ConfigError as error:
-            problems.append(error)
+    checks: list[Callable[[], Any]] = []
     if transformer is not None:
-        try:
-            adapter_of(config.train, transformer)
-        except UserError as error:
-            problems.append(error)
+        of_widths = partial(transformer.check_widths, "the encoders", "take all three from one released repository")
+        checks = [*(partial(of_widths, **each) for each in widths), partial(adapter_of, config.train, transformer)]
     if vae is not None:
+        checks.append(partial(buckets.table, config.data, vae[0]))
+    for check in checks:
         try:
-            buckets.table(config.data, vae[0])
+            check()
         except UserError as error:
             problems.append(error)
     return problems

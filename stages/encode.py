@@ -203,7 +203,7 @@ class EncodeRun(_TextRun):
 
     @property
     def pictures(self) -> list[PictureSignal]:
-        """The kinds of picture records. The first is made first, and the others from the same pixels."""
+        """The kinds of picture records. The first is made first, and those without a model from the same pixels."""
         return [recipe for recipe in self.recipes if isinstance(recipe, PictureSignal)]
 
 
@@ -498,7 +498,8 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     lead, *further = run.pictures
     work.plans[lead.name] = _plan_images(run, lead, lists[lead])
     for recipe in further:
-        planning.plan_beside(cache, recipe, work.plans[lead.name])
+        if recipe.model_free:
+            planning.plan_beside(cache, recipe, work.plans[lead.name])
         work.plans[recipe.name] = _plan_images(run, recipe, lists[recipe])
     return _Planned(
         table=digest,
@@ -604,8 +605,8 @@ def _encode_pictures(
     run: EncodeRun, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make, noun: str
 ) -> Made:
     todo = missing(plans)
-    lead = run.cache.plans(run.pictures[0].name) if todo else []
-    lead_made = {(plan.recipe, plan.number): planning.lead_made(run.cache, plan, lead) for plan in plans if todo}
+    lead = run.pictures[0].name
+    lead_made = {(plan.recipe, plan.number): planning.lead_made(run.cache, plan, lead) for plan in plans}
     ready = [(plan, unit) for plan, unit in todo if lead_made[plan.recipe, plan.number](unit)]
     ready = _readable(run.cache, ready, run.source.name)
     pictures = make(ready, noun)
@@ -636,7 +637,7 @@ Make = Callable[[Work, str], Made]
 
 def _further(run: _TextRun) -> Sequence[Recipe]:
     """The recipes whose records are made beside others."""
-    return run.pictures[1:] if isinstance(run, EncodeRun) else ()
+    return [each for each in run.pictures[1:] if each.model_free] if isinstance(run, EncodeRun) else ()
 
 
 @contextmanager

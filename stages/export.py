@@ -26,7 +26,9 @@ from pipeline.config import Config, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
 from pipeline.models.adapters import Adapter, Merged, adapter_from
+from pipeline.models.encoders import vae_shape
 from pipeline.models.spec import ModelSpec
+from pipeline.models.text import TOKENIZER_FILES, text_width
 from pipeline.options import value_at
 from pipeline.reporting.export_readme import copy_pictures, readme
 from pipeline.training import checkpoint as checkpoints
@@ -38,14 +40,7 @@ MARK = "sana_pipe.json"
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+_TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json", "chat_template.jinja")
 _SAME = (
     *("train.flow.shift", "data.resolution", "vae.scaling_factor"),
     *("text.recipe", "text.instruction", "text.max_length"),
@@ -53,18 +48,17 @@ _SAME = (
 """Options that must be as in training."""
 _PLACES = "vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"
 _MODEL = "model.weights.id", "model.weights.revision", "model.arch", "train.seed"
-_VAE_DEFAULTS = {"latent_channels": 32, "blocks": 6}
-_TEXT_WIDTH = 2304
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The local folders that the encoders are copied from, and the VAE's compression."""
+    """The local folders that the encoders are copied from, the VAE's compression and its channels."""
 
     vae: Path
     text: Path
     tokenizer: Path
     compression: int
+    channels: int
 
 
 def run(
@@ -242,17 +236,13 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
 def _parts(config: Config) -> Parts:
     tokenizer = config.text.model_copy(update={"subfolder": config.text.tokenizer_subfolder})
     vae = hub.resolve(config.vae)
-    blocks = hub.read_json(vae / "config.json").get("encoder_block_out_channels")
-    stages = len(blocks) if isinstance(blocks, list) else _VAE_DEFAULTS["blocks"]
-    return Parts(vae, hub.resolve(config.text), hub.resolve(tokenizer, _TOKENIZER), 2 ** (stages - 1))
+    return Parts(vae, hub.resolve(config.text), hub.resolve(tokenizer, _TOKENIZER), *vae_shape(vae))
 
 
 def _check_fit(config: Config, architecture: ModelSpec, parts: Parts) -> None:
-    channels = hub.read_json(parts.vae / "config.json").get("latent_channels", _VAE_DEFAULTS["latent_channels"])
-    width = hub.read_json(parts.text / "config.json").get("hidden_size", _TEXT_WIDTH)
     fix = "give the encoders that the model was trained with"
-    architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=channels)
-    architecture.check_widths(f"the text encoder {config.text.id}", fix, text_width=width)
+    architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=parts.channels)
+    architecture.check_widths(f"the text encoder {config.text.id}", fix, text_width=text_width(parts.text))
 
 
 # --------------------------------------------------------------------------------------------------- writing

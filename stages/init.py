@@ -301,7 +301,7 @@ def _cache_bytes(config: Config, looked: _Looked) -> int:
     def count(texts: Sequence[str]) -> list[int]:
         return [estimate.likely_rows(text, len(each.encode())) for each in texts]
 
-    return estimate.sizes(work, config, [latent, text], count).total
+    return estimate.sizes(work, config, text, count).total
 
 
 def _next(options: Options, data: Sequence[str], machine: Machine | None) -> list[str]:

@@ -15,16 +15,14 @@ from pipeline.amounts import amount, duration, figure
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import UserError, print_error
-from pipeline.gpus import CARDS, CPU, UNNAMED, card, memory_of
+from pipeline.gpus import CARDS, CPU, GIB, UNNAMED, card, memory_of
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.search import Candidate, NothingFitsError, Search
-from pipeline.training.build import architecture_of_weights
 from pipeline.training.remedies import changed, flags
 
-GIB = 2**30
 LOW_MFU, SHARE = 0.1, 8
 """Below this MFU a larger batch is proposed: of so many samples a GPU."""
 
@@ -69,8 +67,8 @@ def run(config: Config, options: Options) -> int:
             fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
         )
     machine = machine_of(options)
-    data = data_of(config, snapshot)
-    shape = predicting.architecture(config, data, architecture_of_weights)
+    data = Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
+    shape = predicting.architecture(config, data)
     search = Search(shape, data, machine, config.bears)
     try:
         return _search(config, search, options) if options.search else _predict(config, search, options)
@@ -195,15 +193,6 @@ def batch_lines(candidate: Candidate, time: Time, search: Search) -> list[str]:
         f"{figure(found.images_per_s)} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more pictures a "
         "step want fewer train.steps)"
     ]
-
-
-def data_of(config: Config, snapshot: str | None) -> Data:
-    """The buckets of a snapshot; without one, those of the configuration.
-
-    Raises:
-        CacheError: no such snapshot; lists the names.
-    """
-    return Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
 
 
 def memory_lines(prediction: Prediction) -> list[str]:

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.cache.prompts import spread
@@ -30,7 +29,7 @@ from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.encoders import vae_shape
-from pipeline.models.hub import resolve
+from pipeline.models.hub import listed, open_tensors, resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
 from pipeline.reporting.source_pictures import SourcePictures
@@ -44,8 +43,6 @@ TABLE = "samples.jsonl"
 _FIX = "--snapshot or --config with this model's encoders"
 RECONSTRUCTION, BASE, DRAWN = "reconstruction", "base", "drawn"
 T = TypeVar("T")
-_NAMED = 8
-"""A line names at most this many pictures."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,7 @@ def likeness(drawn: Sequence[DrawnLatent], hits: Sequence[bool], base: list[Draw
         )
     others = [f"{_file(number, DRAWN)}.png ({each.item})" for number, each in enumerate(drawn) if not hits[number]]
     if others and right:
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        yield f"  closer to another photo: {', '.join(others[:_NAMED])}{more}"
+        yield f"  closer to another photo: {listed(others)}"
 
 
 def _file(number: int, title: str) -> str:
@@ -267,11 +263,8 @@ def decode(config: Config, latents: Path, out: Path) -> int:
 
     from pipeline.models.encoders import LatentDecoder
 
-    try:
-        with safe_open(latents, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{latents}: cannot be read as safetensors: {error}") from None
+    with open_tensors(latents) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     set_tf32(False)
     decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device))
     with _writing(out):

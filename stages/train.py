@@ -53,6 +53,8 @@ from pipeline.training.task import Context, DrawnPrompts, Log, Report, TrainingT
 from pipeline.training.trainer import fit
 
 T = TypeVar("T")
+Choice = str | Path | None
+"""Of a checkpoint or a file, as the command line names it."""
 _MANY = 1000
 """Epochs that the mean length of an epoch is taken from."""
 _CAPTIONS = 8
@@ -62,10 +64,10 @@ _CAPTIONS = 8
 def run(
     config: Config,
     snapshot: str | None = None,
-    resume: str | Path | None = None,
-    quarantine: str | Path | None = None,
+    resume: Choice = None,
+    quarantine: Choice = None,
     log: Callable[[str], None] | None = None,
-    origin: str | Path | None = None,
+    origin: Choice = None,
 ) -> Report:
     """Train on a snapshot, or the phases of the configuration one after the other.
 
@@ -84,7 +86,7 @@ def run(
     launch = detect()
     log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
     if not config.phases:
-        report = _train(config, launch, snapshot, resume, quarantine, log, origin)
+        report = _train(config, _Call(launch, resume, quarantine, origin, log), snapshot)
         return _decoded_later(config, launch, report)
     if snapshot is not None or resume not in (None, "auto"):
         raise ConfigError(
@@ -93,7 +95,7 @@ def run(
         )
     launch = reopening(launch, config.train.parallel.timeout_s)
     with catch_signals_of(launch) as stop:
-        report = _chain(config, launch, resume, quarantine, log, origin, stop)
+        report = _chain(config, _Call(launch, resume, quarantine, origin, log), stop)
     return _decoded_later(config, launch, report)
 
 
@@ -109,18 +111,21 @@ def _decoded_later(config: Config, launch: Launch, report: Report) -> Report:
     return report
 
 
-def _chain(
-    config: Config,
-    launch: Launch,
-    resume: str | Path | None,
-    quarantine: str | Path | None,
-    log: Log,
-    origin: str | Path | None,
-    stop: StopRequest,
-) -> Report:
+@dataclass(frozen=True)
+class _Call:
+    """A process of the launch, and what `run` was asked for."""
+
+    launch: Launch
+    resume: Choice
+    quarantine: Choice
+    origin: Choice
+    log: Log
+
+
+def _chain(config: Config, call: _Call, stop: StopRequest) -> Report:
     """Train the phases that are not finished. The first process reads where they stand, for all."""
-    cache = Cache.of(config)
-    places, summaries = _from_rank_0(config, launch, lambda: _survey(config, cache, resume, origin, log))
+    cache, launch, log = Cache.of(config), call.launch, call.log
+    places, summaries = _from_rank_0(config, launch, lambda: _survey(config, cache, call))
     report = Report(0, None, None, None)
     for number, (place, phase) in enumerate(zip(places, config.phases, strict=True), start=1):
         phase_config, last = config.of_phase(phase.name), place.last
@@ -132,12 +137,12 @@ def _chain(
             report = Report(last.done, last.folder, None, None)
         else:
             log(title)
-            report = _train(phase_config, launch, phase.snapshot, resume, quarantine, log, origin, stop)
+            report = _train(phase_config, call, phase.snapshot, stop)
             if report.stopped_by is not None:
                 return report
             _give_back()
             summaries.append(_from_rank_0(config, launch, partial(_summary, cache, place, report.checkpoint)))
-        origin = report.checkpoint
+        call = replace(call, origin=report.checkpoint)
         if number == len(places) or not place.finished:
             for line in phases.table(summaries):
                 log(line)
@@ -157,20 +162,18 @@ def _changed(cache: Cache, place: phases.PhaseState, config: Config, snapshot: s
     return [*place.changed(config), *([f"snapshot: {used[:12]} -> {snapshot}"] if moved else [])]
 
 
-def _survey(
-    config: Config, cache: Cache, resume: str | Path | None, origin: str | Path | None, log: Log
-) -> tuple[list[phases.PhaseState], list[dict[str, Any]]]:
+def _survey(config: Config, cache: Cache, call: _Call) -> tuple[list[phases.PhaseState], list[dict[str, Any]]]:
     """Where the phases stand, and the summaries of the finished ones; refuses a chain that cannot go on from there."""
     places = phases.survey(config)
     begun = [place for place in places if place.last is not None]
-    output = Path(config.train.output)
-    if begun and resume is None:
+    output, origin = Path(config.train.output), call.origin
+    if begun and call.resume is None:
         raise ConfigError(
             f"{output}: phase {begun[-1].name!r} already holds checkpoints",
             fix="--resume auto to continue the phases, or --set train.output=DIR for new ones",
         )
     if begun and origin is not None:
-        log(f"--from {origin} is not used: phase {begun[0].name!r} has begun")
+        call.log(f"--from {origin} is not used: phase {begun[0].name!r} has begun")
     if not begun and origin is None and checkpoint.newest(output / "checkpoints") is not None:
         raise ConfigError(
             f"{output} holds checkpoints of a run without phases, from which the first phase would not begin",
@@ -181,7 +184,7 @@ def _survey(
             try:
                 cache.open_snapshot(phase.snapshot)
             except CacheError as error:
-                log(f"note: phase {phase.name!r} cannot begin yet: {error.line}")
+                call.log(f"note: phase {phase.name!r} cannot begin yet: {error.line}")
     return places, [_summary(cache, place, place.last.folder) for place in places if place.finished and place.last]
 
 
@@ -231,22 +234,10 @@ def _give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _train(
-    config: Config,
-    launch: Launch,
-    snapshot: str | None,
-    resume: str | Path | None,
-    quarantine: str | Path | None,
-    log: Log,
-    origin: str | Path | None,
-    stop: StopRequest | None = None,
-) -> Report:
+def _train(config: Config, call: _Call, snapshot: str | None, stop: StopRequest | None = None) -> Report:
     """One run. `stop`: it is a phase, which keeps the snapshot that it began with whatever the configuration says."""
-    cache = Cache.of(config)
-
-    def start() -> tuple[checkpoint.Resumed | None, str]:
-        return _start(config, cache, snapshot, resume, origin, is_phase=stop is not None)
-
+    cache, launch, log = Cache.of(config), call.launch, call.log
+    start = partial(_start, config, cache, call, snapshot, is_phase=stop is not None)
     resumed, chosen = start() if stop is None else _from_rank_0(config, launch, start)
     continued = None if resumed is None or resumed.begins else resumed.document
     if resumed is not None and "phase" not in config.train.model_fields_set:
@@ -273,8 +264,10 @@ def _train(
         decided = with_residual(context.config, earlier)
         return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
 
-    given = replace(task(config, inputs, launch, quarantine), expect=predicted, accepted=partial(inputs.keep, cache))
-    return fit(config, given, launch, resume=resume, origin=origin, log=log, stop=stop)
+    given = replace(
+        task(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(inputs.keep, cache)
+    )
+    return fit(config, given, launch, resume=call.resume, origin=call.origin, log=log, stop=stop)
 
 
 def _decided(
@@ -308,16 +301,11 @@ def _decided(
 
 
 def _start(
-    config: Config,
-    cache: Cache,
-    snapshot: str | None,
-    resume: str | Path | None,
-    origin: str | Path | None,
-    *,
-    is_phase: bool,
+    config: Config, cache: Cache, call: _Call, snapshot: str | None, *, is_phase: bool
 ) -> tuple[checkpoint.Resumed | None, str]:
     """The checkpoint that the run starts from, if any, and the id of its snapshot."""
-    resumed, _ = checkpoint.choose(Path(config.train.output), resume, origin)  # its notes come under the run's lock
+    output = Path(config.train.output)
+    resumed, _ = checkpoint.choose(output, call.resume, call.origin)  # its notes come under the run's lock
     run_snapshot = None if resumed is None or resumed.begins else resumed.document.state.snapshot
     wanted = run_snapshot if is_phase and run_snapshot is not None else snapshot or run_snapshot
     return resumed, cache.open_snapshot(wanted).id
@@ -396,11 +384,7 @@ def _inputs(
 
 
 def _heldout(
-    config: Config,
-    cache: Cache,
-    snapshot: Snapshot,
-    resumed: checkpoint.Resumed | None,
-    log: Log,
+    config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, Snapshot | None]:
     """The snapshot to validate on, if any, and the configuration with its id."""
     validation = config.train.validation
@@ -422,7 +406,17 @@ def _heldout(
     part = cache.open_snapshot(name)
     heldout.check(snapshot, part)
     log(f"validation: {min(len(part), validation.samples)} of {len(part)} samples of snapshot {part.id[:12]}")
+    if leaked := _leaked(snapshot, part):
+        log(
+            f"warning: {leaked} of them look like a sample that is trained on, so the loss on them is not of unseen "
+            "pictures; sana-pipe bucket --set bucket.heldout=0.01 holds out a part without copies"
+        )
     return config.with_train(validation=validation.model_copy(update={"snapshot": part.id})), part
+
+
+def _leaked(snapshot: Snapshot, part: Snapshot) -> int:
+    """Samples of a held-out part that look like one of the training, as far as `bucket` counted them."""
+    return (snapshot.head.leaked or {}).get(part.id, 0)
 
 
 def _hold_out(snapshot: Snapshot) -> str:
@@ -432,11 +426,7 @@ def _hold_out(snapshot: Snapshot) -> str:
 
 
 def _old_heldout(
-    config: Config,
-    cache: Cache,
-    part: Snapshot | None,
-    resumed: checkpoint.Resumed | None,
-    log: Log,
+    config: Config, cache: Cache, part: Snapshot | None, resumed: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, Snapshot | None]:
     """The snapshot of the old held-out samples, if there are old and new ones, and the configuration with its id."""
     validation = config.train.validation
@@ -499,7 +489,7 @@ def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndar
     return found
 
 
-def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path | None = None) -> TrainingTask:
+def task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice = None) -> TrainingTask:
     """The data of a run."""
     snapshot, part = inputs.snapshot, inputs.heldout
     train = config.train
@@ -554,6 +544,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Path 
         names=snapshot.names,
         epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=train.phase).steps_upto(_MANY) / _MANY,
         validation=None if part is None else validation,
+        leaked=0 if part is None else _leaked(snapshot, part),
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,
         preserved=[bf16(rows) for rows in inputs.preserved],

@@ -14,15 +14,24 @@ from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
 from pipeline.reporting.source_pictures import SourcePictures
+from pipeline.snapshots import near_samples
 
 
-def run(config: Config, text: str, snapshot: str | None = None, out: Path | None = None, as_json: bool = False) -> int:
+def run(
+    config: Config,
+    text: str,
+    snapshot: str | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+    near: bool = False,
+) -> int:
     """Print a sample.
 
     Args:
         text: its id, name or key, or the beginning of one.
         snapshot: a name or id; None: the newest.
         out: file of a page with the pictures; None: no page.
+        near: also the samples that look like it.
 
     Returns:
         0.
@@ -30,10 +39,16 @@ def run(config: Config, text: str, snapshot: str | None = None, out: Path | None
     Raises:
         UserError: no such sample, or several.
         CacheError: no such snapshot; a record is damaged.
+        ConfigError: `near` in a snapshot without hashes.
     """
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
-    values, latent = sample_view.describe(cache, opened, sample_view.find(cache, opened, text))
+    row = sample_view.find(cache, opened, text)
+    values, latent = sample_view.describe(cache, opened, row)
+    if near:
+        alike = near_samples.alike(opened, row, config.bucket.dedup_distance)
+        names = {other: ": ".join(opened.source_item(other)) for other, _ in alike}
+        values["near"] = [{"row": other, "item": names[other], "bits": bits} for other, bits in alike]
     photos = SourcePictures(config, cache)
     values["readable"] = photos.data(values["source"], values["item"]) is not None
     if out is not None:
@@ -46,6 +61,8 @@ def run(config: Config, text: str, snapshot: str | None = None, out: Path | None
         return 0
     for name, value in _rows(values):
         click.echo(f"{name + ':':<10} {escaped(value)}")
+    for other in values.get("near", ()):
+        click.echo(f"{'near:':<10} {escaped(other['item'])} ({other['bits']} bits)")
     for caption in values["captions"]:
         click.echo(f"{'caption:':<10} {escaped(caption['text'])}\n{'':<10} {_caption(caption)}")
     if out is not None:

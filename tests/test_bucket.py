@@ -1146,10 +1146,10 @@ def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     plain = items(made(config(root)))
     away = items(made(config(root, "bucket.heldout=0.3")))
     assert away < plain
-    monkeypatch.setattr(selection, "heldout", lambda frame, *_: np.zeros(len(frame), bool))
+    monkeypatch.setattr(selection, "heldout", lambda digests, *_: np.zeros(len(digests), bool))
     assert items(made(config(root, "bucket.heldout=0.3"))) == plain
     monkeypatch.undo()
-    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, order, earlier: frame)
+    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, *args, **how: frame)
     assert items(made(config(root, "bucket.dedup=image"))) == plain
 
 

@@ -531,6 +531,7 @@ def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
         height=sides[:, 0],
         width=sides[:, 1],
         bucket=bucket,
+        cluster=np.zeros(count, np.int64),
         pictures={"latent": np.arange(count)},
         captions=np.arange(count + 1),
         text=np.zeros(count, np.int64),
@@ -574,7 +575,10 @@ def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
         ],
     )
     snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
-    weights = {snapshot.source_item(row)[1]: snapshot.caption_rows(row)[1] for row in range(len(snapshot))}
+    weights = {
+        snapshot.source_item(row)[1]: [caption.weight for caption in snapshot.sample(row).captions]
+        for row in range(len(snapshot))
+    }
     assert weights == {one.item: [1.0], two.item: [1.0, 0.5]}
 
 

@@ -132,7 +132,10 @@ def test_another_mixture_of_captions_encodes_the_new_ones_alone(tmp_path: Path, 
         assert (done["images"], done["captions"]) == encoded, "with the null record"
         stages.bucket.run(config, name=name)
         found.append(Cache(config.cache).open_snapshot(name))
-    assert [sorted(snapshot.caption_rows(0)[1]) for snapshot in found] == [[1.0], [1.0, 3.0]]
+    assert [sorted(caption.weight for caption in snapshot.sample(0).captions) for snapshot in found] == [
+        [1.0],
+        [1.0, 3.0],
+    ]
 
 
 def test_a_changed_picture_encodes_that_picture(start: Config, source: Path) -> None:

@@ -29,6 +29,7 @@ UNITS = (
     "encode.image_batch=2",
     "encode.text_batch=2",
     "encode.claim_timeout_s=3",
+    "encode.signals=[phash]",
 )
 
 

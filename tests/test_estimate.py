@@ -32,6 +32,7 @@ from pipeline.models import encoders
 from pipeline.models.text import TextEncoder, count_rows
 from pipeline.signals import recipes
 from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.phash import HashRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
@@ -84,13 +85,13 @@ def test_bytes_and_counts_come_true(
     assert not Path(config.cache).exists(), "nothing is written"
     assert summary["time"] is None
     done = stages.encode.run(config, data=str(source))
-    assert summary["new"] == {"latents": done["images"], "captions": done["captions"]}
+    assert summary["new"] == {noun: done[noun] for noun in ("images", "captions")}
     cache = Cache(config.cache)
     made = {kind: sum(cache.index(cache.recipes(kind)[0].name).bytes) for kind in ("latent", "text")}
     shares = 0.15 if storage == "bf16-zstd" else 0.02  # zstd's size is a typical one
-    for kind, key in (("latent", "latents"), ("text", "text")):
+    for kind, key in (("latent", "images"), ("text", "captions")):
         assert summary["bytes"][key] == pytest.approx(made[kind], rel=shares)
-    assert summary["bytes"]["total"] == sum(summary["bytes"][kind] for kind in ("latents", "text", "index"))
+    assert summary["bytes"]["total"] == sum(summary["bytes"][kind] for kind in ("images", "captions", "index"))
     assert summary["tokens"]["total"] == done["speed"]["captions"]["tokens"]
     others = sum(p.stat().st_size for p in Path(config.cache).rglob("*") if p.is_file() and p.suffix != ".tar")
     assert others / 3 < summary["bytes"]["index"] < others * 3
@@ -136,12 +137,12 @@ def test_what_the_cache_holds_is_not_counted_again(
     before = state(small_cache_copy)
     summary = dry(config, source, capsys, probe=False)
     assert state(small_cache_copy) == before, "nothing is written"
-    assert summary["reused"] == {"latents": 11, "captions": 12}
-    assert summary["new"] == {"latents": 2, "captions": 2}
+    assert summary["reused"] == {"images": 11, "captions": 12}
+    assert summary["new"] == {"images": 2, "captions": 2}
     done = stages.encode.run(config, data=str(source))
     assert (done["images"], done["captions"]) == (2, 2)
     summary = dry(config, source, capsys, probe=True)
-    assert summary["new"] == {"latents": 0, "captions": 0}
+    assert summary["new"] == {"images": 0, "captions": 0}
     assert summary["bytes"]["total"] == 0
     assert summary["time"]["device_hours"] == 0
 
@@ -174,7 +175,7 @@ def test_rejects_come_from_headers_and_pictures_are_not_read_whole(
     for part in ("data.min_side = 30", "max_pixels", "no caption", "not a picture"):
         assert any(part in reason for reason in summary["reasons"]), part
     assert summary["undecided"] == 1
-    assert summary["usable"] == summary["new"]["latents"] == 12
+    assert summary["usable"] == summary["new"]["images"] == 12
     assert max(read) <= 1 << 20
 
 
@@ -217,7 +218,7 @@ def test_the_probe_keeps_to_its_time(
     result = survey(config, str(source))
     speed = estimate.probe(result.work, config, result.source, result.recipes, "cpu", budget_s=0)
     assert set(sizes) == {1}
-    assert speed.image_s and speed.token_s and speed.decode_s
+    assert speed.image_s[result.recipes[0]] and speed.token_s and speed.decode_s
     ends: list[float] = []
     monkeypatch.setattr(estimate, "probe_images", lambda *rest: (ends.append(rest[6]), (None, 0))[1])
     estimate.probe(dataclasses.replace(result.work, captions=0), config, result.source, result.recipes, "cpu", 600)
@@ -349,16 +350,18 @@ def test_encode_gives_one_json_object_on_stdout(
 @pytest.mark.parametrize(("decode_s", "bound"), [(1.0, False), (3.0, True)])
 def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: float, bound: bool) -> None:
     shape = (64, 64)
-    work = estimate.Wanted(pictures={shape: 4}, captions=1)
-    speed = estimate.Speed({shape: 1.0}, decode_s, 0.5, 10.0, 1, 1, "cpu")
+    latent, hashed = LatentRecipe(), HashRecipe()
+    pictures = {latent: estimate.Pictures({shape: 4}), hashed: estimate.Pictures({shape: 2})}
+    work, sizes = estimate.Wanted(pictures=pictures, captions=1), estimate.Sizes({}, 0, tokens=20, sampled=1)
+    speed = estimate.Speed({latent: {shape: 1.0}, hashed: {shape: 0.5}}, decode_s, 0.5, 10.0, 1, 1, "cpu")
     config = load("tiny", ["cache=/nowhere", "encode.workers=2"])
-    result = estimate.times(work, estimate.Sizes(0, 0, 0, tokens=20, sampled=1), speed, config, tasks=2)
-    seconds = max(4 * 1.0, 4 * decode_s / 2) + 20 * 0.5
+    result = estimate.times(work, sizes, speed, config, tasks=2)
+    seconds = max(4 * 1.0 + 2 * 0.5, 4 * decode_s / 2) + 20 * 0.5
     assert result["device_hours"] == pytest.approx(seconds / 3600)
     assert result["hours_per_task"] == pytest.approx((seconds / 2 + 10) / 3600)
     assert result["decode_bound"] is bound
-    unknown = dataclasses.replace(speed, image_s={})
-    result = estimate.times(work, estimate.Sizes(0, 0, 0, tokens=20, sampled=1), unknown, config, tasks=2)
+    unknown = dataclasses.replace(speed, image_s={latent: {shape: 1.0}})
+    result = estimate.times(work, sizes, unknown, config, tasks=2)
     assert (result["device_hours"], result["decode_bound"]) == (None, False)
 
 
@@ -401,7 +404,7 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
         cache.add_recipe(recipe)
         _encoded(cache, recipe, plan(cache, recipe, work, EncodeConfig()), shape)  # type: ignore[operator]
 
-    expected = {"usable": 0, "undecided": 0, "unread": 0, "cached_latents": 0, "cached_captions": 0}
+    expected = {"usable": 0, "undecided": 0, "unread": 0, "cached": 0, "cached_captions": 0}
     pictures, captions, failed, seen = Counter[tuple[int, int]](), list[str](), 0, set[bytes]()
 
     def state(recipe: Recipe, key: bytes, cached: str) -> bool:
@@ -428,7 +431,7 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
         if row["width"] is not None:
             target = buckets.nearest(table, row["height"], row["width"])
             key = row["digest"] and latent.key(row["digest"], *target)
-            pictures[target] += key is None or state(latent, key, "cached_latents")
+            pictures[target] += key is None or state(latent, key, "cached")
 
     for sample in (estimate.SAMPLE, 7):
         if sample == 7:
@@ -436,9 +439,11 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
             monkeypatch.setattr(estimate, "SAMPLE", sample)
             monkeypatch.setattr(estimate, "FIRST", 3)
         work = estimate.wanted(scan, cache, [latent, text], table)
-        assert {name: getattr(work, name) for name in expected} == expected and work.items == len(rows) and work.null
-        assert work.pictures == pictures
-        assert {shape: len(set(first)) for shape, first in work.first.items()} == {
+        seen = work.pictures[latent]
+        counted = {name: getattr(seen if name == "cached" else work, name) for name in expected}
+        assert counted == expected and work.items == len(rows) and work.null
+        assert seen.sizes == pictures
+        assert {shape: len(set(first)) for shape, first in seen.first.items()} == {
             shape: min(count, estimate.FIRST) for shape, count in pictures.items()
         }
         assert sum(work.rejects.counts.values()) == failed

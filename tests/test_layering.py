@@ -44,8 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.encoding": "config errors amounts launch cache signals sources images models work",
         "pipeline.training": "config errors gpus amounts terminal counters processes retrying launch cache metrics"
         " models loader parallel",
-        "pipeline.planning": "config errors gpus amounts processes launch cache signals images models loader"
-        " parallel training",
+        "pipeline.planning": "config errors gpus amounts launch cache signals images models loader parallel training",
         "pipeline.reporting": "config errors options amounts processes cache signals sources images models snapshots"
         " loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",

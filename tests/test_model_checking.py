@@ -1,8 +1,8 @@
 """Random chains of everything that happens to a cache, against a dict.
 
 `Chain` is a hypothesis state machine. Each rule runs real stages in a forked process (so that a kill is a kill: no
-`finally`, no exit function) on a cache of a handful of small pictures, real models included; in half of the examples
-it has hashes. The model is a plain dict of pictures and captions, with the samples of each name. What must hold:
+`finally`, no exit function) on a cache of a handful of small pictures, real models included. The model is a plain dict
+of pictures and captions, with the samples of each name. What must hold:
 
 * a command ends with a documented exit code, never with a traceback;
 * what a named snapshot needs is there, or `verify` reports it;
@@ -50,12 +50,11 @@ WORDS = ("a red ball", "a blue boat on the sea", "Two  dogs")
 WRITES = ("create", "replace", "move", "remove")
 """The operations of a `Store` that change what readers see."""
 
+KINDS, NOUNS = ("latent", "phash", "text"), ("images", "hashes", "captions")
 NAMES = st.sampled_from("abcdef")
 DAMAGE = ("flip", "cut", "lose", "swap")
 OTHERS = {"y", "z"}
 """The pictures of another cache."""
-HASHES = "encode.signals=[phash]"
-KINDS = ("latent", "text", "phash")
 DERIVED = {"claims", "fragments", "reports", "tmp"}
 """Folders whose files mean nothing to any reader."""
 
@@ -122,11 +121,12 @@ def replace(path: Path, data: bytes) -> None:
 
 def read_sample(snapshot: Snapshot, row: int) -> None:
     """Read and verify everything that training reads of a sample."""
-    sample = snapshot.sample(row)
+    sample, bucket = snapshot.sample(row), snapshot.buckets[snapshot.sample(row).bucket]
     for kind, place in sample.pictures.items():
-        into = np.empty(snapshot.shape(kind, sample.bucket), np.uint16)
+        into = np.empty(snapshot.pictures[kind].shape(bucket.height, bucket.width), np.uint16)
         snapshot.reader(kind).read(place.shard, place.offset, place.key, place.checksum, into, place.length)
-    text, width = snapshot.reader("text"), snapshot.recipe(TextRecipe).width
+    width = snapshot.recipe(TextRecipe).width
+    text = snapshot.reader("text")
     for caption in sample.captions:
         rows = np.empty((caption.rows, width), np.uint16)
         text.read(caption.shard, caption.offset, caption.key, caption.checksum, rows, caption.length)
@@ -140,8 +140,8 @@ class Chain(RuleBasedStateMachine):
     other: str
     """A cache that holds `OTHERS`."""
 
-    @initialize(hashes=st.booleans())
-    def start(self, hashes: bool) -> None:
+    @initialize()
+    def start(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="chain-"))
         self.pictures = self.folder / "pictures"
         self.pictures.mkdir()
@@ -154,7 +154,7 @@ class Chain(RuleBasedStateMachine):
             "encode.claim_timeout_s=0.2",
             "data.decoder=pillow",
             "encode.max_shrink=1",
-            *([HASHES] if hashes else []),
+            "encode.signals=[phash]",
         )
         self.model: dict[str, tuple[int, int, str]] = {}
         self.named: dict[str, set[str]] = {}
@@ -212,11 +212,16 @@ class Chain(RuleBasedStateMachine):
         code, value = forked(self._encode)
         self._documented(code, value)
         if code == 0 and not self.damaged:
-            made = sum(value.get(noun, 0) for noun in ("images", "captions", "hashes"))
+            made = sum(value.get(noun, 0) for noun in NOUNS)
             assert made <= self._records() - before, "something was encoded twice"
-            again = forked(self._encode)[1]
-            assert again["images"] == again.get("hashes", 0) == again["left"] == 0, "a second run encoded again"
+            assert not any(forked(self._encode)[1].get(noun) for noun in NOUNS), "a second run encoded again"
             self.stopped.discard("encode")
+
+    @rule(signals=st.sampled_from(([], ["phash"])))
+    def ask_for(self, signals: list[str]) -> None:
+        """Records of hashes are asked for, or no longer."""
+        encode = self.config.encode.model_copy(update={"signals": signals})
+        self.config = self.config.model_copy(update={"encode": encode})
 
     @rule(at=st.integers(0, 30), before=st.booleans())
     def encode_that_dies(self, at: int, before: bool) -> None:
@@ -385,7 +390,7 @@ class Chain(RuleBasedStateMachine):
             assert pointed is not None, f"the name {name} is lost"
             assert not samples or self._samples(pointed) == samples
         if not was:
-            assert forked(self._encode)[1]["images"] == 0
+            assert not any(forked(self._encode)[1].get(noun) for noun in NOUNS)
 
     @rule()
     @precondition(lambda self: self.damaged)
@@ -456,7 +461,7 @@ def test_every_chain_leads_back_to_a_whole_cache(
     import stages.encode
 
     Chain.make_config = staticmethod(make_config)
-    config, pictures = make_config(tmp_path, "text.mode=exact", "data.decoder=pillow", HASHES), tmp_path / "others"
+    config, pictures = make_config(tmp_path, "text.mode=exact", "data.decoder=pillow"), tmp_path / "others"
     pictures.mkdir()
     for n, name in enumerate(sorted(OTHERS)):
         Image.new("RGB", SIZES[n], (9, 90, 200)).save(pictures / f"{name}.png")

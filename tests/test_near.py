@@ -61,22 +61,24 @@ def clusters(seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("distance", "bits"), [(0, 4), (7, 4), (8, 9), (13, 6), (15, 1), (15, 9), (17, 4)])
 def test_groups_are_those_of_all_pairs(distance: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near, "IN_RANGE", max(1, 240 >> bits))
+    monkeypatch.setattr(near, "IN_RANGE", max(1, 480 >> bits))
     for name, value in {"ROWS": 7, "COLUMNS": 5, "DENSE": 30, "WAITING": 10}.items():
         monkeypatch.setattr(near, name, value)
     hashed = clusters(distance)
     assert near.groups(hashed, distance).tolist() == reference(hashed, distance)
 
 
-@pytest.mark.parametrize("first", range(VIEW_WORDS))
-def test_the_last_pairs_within_the_distance_are_found(first: int) -> None:
-    """15 bits spread over the words so that few words differ in few bits."""
-    for spread in ([2] * 7 + [1], [8, 0, 0, 0, 7, 0, 0, 0], [1, 15 - 1, 0, 0, 0, 0, 0, 0], [1, 3, 1, 3, 1, 3, 1, 2]):
-        bits = [16 * ((word + first) % 8) + 5 * bit % 16 for word, count in enumerate(spread) for bit in range(count)]
-        hashed = random_hashes(300, first)
-        hashed[299] = changed(hashed[7], bits)
-        assert near.groups(hashed, 15)[299] == 7
-        assert near.groups(hashed, 14)[299] == 299
+@pytest.mark.parametrize("distance", [7, 13, 15, 16, 17, 20, 23])
+def test_the_last_pairs_within_the_distance_are_found(distance: int) -> None:
+    """Pairs that differ in exactly that many bits, spread evenly or in few places."""
+    rng = np.random.default_rng(distance)
+    hashed = random_hashes(800, distance)
+    for row in range(400):
+        likely = rng.dirichlet(np.full(16, rng.choice([0.2, 1, 100]))) + 1e-4
+        bits = rng.choice(128, distance, replace=False, p=np.repeat(likely / likely.sum() / 8, 8))
+        hashed[400 + row] = changed(hashed[row], np.roll(np.arange(128), rng.integers(128))[bits].tolist())
+    assert near.groups(hashed, distance)[400:].tolist() == list(range(400))
+    assert near.groups(hashed, distance - 1).tolist() == list(range(800))
 
 
 def test_the_order_of_rows_changes_nothing() -> None:
@@ -100,7 +102,7 @@ def test_many_copies_of_one_picture_take_linear_time(noise: int) -> None:
     for _ in range(noise):
         hashed[np.arange(count), rng.integers(0, WORDS, count)] ^= (1 << rng.integers(0, 16, count)).astype(np.uint16)
     began = time.process_time()
-    assert not near.groups(hashed, 13).any()
+    assert not near.groups(hashed, near.DISTANCE).any()
     assert time.process_time() - began < 15  # all pairs: more than 60
 
 
@@ -146,15 +148,15 @@ def scan(page: int) -> np.ndarray:
 def test_pictures_that_say_little_are_not_one_group() -> None:
     rng = np.random.default_rng(0)
     flat = [np.full((256, 256, 3), value, np.uint8) for value in (0, 0, 1, 128, 255)]
-    gradients = [gradient(rng) for _ in range(200)]
+    gradients = [gradient(rng) for _ in range(300)]
     hashed = hashes(np.stack(flat + gradients))
-    assert near.groups(hashed, 15).tolist() == list(range(len(hashed)))
+    assert near.groups(hashed, near.DISTANCE).tolist() == list(range(len(hashed)))
 
 
 def test_pages_in_the_same_frame_are_not_one_group() -> None:
-    hashed = hashes(np.stack([scan(page) for page in range(30)]))
+    hashed = hashes(np.stack([scan(page) for page in range(60)]))
     assert hashed[:, WORDS].min() >= near.MIN_QUALITY
-    assert near.groups(hashed, 15).tolist() == list(range(30))
+    assert near.groups(hashed, near.DISTANCE).tolist() == list(range(60))
 
 
 def test_copies_of_photographs_are_groups() -> None:
@@ -169,4 +171,4 @@ def test_copies_of_photographs_are_groups() -> None:
             photograph.crop((width // 20, height // 20, width - width // 20, height - height // 20)),
         ]
     hashed = np.concatenate([hashes(np.asarray(picture.resize((256, 256)))[None]) for picture in pictures])
-    assert near.groups(hashed, 15).tolist() == [0] * 4 + [4] * 4 + [8] * 4
+    assert near.groups(hashed, near.DISTANCE).tolist() == [0] * 4 + [4] * 4 + [8] * 4

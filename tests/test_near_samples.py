@@ -12,11 +12,15 @@ from PIL import Image, ImageOps
 
 import stages.bucket
 import stages.encode
+import stages.report
+import stages.train
 import stages.verify
+import stages.view
 from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.errors import CacheError, ConfigError, IntegrityError
+from pipeline.reporting.figures import collect
 from pipeline.snapshots import heldout
 
 MakeConfig = Callable[..., Config]
@@ -154,3 +158,113 @@ def test_a_pack_and_another_order_of_caches_change_nothing(
     there = Cache(other.cache).open_snapshot()
     ids = [next(snapshot.sample_ids()).tolist() for snapshot in (here, there)]
     assert items(here) == items(there) and ids[0] == ids[1]
+
+
+def test_copies_in_training_of_an_older_held_out_part_are_counted(
+    config: Callable[..., Config], source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The part has one picture of each group, whose copies are trained on."""
+    kept = ", ".join(f"'{name}-small.jpg'" for name in originals(source))
+    stages.bucket.run(config(f"bucket.filter=item IN ({kept})"), name="old")
+    others = f"bucket.filter=item NOT IN ({kept})"
+    assert "train.validation" not in others
+    stages.bucket.run(config(others, "train.validation.snapshot=not-made-yet"))
+    before = Cache(config().cache).open_snapshot(stages.bucket.run(config(others)))
+    capsys.readouterr()
+    stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
+    assert "3 of its samples look like one of these; a loss on it is not of unseen" in capsys.readouterr().out
+    cache = Cache(config().cache)
+    part = cache.open_snapshot("old")
+    assert cache.open_snapshot("new").head.leaked == {part.id: 3}
+    assert before.head.leaked is None and cache.open_snapshot().head.leaked == {part.id: 3}
+    assert stages.bucket.run(config(others)) == cache.snapshot_of("new"), "it says as much, and more"
+    clean = (
+        f"bucket.filter=item NOT LIKE '%-%' AND item NOT IN ({', '.join(repr(f'{n}.jpg') for n in originals(source))})"
+    )
+    stages.bucket.run(config(clean, "train.validation.snapshot=old"), name="clean")
+    assert cache.open_snapshot("clean").head.leaked == {part.id: 0}
+    run = config(others, "train.validation={snapshot: old, every: 2}", "train.steps=2")
+    stages.train.run(run, snapshot="new")
+    assert "warning: 3 of them look like a sample that is trained on" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (Path(run.train.output) / "metrics.jsonl").read_text().splitlines()]
+    [row] = [row for row in rows if "leaked" in row][:1]
+    assert row["leaked"] == 3
+
+
+@pytest.mark.parametrize("dedup", ["near", "image"])
+def test_captions_of_what_is_left_out_are_kept_once(
+    dedup: str, source: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    picture = (source / f"{originals(source)[0]}.jpg").read_bytes()
+    for name, caption in (("a", "one"), ("b", "the longest caption"), ("c", "one"), ("d", "another")):
+        (data / f"{name}.jpg").write_bytes(picture)
+        (data / f"{name}.txt").write_text(caption)
+    other = min(source.glob("*.png"))
+    for name in ("0", "z"):
+        shutil.copy(other, data / f"{name}.png")
+        (data / f"{name}.txt").write_text(name)
+    of = make_config(tmp_path, SIZE, f"bucket.dedup={dedup}", "bucket.dedup_captions=keep")
+    stages.encode.run(of, data=str(data))
+    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    reader = snapshot.reader("text")
+    said = {snapshot.source_item(row)[1]: snapshot.captions(row, reader) for row in range(len(snapshot))}
+    stays = {"near": "b.jpg", "image": "a.jpg"}[dedup]
+    assert said.keys() == {stays, "0.png"}
+    assert sorted(said[stays]) == ["another", "one", "the longest caption"] and said["0.png"] == ["0", "z"]
+    weights = {c.weight for row in range(len(snapshot)) for c in snapshot.sample(row).captions}
+    assert weights == {1.0}
+
+
+def test_view_names_the_samples_that_look_the_same(
+    config: Callable[..., Config], source: Path, small_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of, name = config(), originals(source)[0]
+    stages.bucket.run(of)
+    capsys.readouterr()
+    stages.view.run(of, f"{name}.jpg", as_json=True, near=True)
+    near = json.loads(capsys.readouterr().out)["near"]
+    assert {each["item"] for each in near} == {f"all: {name}-{end}.jpg" for end in ("small", "mirrored", "cropped")}
+    assert [each["bits"] for each in near] == sorted(each["bits"] for each in near)
+    assert all(each["bits"] <= of.bucket.dedup_distance for each in near)
+    stages.view.run(of, f"{name}.jpg", near=True)
+    assert f"near:      all: {name}-small.jpg (" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no hashes"):
+        stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)
+
+
+def test_the_report_shows_groups_with_their_pictures(
+    config: Callable[..., Config], source: Path, tmp_path: Path
+) -> None:
+    stages.bucket.run(config())
+    figures, _, _ = collect(config())
+    assert [group["samples"] for group in figures["snapshot"]["alike"]] == [4, 4, 4]
+    names = {example["item"] for group in figures["snapshot"]["alike"] for example in group["examples"]}
+    assert names >= {f"{name}-mirrored.jpg" for name in originals(source)} and figures["snapshot"]["visits"] == []
+    stages.report.run(config(), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("4 samples look the same") == 3 and "Samples that look the same" in page
+    stages.bucket.run(config("bucket.dedup=near"))
+    assert collect(config())[0]["snapshot"]["alike"] == []
+    stages.report.run(config(), tmp_path / "page.html")
+    assert "look the same" not in (tmp_path / "page.html").read_text()
+
+
+def test_tasks_and_a_changed_picture(source: Path, encoded: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """Two tasks give the snapshot of one; a picture that changes leaves its group."""
+    data = Path(shutil.copytree(source, tmp_path / "all"))
+    options = (SIZE, "bucket.dedup=near", "encode.unit_images=4")
+    alone, shared = (make_config(tmp_path / name, *options) for name in ("alone", "shared"))
+    stages.encode.run(alone, data=str(data))
+    for task in (1, 0):
+        stages.encode.run(shared, data=str(data), task_index=task, task_count=2)
+    assert stages.bucket.run(alone) == stages.bucket.run(shared)
+    name = originals(source)[0]
+    before = items(Cache(alone.cache).open_snapshot())
+    (data / f"{name}-small.jpg").unlink()
+    (data / f"{name}-small.txt").write_text("another picture now")
+    Image.effect_noise((90, 70), 90).convert("RGB").save(data / f"{name}-small.png")
+    stages.encode.run(alone, data=str(data))
+    stages.bucket.run(alone)
+    assert items(Cache(alone.cache).open_snapshot()) == before | {f"{name}-small.png"}

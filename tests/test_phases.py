@@ -254,8 +254,6 @@ def test_epochs_are_counted_in_steps_of_the_snapshot(small_cache_copy: Path, mak
     assert stages.train.run(settings("train.epochs=6"), resume="auto", log=printed.append).step == 6
     with pytest.raises(ConfigError, match=r"train\.epochs = 1"):
         stages.train.run(settings("train.epochs=1", f"train.output={tmp_path / 'other'}"), log=printed.append)
-    with pytest.raises(ConfigError, match=r"train\.epochs"):
-        train(settings("train.epochs=3"))
 
 
 def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:

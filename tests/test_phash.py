@@ -20,8 +20,9 @@ from pipeline.cache import audit
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config
-from pipeline.encoding import unit_records
+from pipeline.encoding import estimate, unit_records
 from pipeline.encoding.plan import lead_made
+from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import ConfigError
 from pipeline.images import decoding
 from pipeline.images.perceptual_hash import hashes
@@ -157,48 +158,63 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
             stages.encode.run(config, data=str(photos))
     cache = Cache(config.cache)
     [plan] = cache.plans(cache.recipes("phash")[0].name)
-    assert plan.beside == (cache.recipes("latent")[0].name, 0)
-    lead = cache.plans(plan.beside[0])
+    lead = cache.recipes("latent")[0].name
+    assert plan.beside == (lead, 0)
     assert not any(map(lead_made(cache, plan, lead), plan.units))
+    first, space = cache.plan(lead, 0), UnitEncoder(config, cache, {}, cache.recipes("phash")).disk_space()
+    for unit, beside in zip(first.units, plan.units, strict=True):
+        need = [estimate.unit_bytes(cache, *one) for one in ((first, unit), (plan, beside))]
+        assert space.unit_bytes(first, unit) == sum(need) and space.unit_bytes(plan, beside) == need[1] > 0
     stages.encode.run(config, data=str(photos))
     assert all(map(lead_made(cache, plan, lead), plan.units))
 
 
-@pytest.fixture
-def interrupted(photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache whose plans have no records of pictures yet."""
+def test_hashes_do_not_wait_for_latents_that_nobody_makes(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run planned them beside latents of a VAE that is not configured any more."""
     with monkeypatch.context() as patch:
         patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             stages.encode.run(with_hashes(make_config, tmp_path), data=str(photos))
-    return tmp_path / "cache"
-
-
-def test_hashes_are_made_though_the_latents_that_they_were_planned_with_never_are(
-    interrupted: Path, hashed: Path, photos: Path, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = with_hashes(make_config, tmp_path, "encode.storage.latent=bf16-zstd")  # another recipe
+    config = with_hashes(make_config, tmp_path, "vae.scaling_factor=0.5")
     done = stages.encode.run(config, data=str(photos))
-    assert done["left"] == 0 < done["hashes"] == done["images"]
-    assert shards(interrupted, "phash") == shards(hashed, "phash")
+    assert done["images"] == done["hashes"] == done["new"]["hashes"] > 0 == done["left"]
+
+
+def test_what_loads_a_model_is_made_in_a_pass_of_its_own(
+    hashed: Path, photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process holds one model at a time."""
+    monkeypatch.setattr(HashRecipe, "model_free", False)
+    config = with_hashes(make_config, tmp_path)
+    done = stages.encode.run(config, data=str(photos))
+    assert done["images"] == done["hashes"] > 0
+    cache = Cache(config.cache)
+    assert [plan.beside for plan in cache.plans(cache.recipes("phash")[0].name)] == [None]
+    assert records(tmp_path / "cache") == records(hashed)
 
 
 def test_hashes_are_those_of_their_pictures_after_the_plan_of_the_latents_was_lost(
-    interrupted: Path, photos: Path, make_config: MakeConfig, tmp_path: Path
+    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for plan in interrupted.rglob("plans/latent-*/*.json"):
+    """The plan that takes its number has other pictures in its units."""
+    config = with_hashes(make_config, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.encode.run(config, data=str(photos))
+    for plan in Path(config.cache).rglob("plans/latent-*/*.json"):
         plan.unlink()
     source = Path(shutil.copytree(photos, tmp_path / "source" / photos.name))
     first = min(source.glob("*.jpg"))
     first.rename(source / "zzz.jpg")
     first.with_suffix(".txt").rename(source / "zzz.txt")
-    config = with_hashes(make_config, tmp_path)
     assert stages.verify.run(config, repair=True) == 0
     assert stages.encode.run(config, data=str(source))["left"] == 0
-    made = records(interrupted)
     alone = with_hashes(make_config, tmp_path / "alone")
     stages.encode.run(alone, data=str(source))
-    assert made == records(Path(alone.cache))
+    assert records(Path(config.cache)) == records(Path(alone.cache))
 
 
 def test_a_damaged_hash_is_repaired_to_the_byte(hashed_copy: Path, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -241,13 +257,22 @@ def test_the_dry_run_counts_hashes(
     config = with_hashes(make_config, tmp_path)
     stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
     report = json.loads(capsys.readouterr().out)
-    assert report["new"]["phash"] == report["new"]["latents"] > 0 == report["reused"]["phash"]
+    assert report["new"]["hashes"] == report["new"]["images"] > 0 == report["reused"]["hashes"]
     stages.encode.run(config, data=str(photos))
     stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("shards/phash-*/*/*.tar"))
-    assert stored == pytest.approx(report["bytes"]["phash"], rel=0.25)
+    assert stored == pytest.approx(report["bytes"]["hashes"], rel=0.25)
     stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["new"]["phash"] == 0 < report["reused"]["phash"]
+    assert report["new"]["hashes"] == 0 < report["reused"]["hashes"]
+
+
+def test_the_dry_run_counts_the_time_of_hashes_alone(
+    small_cache_copy: Path, photos: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages.encode.dry_run(with_hashes(make_config, tmp_path), str(photos), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["new"]["images"] == 0 < report["new"]["hashes"]
+    assert report["time"]["image_encode_s"] > 0 and report["time"]["image_decode_s"] > 0
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -30,7 +30,6 @@ from pipeline.planning.predict import Data, Machine
 from pipeline.planning.recorder import Recorder
 from pipeline.planning.trace import CUSTOM, trace, watch_updates
 from pipeline.training import checkpoint, metrics
-from pipeline.training.trainer import fit
 from tests.support.messages import naming
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 from tests.support.workers import tiny_run
@@ -361,18 +360,6 @@ def test_auto_leaves_a_tenth_free() -> None:
     assert decided.train.microbatch == 6
     with pytest.raises(search.NothingFitsError):
         auto.decide(config, lambda: narrow, data, replace(machine, memory=1 << 29))
-
-
-def test_what_is_not_decided_is_refused() -> None:
-    task = tiny_run.task(tiny_run.config())
-    for change in (
-        {"microbatch": "auto"},
-        {"activation_checkpointing": "auto"},
-        {"compile": "auto"},
-        {"parallel": "auto"},
-    ):
-        with pytest.raises(ConfigError, match=naming(f"train.{next(iter(change))}: auto")):
-            fit(tiny_run.config(**change), task, Launch())
 
 
 def test_sampling_takes_eight_for_auto() -> None:

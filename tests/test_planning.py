@@ -17,7 +17,7 @@ from pipeline import gpus
 from pipeline.amounts import figure
 from pipeline.cli import main
 from pipeline.config import SHIPPED, TrainConfig, load
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import UserError
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel import activation_checkpoint
@@ -213,9 +213,13 @@ def test_every_technique_is_covered(name: str) -> None:
         assert result.peak["parameters"] == 4 * result.parameters
 
 
-def test_a_technique_that_is_not_covered_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"train\.compile"):
-        traced({"compile": "block", "compile_backend": "eager"})
+def test_a_compiled_run_is_planned_without_the_compiler() -> None:
+    machine, data = Machine(gpus.card("h100"), 80 << 30, 1), Data({(384, 384): 2}, None, 32)
+    none, block = (
+        predict.predict(TrainConfig.model_validate({**COMPUTE, "compile": kind}), NARROW, data, machine).as_dict()
+        for kind in ("none", "block")
+    )
+    assert none == block
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("sana*.yaml")), ids=lambda path: path.stem)

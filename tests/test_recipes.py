@@ -21,6 +21,7 @@ from stages import init
 from stages.init import Options
 from tests.support.command_lines import dry_run
 from tests.support.messages import naming
+from tests.support.recipe_tables import markdown
 
 PAGE = Path(__file__).parent.parent / "docs/recipes.md"
 SENTENCE = "a brown dog sits on the grass in front of a red house"
@@ -294,7 +295,7 @@ def test_tags_are_told_from_sentences(caption: str, answer: bool) -> None:
 
 def test_the_page_has_the_tables() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text.endswith(recommend.markdown()), "python -m pipeline.planning.recommend"
+    assert text.endswith(markdown()), "python -m tests.support.recipe_tables"
     assert f"fewer than {recommend.FULL_FROM:,} pictures" in text
     assert f"enlarged by at most {recommend.SHARP:g} at 1024 px" in text
     assert f"enlarged by more than {recommend.LARGEST:g} " in text

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -308,25 +309,34 @@ def test_a_server_without_ranges_is_found_out_by_one_request(
     assert plain_server.sent <= 2 * (data / "tars" / "s-0.tar").stat().st_size
 
 
-@pytest.mark.parametrize("far", [True, False])
-def test_each_key_is_counted_once_and_no_range_is_asked_of_who_sends_none(
-    data: Path, monkeypatch: pytest.MonkeyPatch, far: bool
-) -> None:
-    class Counted(LocalFilesystem):
-        asked = 0
+@pytest.mark.parametrize("works", [True, False])
+def test_each_key_is_counted_once_and_read_alone_where_its_request_failed(works: bool) -> None:
+    def fetch(at: range_prefetch.FileRange) -> bytes:
+        if not works:
+            raise Unreadable("no")
+        return f"{at.file} {at.offset} {at.size}".encode()
 
-        def read_range(self, name: str, offset: int, length: int) -> bytes:
-            self.asked += 1
-            return super().read_range(name, offset, length)
-
-    monkeypatch.setattr(LocalFilesystem, "is_remote", far)
-    store = Counted(data)
-    with range_prefetch.RangePrefetch(
-        store, [("a", range_prefetch.FileRange("t.parquet", 0, 4))], lambda key: b"alone"
-    ) as reader:
-        assert [reader.read("a"), reader.read("a")] == ([b"PAR1", b"alone"] if far else [b"alone", b"alone"])
+    ranges = [("a", range_prefetch.FileRange("t.parquet", 0, 13))]
+    with range_prefetch.RangePrefetch(fetch, ranges, lambda key: b"alone") as reader:
+        assert [reader.read("a"), reader.read("a")] == [b"t.parquet 0 13"[:13] if works else b"alone", b"alone"]
         assert reader._bytes_in_window == 0
-    assert store.asked == far
+
+
+def test_no_range_is_asked_of_a_server_that_sends_none(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(LocalFilesystem, "is_remote", True)
+    source = opened(str(data / "tars" / "s-0.tar"))
+    keys, real = places(source), LocalFilesystem.read_range
+
+    def read_range(self: LocalFilesystem, *args: Any) -> bytes:
+        asked.append(threading.get_ident())
+        return real(self, *args)
+
+    monkeypatch.setattr(LocalFilesystem, "read_range", read_range)
+    with source.reading(keys) as read:
+        monkeypatch.setattr(LocalFilesystem, "is_remote", False)
+        assert len([read(key) for key in keys]) == len(asked) == len(keys)
+    assert set(asked) == {threading.get_ident()}, "each is read alone"
 
 
 def test_a_disk_is_read_as_ever(data: Path) -> None:

@@ -26,6 +26,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from pipeline.cache.root import Cache
+from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, load
 from pipeline.demo import small_models
 from pipeline.errors import CacheError, UserError
@@ -67,7 +68,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     for i, caption in enumerate(CAPTIONS):
         add(f"{i}", caption, *((64, 64), (48, 80), (72, 64))[i % 3])
-    small_models.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0)
+    small_models.make_all(root / "tiny", [], CAPTIONS, instruction="Draw this: ", steps=0, flow_shift=3.0)
     config = load(
         "tiny",
         [
@@ -108,6 +109,10 @@ def run_copy(made: Made, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made.root / "run", tmp_path / "run"))
 
 
+def tokens_of(snapshot: Snapshot, row: int) -> list[int]:
+    return [caption.rows for caption in snapshot.sample(row).captions]
+
+
 def journal(folder: Path, *rows: dict[str, Any] | str) -> Path:
     """A run directory with these rows; texts are written as they are."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +126,7 @@ def validation(step: int, loss: float) -> dict[str, Any]:
         "event": "validation",
         "step": step,
         "loss": loss,
-        "by_sigma": {"0.5": loss + 1, "0.0625": loss - 0.25},
+        "by_sigma": {"0.0625": loss - 0.25, "0.5": loss + 1},
         "by_bucket": {"64x64": loss},
         "by_age": {"old": loss - 0.5, "new": None},
         "samples": 2,
@@ -163,7 +168,7 @@ def test_caption_lengths_and_bytes_are_those_of_the_records(made: Made) -> None:
     _, cache, snapshot = collect(made.config, snapshot="round2")
     assert cache is not None and snapshot is not None
     captions = data_figures.snapshot_figures(cache, snapshot)["captions"]
-    rows = [tokens for row in range(len(snapshot)) for tokens in snapshot.caption_rows(row)[0]]
+    rows = [tokens for row in range(len(snapshot)) for tokens in tokens_of(snapshot, row)]
     assert captions["by_tokens"] == np.bincount(rows, minlength=captions["max_length"] + 1).tolist()
     assert captions["mean_tokens"] == pytest.approx(np.mean(rows))
     assert captions["p50"] == sorted(rows)[(len(rows) - 1) // 2]
@@ -187,7 +192,7 @@ def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> N
     assert new["sources"] == {"photos": {"new": 1, "old": 7}}
     assert sum(row["new"] for row in new["buckets"]) == 1
     snapshot = Cache.of(made.config).open_snapshot()
-    tokens = {snapshot.source_item(row)[1]: snapshot.caption_rows(row)[0][0] for row in range(len(snapshot))}
+    tokens = {snapshot.source_item(row)[1]: tokens_of(snapshot, row)[0] for row in range(len(snapshot))}
     of_new = tokens.pop("new.png")
     assert new["mean_tokens"] == {"new": of_new, "old": pytest.approx(np.mean([*tokens.values()]))}
     figures = collect(made.config, snapshot="round1")[0]
@@ -425,7 +430,8 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
     page = checked(whole)
-    names = [section.id for section in SECTIONS if section.id not in ("pictures", "adapter", "gallery", "trained-on")]
+    absent = ("pictures", "adapter", "visits", "alike", "gallery", "trained-on")
+    names = [section.id for section in SECTIONS if section.id not in absent]
     assert page.sections == [*names, "missing"]
     assert page.sections[0] == "progress", "before all data"
     assert "Decoded latents: no latents were decoded. sana-pipe report --gallery 8" in page.shown

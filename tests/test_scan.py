@@ -26,6 +26,7 @@ from PIL import Image
 
 from pipeline.cache import audit, layout
 from pipeline.cache.garbage import unneeded
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
@@ -38,7 +39,7 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, Part, Place, Source
+from pipeline.sources.source import Given, Item, Part, Place, Source
 from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource
 from pipeline.work.claims import Claims
@@ -454,6 +455,36 @@ def test_few_fragments_are_looked_at_before_their_turn(
     assert all(count <= number + 2 for number, count in enumerate(made))
 
 
+def test_the_rows_of_the_last_scan_are_indexed_once_and_before_threads_ask_for_them(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned(Counted(folder), cache)
+    (folder / "000.png").write_bytes(picture(1000))
+    indexed: list[int] = []
+
+    class Recorded(ItemRows):
+        def __init__(self, *args: Any):
+            indexed.append(threading.get_ident())
+            super().__init__(*args)
+
+    monkeypatch.setattr(last_scan, "ItemRows", Recorded)
+    source = Counted(folder)
+    scanned(source, cache)
+    assert (indexed, source.reads) == ([threading.get_ident()], ["000.png"])
+
+
+def test_another_data_set_under_a_known_name_is_refused(folder: Path, cache: Cache, tmp_path: Path) -> None:
+    scanned(Counted(folder), cache)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "other.png").write_bytes(picture(1000))
+    (other / "other.txt").write_text("other")
+    table = scanned(Counted(other), cache, publish=False)
+    with pytest.raises(UserError, match=naming(folder)) as caught:
+        last_scan.gone(cache, "photos", table, 0.99)
+    assert "--source-name" in str(caught.value.fix)
+
+
 def test_a_fragment_that_waits_or_has_arrived_needs_little_memory(
     folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,8 +637,8 @@ def test_items_of_tables_that_name_files_are_not_in_memory(
         pq.write_table(pa.table(columns), folder / f"{part}.parquet")
 
     def source() -> ParquetSource:
-        rule = CaptionRule.column("text")
-        return ParquetSource(LocalFilesystem(folder), ["0.parquet", "1.parquet"], rule, "photos")
+        given = Given(LocalFilesystem(folder), None, CaptionRule.column("text"), DataConfig(), "photos", 60)
+        return ParquetSource(given, ["0.parquet", "1.parquet"])
 
     truth = pa.Table.from_pylist(
         [{"item": item.key, "where": item.where} for item in source().items() if isinstance(item, Item)]

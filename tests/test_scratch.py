@@ -291,6 +291,7 @@ def test_samples_that_are_selected_are_beside_the_cache(
         sample_id=ids,
         picture_id=ids,
         digest=np.array([b"1" * 16, b"1" * 16, b"2" * 16], "S16"),
+        cluster=np.zeros(3, np.int64),
         pictures={"latent": np.arange(3)},
         captions=np.arange(4),
         text=np.zeros(3, np.int64),

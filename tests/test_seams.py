@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from pipeline.models import adapters
 from pipeline.models.adapters.lora import DoRA, LoRA
 from pipeline.parallel.mesh import open_mesh
 from pipeline.training import build, checkpoint, metrics
-from pipeline.training.assemble import Assembled, Trainable, assemble
+from pipeline.training.assemble import Trainable, assemble
 from pipeline.training.base_weights import whole_weights
 from pipeline.training.metadata_reader import CheckpointError, read_metadata
 from tests.support.launched import run_worker
@@ -66,14 +67,16 @@ def test_a_part_that_is_trained_is_all_that_is_updated_averaged_and_saved(folder
     assert not torch.equal(average[f"{LAYER}.lora_B"], weights[f"{LAYER}.lora_B"])
 
 
-def assembled(trainable: Trainable, settings: Any, mesh: Any) -> tuple[Assembled, dict[str, torch.Tensor]]:
+def assembled(trainable: Trainable, settings: Any, mesh: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     module = trainable.module(settings.train)
     values = trainable.values(trainable.spec.initial(0), module, 0)
 
     def placed(model: Any) -> None:
         build.load_sharded(model.module, values)
 
-    made = assemble(trainable, module, mesh, settings.train, CPU, placed=placed)
+    names = "model", "optimizer", "ema", "step"
+    parts = assemble(trainable, module, mesh, settings.train, CPU, placed=placed)
+    made = SimpleNamespace(**dict(zip(names, parts, strict=True)))
     return made, {name: p.detach().clone() for name, p in made.model.module.named_parameters()}
 
 

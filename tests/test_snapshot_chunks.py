@@ -158,7 +158,7 @@ def test_every_reader_of_a_damaged_chunk_is_refused_and_others_are_read(snapshot
         lambda: opened.sample(ROWS + 1),
         lambda: opened.columns(np.array([0, ROWS + 1])),
         lambda: opened.columns(np.array([ROWS])),
-        lambda: opened.caption_rows(ROWS + 1),
+        lambda: opened.columns(np.array([ROWS + 1])),
         lambda: opened.sample_id(ROWS),
         lambda: next(t for i, t in enumerate(opened.tables()) if i == 1),
     ):

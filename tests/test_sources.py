@@ -36,7 +36,7 @@ from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
 from pipeline.sources.link_tables import LinkListing
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.source import Item, ListedItems, Place, Reject, Unreadable
+from pipeline.sources.source import Given, Item, ListedItems, Place, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
 from tests.support.failing_reads import fail_reads
 from tests.support.lowered import lower_limits
@@ -758,6 +758,7 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
     for n in range(3):
         (tmp_path / f"pictures/{n}.png").write_bytes(b"")
     rule = CaptionRule.column("text")
+    given = Given(LocalFilesystem(tmp_path), None, rule, DataConfig(), "x", 60)
     expected = {
         f"{n}.png": (
             tuple(f"said {row}" for row in range(n, 12, 3) if row),
@@ -767,7 +768,7 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
     }
     for _ in range(2):
         for source, rejecting in (
-            (ListingSource(LocalFilesystem(tmp_path), names[:2], rule, "x"), "a.jsonl"),
+            (ListingSource(given, names[:2], "jsonl"), "a.jsonl"),
             (FolderSource(tmp_path / "pictures", rule, "x"), "metadata.jsonl"),
         ):
             entries = list(source.items())
@@ -779,6 +780,15 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
         lower_limits(monkeypatch)
 
 
+def test_the_first_row_with_a_name_says_which_column_has_the_names(tmp_path: Path) -> None:
+    rows = [{"note": "x", "text": "x"}, {"path": "a.png", "text": "y"}, {"file_name": "b.png", "text": "z"}]
+    (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = opened(tmp_path / "list.jsonl")
+    items, rejects = listed(source)
+    assert (set(items), set(rejects)) == ({"a.png"}, {"list.jsonl:1", "list.jsonl:3"})
+    assert source.picture_columns == {"path"}
+
+
 def test_rows_are_not_in_memory(tmp_path: Path) -> None:
     count = 4 * SIDECAR_BATCH
     rows = [json.dumps({"file_name": f"{n:04d}.png", "text": f"said {n}"}) for n in range(count)]
@@ -788,7 +798,7 @@ def test_rows_are_not_in_memory(tmp_path: Path) -> None:
         return sum(isinstance(each, CaptionCandidate) for each in gc.get_objects())
 
     alive, items, others = [], 0, candidates()
-    source = ListingSource(LocalFilesystem(tmp_path), ["list.jsonl"], CaptionRule.column("text"), "x")
+    source = opened(tmp_path / "list.jsonl")
     for items, _ in enumerate(source.items(), 1):
         if items % 100 == 0:
             alive.append(candidates() - others)

@@ -36,7 +36,7 @@ def test_parity(results: dict[int, dict[str, Any]], world: int, name: str) -> No
     if row["precision"] != "fp32":
         fp16 = row["precision"] == "fp16"  # three bits more than bf16
         assert row["gradient"] <= (0.25 if fp16 else 1.25) * row["plain_bf16"]
-        assert row["losses"] <= (1e-3 if fp16 else 3e-2)
+        assert row["losses"] <= (1e-3 if fp16 else 1e-2)
         fp32 = strategies.settings_of(strategies.CASES[world][name]).train.residual == "fp32"
         assert row["tokens"] == ["torch.float32" if fp32 else "torch.bfloat16"]
         return

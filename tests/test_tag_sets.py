@@ -109,6 +109,6 @@ def test_each_variant_is_encoded_once_and_the_original_not_again(
         assert stages.encode.run(again, data=data)["new"] == {"images": 0, "captions": 0}
     stages.bucket.run(config)
     snapshot = Cache(config.cache).open_snapshot()
-    assert sorted(len(snapshot.caption_rows(sample)[1]) for sample in range(2)) == [1, 5]
+    assert sorted(len(snapshot.sample(sample).captions) for sample in range(2)) == [1, 5]
     more = make_config(tmp_path, "data.tags={shuffle: 6, drop: 0.1, keep: 1}")
     assert stages.encode.run(more, data=data)["new"] == {"images": 0, "captions": 2}, "the first four are the same"

@@ -399,7 +399,7 @@ def test_only_the_first_process_traces_unless_all_are_asked_for(tmp_path: Path) 
         profiler.begin_step(1)
         torch.zeros(3).add_(1)
         profiler.begin_step(2)
-        profiler.close(2)
+        profiler.close()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["0-first", "1-all"]
     assert len(lines) == 2
 
@@ -409,7 +409,7 @@ def test_a_trace_that_cannot_be_written_is_no_reason_to_lose_a_run(tmp_path: Pat
     lines: list[str] = []
     profiler = Profiler(ProfileConfig(start=1, steps=1), tmp_path, 0, CPU, lines.append)
     profiler.begin_step(1)
-    profiler.close(1)
+    profiler.close()
     (line,) = lines
     assert line.startswith("note: the profile could not be written")
 
@@ -945,7 +945,8 @@ def test_the_time_left_is_at_the_speed_since_the_last_line(tmp_path: Path) -> No
     with closing(metrics.Metrics(tmp_path / "metrics.jsonl", printed.append, epoch_steps=2.5)) as journal:
         journal.start(step=2)
         for step, seconds in ((4, 100.0), (6, 120.0), (10, 130.0)):
-            journal.row(10, {"step": step, **values, "seconds": seconds})
+            journal.row(10, {"step": step, **values, "seconds": seconds, "parts": {"flow": 0.75, "preserve": 0.5}})
+    assert all("loss 1.0000  flow 0.7500  preserve 0.5000" in line for line in printed), "a loss and its parts"
     assert [line.rpartition("  ")[2] for line in printed] == ["5m00s left", "40s left", "2m10s elapsed"]
     assert printed[1].startswith("step  6/10 (60%, epoch 2.4)  ") and "  2m00s elapsed  40s left" in printed[1]
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from packaging.requirements import Requirement
 
-from pipeline.cache.arrow import WRITER, parquet_batches, parquet_bytes, with_fixed_writer
+from pipeline.cache.arrow import WRITER, fix_writer, parquet_batches, parquet_bytes
 from pipeline.cache.root import Cache
 
 DATA = Path(__file__).parent / "data"
@@ -31,7 +32,9 @@ def test_a_table_has_the_same_bytes_whichever_pyarrow_wrote_it(tmp_path: Path) -
     """The file in `data` is pyarrow 22's, of the same table."""
     old = (DATA / "table-pyarrow-22.parquet").read_bytes()
     assert b"parquet-cpp-arrow version 22" in old
-    assert parquet_bytes(table()) == with_fixed_writer(old)
+    fixed = io.BytesIO(old)
+    fix_writer(fixed)
+    assert parquet_bytes(table()) == fixed.getvalue()
     cache = Cache(tmp_path, create=True)
     digest = cache.put_table(table())
     assert digest == "3e369475d1636ddffaefcc9e98cad163", "it is in the ids of snapshots"
@@ -42,9 +45,15 @@ def test_the_name_of_the_writer_in_the_data_stays(tmp_path: Path) -> None:
     sink = io.BytesIO()
     versions = pa.table({"a": [f"parquet-cpp-arrow version {n}" for n in range(30)], "b": [pa.__version__] * 30})
     pq.write_table(versions, sink)
-    fixed = with_fixed_writer(sink.getvalue())
-    assert pa.concat_tables(parquet_batches(fixed)[1]).equals(versions)
-    assert pq.ParquetFile(io.BytesIO(fixed)).metadata.created_by == WRITER.decode()
+    fix_writer(sink)
+    assert pa.concat_tables(parquet_batches(sink.getvalue())[1]).equals(versions)
+    assert pq.ParquetFile(sink).metadata.created_by == WRITER.decode()
+
+
+def test_a_name_of_another_length_is_refused() -> None:
+    sink = io.BytesIO(parquet_bytes(table()).replace(b"\x20" + WRITER, b"\x27" + WRITER + b"-SNAPSH"))
+    with pytest.raises(RuntimeError, match=pa.__version__):
+        fix_writer(sink)
 
 
 def test_every_dependency_has_a_lower_bound() -> None:

@@ -177,24 +177,15 @@ GROUP_ROWS = 1 << 20
 
 def write_parquet(table: pa.Table, path: Path) -> None:
     """Write the bytes of `parquet_bytes` to a new file; a row group of a large table is in memory at a time."""
-    with open(path, "xb") as sink:
+    with open(path, "x+b") as sink:
         _write_parquet(table, sink)
-    with open(path, "r+b") as file:
-        file.seek(-8, os.SEEK_END)
-        footer_length = int.from_bytes(file.read(4), "little")
-        file.seek(-8 - footer_length, os.SEEK_END)
-        start = file.tell()
-        footer = with_fixed_writer(file.read())
-        file.seek(start)
-        file.write(footer)
-        file.truncate()
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
     """A table as a Parquet file, equal for every supported version of pyarrow."""
     sink = io.BytesIO()
     _write_parquet(table, sink)
-    return with_fixed_writer(sink.getvalue())
+    return sink.getvalue()
 
 
 def _write_parquet(table: pa.Table, sink: BinaryIO) -> None:
@@ -202,22 +193,20 @@ def _write_parquet(table: pa.Table, sink: BinaryIO) -> None:
         for piece in pieces(table):  # larger columns of text in one row group could not be read
             for start in range(0, max(1, piece.num_rows), GROUP_ROWS):
                 file.write_table(piece.slice(start, GROUP_ROWS).combine_chunks())  # bytes depend on chunks
+    fix_writer(sink)
 
 
-def with_fixed_writer(data: bytes) -> bytes:
-    """A Parquet file with `WRITER` in place of its writer's name.
-
-    The footer (Thrift's compact protocol) holds the name behind its length in one byte, after all other text; the
-    footer's length and `PAR1` end the file.
-    """
-    written = ParquetFile(pa.BufferReader(data)).metadata.created_by.encode()
-    body, footer_length = data[:-8], int.from_bytes(data[-8:-4], "little")
-    at = body.rfind(bytes([len(written)]) + written)
-    if at < len(body) - footer_length:
-        raise RuntimeError(f"pyarrow {pa.__version__} writes its name elsewhere in a Parquet file")
-    body = body[:at] + bytes([len(WRITER)]) + WRITER + body[at + 1 + len(written) :]
-    footer_length += len(WRITER) - len(written)
-    return body + footer_length.to_bytes(4, "little") + data[-4:]
+def fix_writer(file: BinaryIO) -> None:
+    """Put `WRITER` in place of the writer's name in a Parquet file: the last text of it, behind its length in one byte.
+    The names of all released versions of pyarrow have one length."""
+    start = max(0, file.seek(0, os.SEEK_END) - 1024)
+    file.seek(start)
+    tail = file.read()
+    at = tail.rfind(WRITER[:-6])
+    if tail[at - 1] != len(WRITER):
+        raise RuntimeError(f"pyarrow {pa.__version__} has a name of another length in a Parquet file; use a release")
+    file.seek(start + at)
+    file.write(WRITER)
 
 
 def parquet_batches(data: bytes | pa.Buffer, columns: list[str] | None = None) -> tuple[pa.Schema, Iterator[pa.Table]]:

@@ -432,7 +432,9 @@ class Cache:
             before = [snapshot for snapshot in before if snapshot.head.parent == head.parent]
         elif before and before[0].packed:
             before += self._readable([before[0].head.parent])
-        same = [snapshot.head for snapshot in before if snapshot.head.content == new.content]
+        leaked = (new.leaked or {}).items()  # a head that does not say as much is not used
+        heads = [snapshot.head for snapshot in before if leaked <= (snapshot.head.leaked or {}).items()]
+        same = [known for known in heads if known.content == new.content]
         return same[0] if same else replace(new, parent=head.parent or parent), tables
 
     def put_lists(self, tables: Iterable[bytes]) -> None:

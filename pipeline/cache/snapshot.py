@@ -216,6 +216,7 @@ class Head(HeadObject):
         folder: of the joint shards of a packed snapshot, below `shards/`.
         options: settings of the configuration that `bucket` made it with, where they are not the defaults, by section.
         counts: `samples`, for other tools.
+        leaked: held-out snapshot -> its samples that look like one of these, where that was counted.
     """
 
     recipes: Mapping[str, Mapping[str, Any]]
@@ -230,6 +231,7 @@ class Head(HeadObject):
     folder: str | None = None
     options: Mapping[str, Mapping[str, Any]] | None = None
     counts: Mapping[str, int] | None = None
+    leaked: Mapping[str, int] | None = None
     forms: ClassVar[Mapping[str, Form]] = {
         "policies": nested(Policies),
         "buckets": nested_list(Bucket),
@@ -283,8 +285,9 @@ class Head(HeadObject):
 
     @property
     def content(self) -> bytes:
-        """The head without its parent and options; equal for snapshots of the same samples, records and policies."""
-        return layout.canonical({**self.values(), "parent": None, "options": None})
+        """The head without its parent, options and leaks; equal for snapshots of the same samples, records and
+        policies."""
+        return layout.canonical({**self.values(), "parent": None, "options": None, "leaked": None})
 
     @cached_property
     def recipes_by_kind(self) -> Mapping[str, Recipe]:
@@ -583,13 +586,6 @@ class Snapshot:
             order.append(np.flatnonzero(numbers == number))
             parts.append(self._taken(number, rows[order[-1]], kinds))
         return Columns.join(parts).take(np.argsort(np.concatenate(order)))
-
-    def caption_rows(self, row: int) -> tuple[list[int], list[float]]:
-        """Valid rows and weights of a sample's captions, without reading any text."""
-        chunk, at = self._locate(row)
-        columns = chunk.columns
-        span = slice(columns.first[at], columns.first[at + 1])
-        return columns.captions["rows"][span].tolist(), columns.captions["weight"][span].tolist()
 
     def sample_ids(self) -> Iterator[np.ndarray]:
         """Sample ids in the order of rows: (rows of a chunk,) uint64, chunk after chunk."""

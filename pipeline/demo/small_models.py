@@ -22,6 +22,7 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.models.hub import no_progress_bars
+from pipeline.models.sampler import scheduler
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC
@@ -301,12 +302,11 @@ def make_text(
     *,
     instruction: str = "",
     seed: int = 0,
-    vocabulary: int = 2048,
     layers: int = 3,
     heads: int = 4,
-    tokenizer_folder: Path | None = None,
 ) -> dict[str, float]:
-    """Make a small random `Gemma2Model` and a tokenizer trained on the captions, and save both.
+    """Make a small random `Gemma2Model` and a tokenizer trained on the captions. Save both, the tokenizer in
+    `tokenizer` beside `folder`.
 
     The tokenizer is like Gemma's: BPE with byte fallback over text whose spaces became "▁", pieces begin with "▁",
     <bos> comes first; so the trailing space of Sana's instruction merges with the caption's first word when that word
@@ -318,14 +318,13 @@ def make_text(
         captions: training texts of the tokenizer, normalised and raw.
         instruction: text before the captions; also a training text.
         layers, heads: of the model; an even number of heads, since two share a key.
-        tokenizer_folder: of the tokenizer (default: a sibling `tokenizer` of `folder`).
 
     Returns:
         parameters, vocabulary.
     """
     from transformers import Gemma2Config, Gemma2Model
 
-    tokenizer = new_tokenizer([*captions, *(text.lower() for text in captions), *instruction.split("\n")], vocabulary)
+    tokenizer = new_tokenizer([*captions, *(text.lower() for text in captions), *instruction.split("\n")], 2048)
     config = Gemma2Config(
         vocab_size=len(tokenizer),
         hidden_size=TEXT_WIDTH,
@@ -351,7 +350,7 @@ def make_text(
             embedding[tokenizer.pad_token_id].zero_()
     with no_progress_bars():
         _save(model, folder)
-    tokenizer.save_pretrained(tokenizer_folder or folder.parent / "tokenizer")
+    tokenizer.save_pretrained(folder.parent / "tokenizer")
     return {"parameters": sum(p.numel() for p in model.parameters()), "vocabulary": len(tokenizer)}
 
 
@@ -388,15 +387,6 @@ def _save(model: Any, folder: Path) -> None:
 # ---------------------------------------------------------------- a whole repository
 
 
-def make_scheduler(folder: Path, flow_shift: float = 3.0) -> None:
-    """Save Sana's sampler settings: DPM-Solver++ over shifted flow sigmas (diffusers `DPMSolverMultistepScheduler`)."""
-    from diffusers import DPMSolverMultistepScheduler
-
-    DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, solver_order=2
-    ).save_pretrained(folder)
-
-
 def make_all(
     folder: Path,
     images: Sequence[np.ndarray],
@@ -404,7 +394,6 @@ def make_all(
     *,
     instruction: str = "",
     steps: int = 400,
-    seed: int = 0,
     sizes: Sequence[tuple[int, int]] = SIZES,
     flow_shift: float = 3.0,
 ) -> dict[str, dict[str, float]]:
@@ -417,7 +406,7 @@ def make_all(
         UserError: see `make_vae`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    vae = make_vae(folder / "vae", images, steps=steps, seed=seed, sizes=sizes)
-    text = make_text(folder / "text_encoder", captions, instruction=instruction, seed=seed)
-    make_scheduler(folder / "scheduler", flow_shift)
+    vae = make_vae(folder / "vae", images, steps=steps, sizes=sizes)
+    text = make_text(folder / "text_encoder", captions, instruction=instruction)
+    scheduler(flow_shift).save_pretrained(folder / "scheduler")
     return {"vae": vae, "text": text}

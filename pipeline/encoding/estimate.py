@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +27,7 @@ from pipeline.amounts import amount, duration
 from pipeline.cache import codec
 from pipeline.cache.arrow import batches
 from pipeline.cache.key_columns import SortedKeys, fixed
-from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, pictures_of, records_schema
+from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, records_schema
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, npy_header
@@ -58,58 +59,78 @@ _SHARD = 4400  # bytes of a shard's head, of its table's frame and of its end
 
 
 @dataclass
+class Pictures:
+    """Pictures without a record of some kind.
+
+    Attributes:
+        sizes: target (height, width) -> number of new pictures.
+        first: target (height, width) -> places of the first of these, at most `FIRST`.
+        undecided: new pictures whose size the header does not show.
+        cached: records that the cache already holds.
+    """
+
+    sizes: dict[Shape, int] = field(default_factory=dict)
+    first: dict[Shape, list[Place]] = field(default_factory=dict)
+    undecided: int = 0
+    cached: int = 0
+
+    @property
+    def new(self) -> int:
+        """New pictures, including those of unknown size."""
+        return sum(self.sizes.values()) + self.undecided
+
+    def add(self, new: pa.Table, table: list[Shape], which: np.ndarray) -> None:
+        """Count new pictures. new: with the columns of a `Place`; which: (n,) positions in `table`."""
+        for number in np.unique(which).tolist():
+            shape, rows = table[number], np.flatnonzero(which == number)
+            self.sizes[shape] = self.sizes.get(shape, 0) + len(rows)
+            first = self.first.setdefault(shape, [])
+            places = new.select(Place._fields).take(pa.array(rows[: FIRST - len(first)]))
+            first += [Place(**place) for place in places.to_pylist()]
+
+
+@dataclass
 class Wanted:
     """The work of a source.
 
     Attributes:
         items, usable: counts of the scan.
-        undecided: usable items whose size the header does not show.
         unread: usable items that were judged by their header only.
         rejects: by kind of reason.
         buckets: (height, width) -> samples and the sum of their crop losses.
-        pictures: (height, width) -> number of new pictures.
-        first: (height, width) -> places of the first of these, at most `FIRST`.
+        pictures: by the recipe of their records.
         captions: number of new captions. caption_bytes: their length as written.
         sample: some of them, normalised, and their length in bytes as written.
-        further: of other picture records: new ones, and those that the cache holds.
-        cached_latents, cached_captions: records that the cache already holds (the null record included).
+        cached_captions: records that the cache already holds (the null record included).
         null: whether the null record is missing.
     """
 
     items: int = 0
     usable: int = 0
-    undecided: int = 0
     unread: int = 0
     rejects: Kinds = field(default_factory=Kinds)
     buckets: dict[Shape, list[float]] = field(default_factory=dict)
-    pictures: dict[Shape, int] = field(default_factory=dict)
-    first: dict[Shape, list[Place]] = field(default_factory=dict)
+    pictures: dict[PictureSignal, Pictures] = field(default_factory=dict)
     captions: int = 0
     caption_bytes: int = 0
     sample: list[tuple[str, int]] = field(default_factory=list)
-    further: dict[PictureRecipe, tuple[int, int]] = field(default_factory=dict)
-    cached_latents: int = 0
     cached_captions: int = 0
     null: bool = True
 
     @property
     def images(self) -> int:
-        """New pictures, including those of unknown size."""
-        return sum(self.pictures.values()) + self.undecided
+        """New pictures of the kind that has most: what is decoded for one kind serves the others, too."""
+        return max((each.new for each in self.pictures.values()), default=0)
+
+    @property
+    def undecided(self) -> int:
+        """Usable items whose size the header does not show."""
+        return max((each.undecided for each in self.pictures.values()), default=0)
 
     @property
     def texts(self) -> int:
         """New text records."""
         return self.captions + self.null
-
-    def add_pictures(self, new: pa.Table, table: list[Shape], which: np.ndarray) -> None:
-        """Count new pictures. new: with the columns of a `Place`; which: (n,) positions in `table`."""
-        for number in np.unique(which).tolist():
-            shape, rows = table[number], np.flatnonzero(which == number)
-            self.pictures[shape] = self.pictures.get(shape, 0) + len(rows)
-            first = self.first.setdefault(shape, [])
-            places = new.select(Place._fields).take(pa.array(rows[: FIRST - len(first)]))
-            first += [Place(**place) for place in places.to_pylist()]
 
 
 def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table: list[Shape]) -> Wanted:
@@ -118,26 +139,22 @@ def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table
     Args:
         recipes: as of `pipeline.signals.recipes`. table: the target resolutions of the buckets.
     """
-    latent, *further = pictures_of(recipes)
     text = caption_of(recipes)
     scratch = cache.files.scratch if cache is not None else Scratch()
-    work = Wanted(items=scan.num_rows)
+    work, refused = Wanted(items=scan.num_rows), dict[tuple[str, str], None]()
+    work.pictures = {recipe: Pictures() for recipe in recipes if isinstance(recipe, PictureSignal)}
     read = scratch.table(pa.schema([scan.schema.field(name) for name in planning.SCANNED]), _judged(scan, work, table))
-    unread = work.images
-    for new, cached in _new(planning.image_work(read, "", latent, table, scratch), "item", cache, latent, work):
-        work.cached_latents += cached
-        height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
-        targets, which = np.unique(height << 32 | width, return_inverse=True)
-        places = [table.index((target >> 32, target & 0xFFFFFFFF)) for target in targets.tolist()]
-        work.add_pictures(new, table, np.array(places, np.int64)[which])
+    for recipe, pictures in work.pictures.items():
+        for new, cached in _new(planning.image_work(read, "", recipe, table, scratch), "item", cache, recipe, refused):
+            pictures.cached += cached
+            height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
+            targets, which = np.unique(height << 32 | width, return_inverse=True)
+            places = [table.index((target >> 32, target & 0xFFFFFFFF)) for target in targets.tolist()]
+            pictures.add(new, table, np.array(places, np.int64)[which])
 
-    for recipe in further:
-        parts = _new(planning.image_work(read, "", recipe, table, scratch), "item", cache, recipe, None)
-        counts = [(len(new), cached) for new, cached in parts]
-        work.further[recipe] = unread + sum(new for new, _ in counts), sum(cached for _, cached in counts)
     captions = scratch.table_writer(planning.CAPTIONS)
     every = planning.caption_work(scan, text, scratch)
-    for new, cached in _new(every.slice(1), "caption", cache, text, work):  # the null record is the first
+    for new, cached in _new(every.slice(1), "caption", cache, text, refused):  # the null record is the first
         work.cached_captions += cached
         work.captions += len(new)
         work.caption_bytes += pc.sum(pc.binary_length(new.column("caption"))).as_py() or 0
@@ -145,6 +162,7 @@ def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table
     work.sample = list(_sampled(captions.finish(), text))
     work.null = cache is None or not cache.index(text.name).has(text.null_key)
     work.cached_captions += not work.null
+    work.rejects.add(refused)
     work.rejects = work.rejects.ranked()
     return work
 
@@ -159,7 +177,6 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
         usable = batch.filter(pc.is_null(batch.column("reject")))
         work.usable += len(usable)
         work.unread += usable.column("digest").null_count
-        work.undecided += usable.column("width").null_count
         sized = usable.filter(pc.is_valid(usable.column("width")))
         height, width = (sized.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
         which = buckets.nearest_all(table, height, width)
@@ -169,15 +186,17 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
             bucket[0] += int((which == number).sum())
             bucket[1] += float(loss[which == number].sum())
         unread = pc.is_null(sized.column("digest"))
-        work.add_pictures(sized.filter(unread), table, which[unread.to_numpy()])
+        for pictures in work.pictures.values():
+            pictures.undecided += usable.column("width").null_count
+            pictures.add(sized.filter(unread), table, which[unread.to_numpy()])
         yield sized.filter(pc.invert(unread))
 
 
 def _new(
-    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, work: Wanted | None
+    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, refused: dict[tuple[str, str], None]
 ) -> Iterator[tuple[pa.Table, int]]:
     """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
-    made are rejects of `work`, under the value of column `name`."""
+    made are added to `refused`, as (value of column `name`, reason): each once, whatever kinds of records lack it."""
     index = None if cache is None else cache.index(recipe.name)
     rejects = {} if index is None else index.outcomes
     reasons = {bytes.fromhex(key): reject.reason for key, reject in rejects.items() if not reject.retry}
@@ -186,10 +205,9 @@ def _new(
         keys = fixed(batch.column("key"))
         present = np.zeros(len(keys), bool) if index is None else index.present(keys)
         failed = ~present & (impossible.find(keys) >= 0)
-        refused = batch.filter(pa.array(failed))
-        pairs = zip(refused.column(name).to_pylist(), refused.column("key").to_pylist(), strict=True)
-        if work is not None:
-            work.rejects.add((label, reasons[key]) for label, key in pairs)
+        unmade = batch.filter(pa.array(failed))
+        pairs = zip(unmade.column(name).to_pylist(), unmade.column("key").to_pylist(), strict=True)
+        refused |= {(label, reasons[key]): None for label, key in pairs}
         yield batch.filter(pa.array(~present & ~failed)), int(present.sum())
 
 
@@ -259,67 +277,63 @@ class Sizes:
     """Bytes that the work will take.
 
     Attributes:
-        latents, text, further: of shards; further by kind.
+        records: of shards, by the noun of the records.
         index: of all tables and documents.
         tokens: rows of all new captions, without <bos> and without the null record.
         sampled: captions that were tokenized.
     """
 
-    latents: int
-    text: int
+    records: dict[str, int]
     index: int
     tokens: int
     sampled: int
-    further: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        return self.latents + self.text + sum(self.further.values()) + self.index
+        return sum(self.records.values()) + self.index
 
 
 def sizes(
     work: Wanted,
     config: Config,
-    recipes: Sequence[Recipe],
+    text: CaptionRecipe,
     count_rows: Callable[[Sequence[str]], list[int]],
 ) -> Sizes:
     """Bytes by kind.
 
     Args:
-        recipes: as of `wanted`.
+        text: the recipe of captions.
         count_rows: normalised captions -> their rows (a tokenizer); called for `Wanted.sample`.
     """
-    latent, text = pictures_of(recipes)[0], caption_of(recipes)
-    known = {shape: picture_bytes(latent, *shape) for shape in work.pictures}
-    latents = sum(known[shape] * count for shape, count in work.pictures.items())
-    if work.undecided:
-        counted = work.images - work.undecided
-        mean = latents / counted if counted else picture_bytes(latent, config.data.resolution, config.data.resolution)
-        latents += round(mean * work.undecided)
+    assert isinstance(text, CaptionSignal)
     rows = count_rows([caption for caption, _ in work.sample]) if work.sample else []
     scale = work.captions / len(rows) if rows else 0.0
     body = sum(text_bytes(text, n, size) for n, (_, size) in zip(rows, work.sample, strict=True))
     null = text_bytes(text, text.max_length, 0) if work.null else 0
-    image_units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in work.pictures.items())
-    text_units = -(-work.captions // config.encode.unit_captions) + work.null
+    units = -(-work.captions // config.encode.unit_captions) + work.null
+    captions = round(body * scale) + null + units * _SHARD
     # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.
-    index = work.images * (2 * _row(latent.kind) + 128) + work.texts * (2 * _row(text.kind) + 48)
-    index += _PLAN * (bool(image_units) + bool(text_units))
-    index += (image_units + text_units) * _UNIT + work.caption_bytes + work.items * 96
-    further, side = dict[str, int](), config.data.resolution
-    for recipe, (new, _) in work.further.items():
-        each = picture_bytes(recipe, side, side)
-        units = -(-new // unit_images(config.encode, each))
-        further[recipe.kind] = new * each + units * _SHARD
-        index += new * (2 * _row(recipe.kind) + 128) + _PLAN * bool(units) + units * _UNIT
-    return Sizes(
-        latents + image_units * _SHARD,
-        round(body * scale) + null + text_units * _SHARD,
-        index if work.images + work.texts + sum(further.values()) else 0,
-        round((sum(rows) - len(rows)) * scale),
-        len(rows),
-        further,
-    )
+    index = work.texts * (2 * _row(text.kind) + 48) + work.caption_bytes + work.items * 96
+    index += _PLAN * bool(units) + units * _UNIT
+    records = dict[str, int]()
+    for recipe, pictures in work.pictures.items():
+        records[recipe.noun], units = _picture_bytes(pictures, config, recipe)
+        index += pictures.new * (2 * _row(recipe.kind) + 128) + _PLAN * bool(units) + units * _UNIT
+    records[text.noun] = captions
+    tokens = round((sum(rows) - len(rows)) * scale)
+    return Sizes(records, index if work.images + work.texts else 0, tokens, len(rows))
+
+
+def _picture_bytes(pictures: Pictures, config: Config, recipe: PictureRecipe) -> tuple[int, int]:
+    """Bytes of the shards of new pictures, and the number of shards."""
+    known = {shape: picture_bytes(recipe, *shape) for shape in pictures.sizes}
+    total = sum(known[shape] * count for shape, count in pictures.sizes.items())
+    if pictures.undecided:
+        counted, side = pictures.new - pictures.undecided, config.data.resolution
+        mean = total / counted if counted else picture_bytes(recipe, side, side)
+        total += round(mean * pictures.undecided)
+    units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in pictures.sizes.items())
+    return total + units * _SHARD, units
 
 
 def unit_images(encode: EncodeConfig, record: int) -> int:
@@ -335,14 +349,14 @@ class Speed:
     """What a probe measured, in seconds; None if nothing could be measured.
 
     Attributes:
-        image_s: encoding a picture, by target (height, width).
+        image_s: encoding a picture, by recipe and target (height, width).
         decode_s: reading and decoding a picture in one thread.
         token_s: encoding a caption token.
-        load_s: loading both encoders.
+        load_s: loading the encoders.
         images, captions: how many were encoded.
     """
 
-    image_s: dict[Shape, float]
+    image_s: dict[PictureSignal, dict[Shape, float]]
     decode_s: float | None
     token_s: float | None
     load_s: float
@@ -361,12 +375,11 @@ def probe(
     Raises:
         UserError: the encoders cannot be loaded, or their output is wrong.
     """
-    latent, text = pictures_of(recipes)[0], caption_of(recipes)
-    assert isinstance(latent, PictureSignal)
+    text = caption_of(recipes)
     assert isinstance(text, CaptionSignal)
-    image_s: dict[Shape, float] = {}
+    image_s: dict[PictureSignal, dict[Shape, float]] = {}
     decoded: list[float] = []
-    load_s, images, texts = 0.0, 0, 0
+    load_s, texts, probed = 0.0, 0, Counter[str]()
     token_s = None
     if work.captions:
         began = time.monotonic()
@@ -374,21 +387,24 @@ def probe(
         load_s += time.monotonic() - began
         token_s, texts = _probe_text(encoder, work, config, began + load_s + budget_s / 3)
         del encoder
-    if work.pictures:
+    new = {recipe: each for recipe, each in work.pictures.items() if each.sizes}
+    for recipe, pictures in new.items():
         began = time.monotonic()
-        vae = latent.encoder(config, device)
-        fitting = image_batch.fitting(partial(latent.footprint, config), lambda: device)
+        encoder, image_s[recipe] = recipe.encoder(config, device), {}
+        fitting = image_batch.fitting(partial(recipe.footprint, config), lambda: device)
         spent = time.monotonic() - began
         load_s += spent
-        often = sorted(work.pictures, key=lambda shape: -work.pictures[shape])[:_PROBED_BUCKETS]
+        often = sorted(pictures.sizes, key=pictures.sizes.__getitem__, reverse=True)[:_PROBED_BUCKETS]
         for number, shape in enumerate(often):
-            end = began + spent + budget_s * 2 / 3 * (number + 1) / len(often)
-            seconds, count = probe_images(vae, source, work.first[shape], shape, config, latent, end, decoded, fitting)
+            end = began + spent + budget_s * 2 / 3 / len(new) * (number + 1) / len(often)
+            places = pictures.first[shape]
+            seconds, count = probe_images(encoder, source, places, shape, config, recipe, end, decoded, fitting)
             if seconds is not None:
-                image_s[shape] = seconds
-                images += count
+                image_s[recipe][shape] = seconds
+                probed[recipe.noun] += count
+        del encoder
     decode_s = sum(decoded) / len(decoded) if decoded else None
-    return Speed(image_s, decode_s, token_s, load_s, images, texts, str(device))
+    return Speed(image_s, decode_s, token_s, load_s, max(probed.values(), default=0), texts, str(device))
 
 
 def _probe_text(encoder: Any, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
@@ -456,14 +472,8 @@ def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -
     The time of targets that were not probed follows from their pixels. Decoding runs beside the encoder in
     `encode.workers` threads, so the slower of the two decides.
     """
-    encode_s: float | None = 0.0
-    if work.images:
-        encode_s = None
-        if speed.image_s:
-            pixel_s = sum(speed.image_s.values()) / sum(h * w for h, w in speed.image_s)
-            by_shape = {s: speed.image_s.get(s, pixel_s * s[0] * s[1]) for s in work.pictures}
-            encode_s = sum(by_shape[s] * count for s, count in work.pictures.items())
-            encode_s *= work.images / (work.images - work.undecided)
+    by_kind = [_image_s(each, speed.image_s.get(recipe, {})) for recipe, each in work.pictures.items()]
+    encode_s = None if None in by_kind else sum(seconds or 0.0 for seconds in by_kind)
     text_s = size.tokens * speed.token_s if speed.token_s is not None else (0.0 if not work.captions else None)
     decode_s = work.images * (speed.decode_s or 0.0) / max(1, config.encode.workers)
     known = encode_s is not None and text_s is not None
@@ -483,6 +493,17 @@ def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -
     }
 
 
+def _image_s(pictures: Pictures, image_s: dict[Shape, float]) -> float | None:
+    """Seconds of encoding new pictures; None: not measured. image_s: of those targets that were probed."""
+    if not pictures.new:
+        return 0.0
+    if not image_s:
+        return None
+    pixel_s = sum(image_s.values()) / sum(h * w for h, w in image_s)
+    seconds = sum(image_s.get(s, pixel_s * s[0] * s[1]) * count for s, count in pictures.sizes.items())
+    return seconds * pictures.new / (pictures.new - pictures.undecided)
+
+
 # ---------------------------------------------------------------- the report
 
 
@@ -496,6 +517,7 @@ def report(
         reserve: bytes that must stay free (`encode.min_free_gib`).
         time_estimate: from `times`; None if nothing was probed.
     """
+    pictures = work.pictures.items()
     return {
         "source": source.name,
         "picture_columns": sorted(source.picture_columns),
@@ -511,24 +533,10 @@ def report(
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
             for shape, (count, loss) in sorted(work.buckets.items())
         ],
-        "reused": {
-            "latents": work.cached_latents,
-            **{recipe.kind: cached for recipe, (_, cached) in work.further.items()},
-            "captions": work.cached_captions,
-        },
-        "new": {
-            "latents": work.images,
-            **{recipe.kind: new for recipe, (new, _) in work.further.items()},
-            "captions": work.texts,
-        },
+        "reused": {**{recipe.noun: each.cached for recipe, each in pictures}, "captions": work.cached_captions},
+        "new": {**{recipe.noun: each.new for recipe, each in pictures}, "captions": work.texts},
         "tokens": {"total": size.tokens, "captions_tokenized": size.sampled, "captions": work.captions},
-        "bytes": {
-            "latents": size.latents,
-            **size.further,
-            "text": size.text,
-            "index": size.index,
-            "total": size.total,
-        },
+        "bytes": {**size.records, "index": size.index, "total": size.total},
         "free_bytes": free,
         "reserve_bytes": reserve,
         "enough_space": None if free is None else size.total + reserve <= free,

@@ -236,36 +236,37 @@ def plan_beside(cache: Cache, recipe: PictureRecipe, lead: list[WorkPlan]) -> No
     """Append a plan of another kind of picture records for each unfinished plan of `lead` none of whose pictures has
     such a record: the same rows in the same units. Whoever makes a unit of the lead makes its records of this kind from
     the same pixels (see `pipeline.encoding.unit_encoder`); alone, they are made like any."""
+    scratch = cache.files.scratch
     for plan in (plan for plan in lead if not _finished(cache, plan)):
         while True:
             plans = cache.plans(recipe.name)
-            rows = cache.table(plan.table)
-            if not len(rows) or any(each.beside == (plan.recipe, plan.number) for each in plans):
+            if (plan.recipe, plan.number) in {each.beside for each in plans}:
                 break
-            height, width = (rows.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
-            targets, which = np.unique(height << 32 | width, return_inverse=True)
-            sizes = [(int(target) >> 32, int(target) & 0xFFFFFFFF) for target in targets]
-            keys = recipe.keys(fixed(rows.column("digest")), sizes, which)
-            rows = rows.set_column(0, IMAGES.field("key"), binary(keys))
-            if not _missing(cache, recipe, plans, rows).all():
+            rows = scratch.table(IMAGES, (_of_kind(recipe, part) for part in batches(cache.table(plan.table))))
+            if not len(rows) or not _missing(cache, recipe, plans, rows).all():
                 break
             number = len(plans)
-            units = (
-                Unit.of(recipe.name, number, keys[unit.start : unit.start + unit.count], unit.start, unit.batch)
-                for unit in plan.units
-            )
+            keys = ((unit, fixed(rows.column("key").slice(unit.start, unit.count))) for unit in plan.units)
+            units = (Unit.of(recipe.name, number, some, unit.start, unit.batch) for unit, some in keys)
             cache.add_plan(recipe.name, number, units, rows, (plan.recipe, plan.number))
 
 
-def lead_made(cache: Cache, plan: WorkPlan, lead: Iterable[WorkPlan]) -> Callable[[Unit], bool]:
-    """Whether no worker is to make a unit of a plan beside another: that other unit is committed, or in none of the
-    plans `lead` (the settings of the lead have changed since, or its plan was lost)."""
-    other = next((each for each in lead if (each.recipe, each.number) == plan.beside), None)
-    if other is None or _finished(cache, other):
+def _of_kind(recipe: PictureRecipe, rows: pa.Table) -> pa.Table:
+    """Rows of `IMAGES` with the keys of another kind of records."""
+    height, width = (rows.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
+    targets, which = np.unique(height << 32 | width, return_inverse=True)
+    sizes = [(int(target) >> 32, int(target) & 0xFFFFFFFF) for target in targets]
+    return rows.set_column(0, IMAGES.field("key"), binary(recipe.keys(fixed(rows.column("digest")), sizes, which)))
+
+
+def lead_made(cache: Cache, plan: WorkPlan, lead: str) -> Callable[[Unit], bool]:
+    """Whether a unit of a plan need not wait for the unit that it goes with: that one is committed, is not there, or is
+    not of the recipe `lead`, whose units this run makes first (such as after another VAE was configured)."""
+    if plan.beside is None or plan.beside[0] != lead or _finished(cache, first := cache.plan(*plan.beside)):
         return lambda unit: True
-    done = committed(cache.files, other.recipe, other.number)
-    waiting = {(unit.start, unit.count) for unit in other.units if unit.unit not in done}
-    return lambda unit: (unit.start, unit.count) not in waiting
+    done = {None, *committed(cache.files, *plan.beside)}
+    units = {(unit.start, unit.count): unit.unit for unit in first.units}
+    return lambda unit: units.get((unit.start, unit.count)) in done
 
 
 def _planned(

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from pipeline import signals
 from pipeline.cache.arrow import batches
-from pipeline.cache.recipes import PictureRecipe, Recipe, pictures_of
+from pipeline.cache.recipes import PictureRecipe, Recipe, caption_of, pictures_of
 from pipeline.cache.root import Cache, check_source_name
 from pipeline.config import Config, DataConfig
 from pipeline.encoding import estimate, last_scan, scan_rows, unit_encoder
@@ -60,7 +60,7 @@ class Survey:
 
     def sizes(self) -> estimate.Sizes:
         """Bytes of the work."""
-        return estimate.sizes(self.work, self.config, self.recipes, self.count_rows)
+        return estimate.sizes(self.work, self.config, caption_of(self.recipes), self.count_rows)
 
     def fit_notes(self) -> list[str]:
         """See `fit_notes`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import click
@@ -99,16 +98,20 @@ class UnitEncoder:
             click.echo(comparison.line(device(self.config)))
         return commit
 
-    def _units_beside(self, plan: WorkPlan, unit: Unit, rows: pa.Table) -> Iterator[unit_records.UnitBeside]:
-        """The units that are made with a unit and that are not made yet. rows: the unit's."""
+    def _pairs(self, plan: WorkPlan, unit: Unit) -> Iterator[tuple[WorkPlan, Unit]]:
+        """The units that are made with a unit and that are not made yet."""
         of = plan.recipe, plan.number
         if of not in self._plans_beside:
             every = (each for recipe in self._further for each in self.cache.plans(recipe.name) if each.beside == of)
             self._plans_beside[of] = [(each, {(u.start, u.count): u for u in each.units}) for each in every]
         for each, units in self._plans_beside[of]:
             other = units.get((unit.start, unit.count))
-            if other is None or is_done(self.cache, each, other):
-                continue
+            if other is not None and not is_done(self.cache, each, other):
+                yield each, other
+
+    def _units_beside(self, plan: WorkPlan, unit: Unit, rows: pa.Table) -> Iterator[unit_records.UnitBeside]:
+        """Makers of `_pairs`. rows: the unit's."""
+        for each, other in self._pairs(plan, unit):
             recipe, own = self._recipe(each.recipe), self.cache.unit_rows(each, other)
             if own.drop(["key"]) != rows.drop(["key"]):  # the plan that it was beside was lost: another has its number
                 continue
@@ -138,7 +141,12 @@ class UnitEncoder:
 
     def disk_space(self, sleep: Callable[[float], None] = time.sleep) -> DiskSpace:
         """The space for units of this cache. `sleep` as in `DiskSpace`."""
-        return DiskSpace(self.cache, self.config.encode, partial(estimate.unit_bytes, self.cache), sleep)
+
+        def unit_bytes(plan: WorkPlan, unit: Unit) -> int:
+            pairs = [(plan, unit), *self._pairs(plan, unit)]
+            return sum(estimate.unit_bytes(self.cache, *pair) for pair in pairs)
+
+        return DiskSpace(self.cache, self.config.encode, unit_bytes, sleep)
 
     def _batches(
         self,

@@ -4,7 +4,8 @@
 Why: the unit is the grain of resuming (a killed process loses its current unit), of sharing work, and of the bytes (the
 plan fixes the batches).
 Price: threads decode the next batches while the encoder works, and another thread writes the last ones. So pictures of
-`DECODE_AHEAD` batches and records of `WRITE_BEHIND` batches are in memory.
+`DECODE_AHEAD` batches and records of `WRITE_BEHIND` batches are in memory; if further records are made of the same
+pixels, those of `WRITE_BEHIND` batches, too.
 
 A record that cannot be made (undecodable, changed since the scan, not finite) becomes a reject with its reason. Only
 its batch is smaller then: the other batches keep their composition.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -118,7 +119,7 @@ def image_records(
             rejects = [d for d in decoded if isinstance(d, RecordReject)]
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, RecordReject)]
             for each in beside:
-                each.add(good, rejects)
+                each.encode(good, rejects)
             yield _of_pictures(good, rejects, encoder, limits)
 
 
@@ -139,9 +140,48 @@ def _of_pictures(
     return records, rejects
 
 
-class UnitBeside:
+class UnitWriter:
+    """Writes the batches of a unit into its shard and commits it. A thread does so, at most `WRITE_BEHIND` batches
+    behind. Leaving the `with` block without `commit` discards the shard."""
+
+    def __init__(
+        self, cache: Cache, recipe: Recipe, plan: WorkPlan, unit: Unit, measured: codec.Measured | None = None
+    ):
+        self.cache, self.recipe, self.plan, self.unit = cache, recipe, plan, unit
+        self._rejects: list[RecordReject] = []
+        self._waiting: deque[Future[None]] = deque()
+        self._stack = ExitStack()
+        self._shard = self._stack.enter_context(shard.ShardWriter(cache.files, recipe, unit.unit, measured))
+        self._thread = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="writer"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def add(self, make: Callable[..., Made], *given: Any) -> None:
+        """Write a batch. The thread makes it: `make(*given)`."""
+        self._waiting.append(self._thread.submit(self._write, make, *given))
+        if len(self._waiting) > WRITE_BEHIND:
+            self._waiting.popleft().result()
+
+    def _write(self, make: Callable[..., Made], *given: Any) -> None:
+        records, rejects = make(*given)
+        for record in records:
+            self._shard.add(record.key, record.array, caption=record.caption, valid=record.valid)
+        self._rejects += rejects
+
+    def commit(self, made_by: dict[str, Any]) -> Commit:
+        """Publish the shard, and the unit with its provenance."""
+        for written in self._waiting:
+            written.result()
+        return _commit(self.cache, self.recipe, self.plan, self.unit, self._shard, self._rejects, made_by)
+
+
+class UnitBeside(UnitWriter):
     """A unit of another kind of picture records, made from the pixels that are decoded for the unit that it goes with
-    (see `pipeline.encoding.plan.plan_beside`).
+    (see `pipeline.encoding.plan.plan_beside`), in a thread beside that one's encoder.
 
     Args:
         rows: of its plan, for this unit; lead: those of the other unit.
@@ -157,30 +197,15 @@ class UnitBeside:
         lead: pa.Table,
         encoder: PictureEncoder,
     ):
-        self.cache, self.recipe, self.plan, self.unit, self._encoder = cache, recipe, plan, unit, encoder
+        super().__init__(cache, recipe, plan, unit)
+        self._encoder = encoder
         self._rows = dict(zip(lead.column("key").to_pylist(), rows.to_pylist(), strict=True))
-        self._writer = shard.ShardWriter(cache.files, recipe, unit.unit)
-        self._rejects: list[RecordReject] = []
 
-    def __enter__(self) -> UnitBeside:
-        self._writer.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._writer.__exit__(*error)
-
-    def add(self, good: list[tuple[dict[str, Any], np.ndarray]], rejects: list[RecordReject]) -> None:
+    def encode(self, good: list[tuple[dict[str, Any], np.ndarray]], rejects: list[RecordReject]) -> None:
         """Make the records of a batch of the other unit. Arguments as of `_of_pictures`."""
         ours = [(self._rows[row["key"]], picture) for row, picture in good]
         bad = [replace(each, key=self._rows[bytes.fromhex(each.key)]["key"].hex()) for each in rejects]
-        records, bad = _of_pictures(ours, bad, self._encoder, Limits())
-        for record in records:
-            self._writer.add(record.key, record.array)
-        self._rejects += bad
-
-    def commit(self, made_by: dict[str, Any]) -> Commit:
-        """Publish the unit. made_by: added to its provenance."""
-        return _commit(self.cache, self.recipe, self.plan, self.unit, self._writer, self._rejects, made_by)
+        self.add(_of_pictures, ours, bad, self._encoder, Limits())
 
 
 def caption_records(
@@ -231,25 +256,11 @@ def write_unit(
         measured: sums what the recipe's storage saves and costs.
         limits: those with which `made` is encoded. Its number of halved batches goes into the provenance.
     """
-    rejects: list[RecordReject] = []
-    with shard.ShardWriter(cache.files, recipe, unit.unit, measured) as writer:
-
-        def write(records: list[EncodedRecord]) -> None:
-            for record in records:
-                writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
-
-        with ThreadPoolExecutor(1, thread_name_prefix="writer") as hand:
-            waiting: deque[Future[None]] = deque()
-            for records, bad in made:
-                waiting.append(hand.submit(write, records))
-                if len(waiting) > WRITE_BEHIND:
-                    waiting.popleft().result()
-                rejects.extend(bad)
-                progress(len(records), len(bad))
-            for written in waiting:
-                written.result()
-        made_by = {**provenance(limits.halved if limits else 0), **(origin or {})}
-        return _commit(cache, recipe, plan, unit, writer, rejects, made_by)
+    with UnitWriter(cache, recipe, plan, unit, measured) as writer:
+        for batch in made:
+            writer.add(lambda batch: batch, batch)
+            progress(len(batch[0]), len(batch[1]))
+        return writer.commit({**provenance(limits.halved if limits else 0), **(origin or {})})
 
 
 def provenance(halved: int = 0) -> dict[str, Any]:

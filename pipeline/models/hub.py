@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,13 @@ def look(weights: Weights, *, widest: bool = False) -> Look:
     except ModelError as error:
         if place is not None or listing is not None:
             raise
+        revision = f" --revision {weights.revision}" if weights.revision else ""
+        command = f"hf download {weights.id}{revision} --include '{_inside(weights, '*')}'"
         raise ModelError(  # offline, and the cache is incomplete
             f"the hub cannot be reached, and its local cache does not suffice: {error.what}",
             expected=error.expected,
             found=error.found,
-            fix=f"where the hub can be reached (HF_HUB_OFFLINE unset): {fetch_command(weights)}",
+            fix=f"where the hub can be reached (HF_HUB_OFFLINE unset): {command}",
         ) from None
     sizes_of = {name: (listing or local)[name] for name in chosen.files}
     to_fetch = sum(size for name, size in sizes_of.items() if local.get(name) != size)
@@ -156,12 +158,6 @@ def _place(weights: Weights) -> tuple[Path | None, Weights, str | None]:
             fix="correct `id` in the configuration",
         )
     return None, weights, None
-
-
-def fetch_command(weights: Weights) -> str:
-    """The command that fetches all files of `weights.subfolder`."""
-    revision = f" --revision {weights.revision}" if weights.revision else ""
-    return f"hf download {weights.id}{revision} --include '{_inside(weights, '*')}'"
 
 
 def sizes(weights: Weights) -> dict[str, int] | None:
@@ -250,6 +246,12 @@ def _explanation(error: Exception, weights: Weights) -> UserError | None:
         return None
     fix = f"check the network and the proxy, {copy}"
     return ModelError(f"{what} could not be fetched: the network failed", found=_first_line(error), fix=fix)
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _first_line(error: BaseException) -> str:
@@ -368,7 +370,7 @@ def choose(
             other = f", or {how}: {complete.files[0]} is complete"
         raise ModelError(
             f"{folder / (best.index or '')} names weight files that are not there",
-            found="missing: " + ", ".join(best.missing[:8]) + (" .." if len(best.missing) > 8 else ""),
+            found=f"missing: {listed(best.missing)}",
             fix=f"fetch or copy them too{other}",
         )
     return best

@@ -232,7 +232,7 @@ def _check_names(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], pl
     unexpected = sorted(present - shapes.keys())
     if missing or unexpected:
         groups = ("missing", missing), ("unexpected", unexpected)
-        parts = [f"{what} {_listed(group)}" for what, group in groups if group]
+        parts = [f"{what} {hub.listed(group)}" for what, group in groups if group]
         raise UserError(
             f"{place} does not hold the parameters of its configuration: {'; '.join(parts)}",
             expected=f"{len(shapes)} parameters",
@@ -247,12 +247,6 @@ def _check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], p
             expected=list(expected),
             found=list(found),
         )
-
-
-def _listed(names: Iterable[str], limit: int = 8) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

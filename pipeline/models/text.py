@@ -10,7 +10,7 @@ implemented here and rely on how Gemma2Model calls them; the comparison would no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +114,22 @@ def _tokenizer_folder(config: TextConfig) -> Path:
     return resolve(place, _TOKENIZER_PATTERNS)
 
 
+def check_tokenizer(place: object, files: Collection[str]) -> None:
+    """Refuse files, by their names, that are no tokenizer's."""
+    if "tokenizer.json" not in files and "tokenizer.model" not in files:
+        raise ModelError(
+            f"{place} holds no tokenizer",
+            expected="tokenizer.json or tokenizer.model",
+            found=", ".join(sorted(files)) or "no files",
+            fix="set text.tokenizer_subfolder (null if the files lie directly in the model's folder)",
+        )
+
+
 def _tokenizer_digest(folder: Path) -> str:
     """xxh3-128 over the content of the tokenizer's files, without spacing, key order and `_VOLATILE` keys (origin,
     padding of the last call)."""
+    check_tokenizer(folder, [path.name for path in folder.iterdir()])
     present = [folder / name for name in (*TOKENIZER_FILES, "added_tokens.json") if (folder / name).is_file()]
-    if not any(path.name in ("tokenizer.json", "tokenizer.model") for path in present):
-        raise ModelError(
-            f"{folder} holds no tokenizer",
-            expected="tokenizer.json or tokenizer.model",
-            found=", ".join(sorted(p.name for p in folder.iterdir())),
-            fix="set text.tokenizer_subfolder (null if the files lie directly in the model's folder)",
-        )
     state = xxhash.xxh3_128()
     for path in present:
         if path.suffix == ".json":

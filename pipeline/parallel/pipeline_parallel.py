@@ -10,7 +10,7 @@ interleaved; all microbatches of a step have one size. FSDP2 alone is faster and
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -155,7 +155,7 @@ class Pipeline:
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self.schedules: OrderedDict[Any, Any] = OrderedDict()
-        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._loss: Any = None  # of the step at hand, (prediction, target) -> scalar
 
     def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
         """Accumulate the gradient of sum(losses[0]) / samples over all microbatches in this process's stages.
@@ -265,11 +265,8 @@ class Pipeline:
         ]
         schedule = get_schedule_class(SCHEDULES[self.schedule])
         takes_list = self.schedule == "interleaved_1f1b"
-        return schedule(stages if takes_list else stages[0], count, loss_fn=self._call_loss, scale_grads=False)
-
-    def _call_loss(self, prediction: Tensor, target: Tensor) -> Tensor:
-        assert self._loss is not None
-        return self._loss(prediction, target)
+        given = stages if takes_list else stages[0]
+        return schedule(given, count, loss_fn=lambda *tensors: self._loss(*tensors), scale_grads=False)
 
 
 def _only_name(targets: Mapping[str, Tensor]) -> str:

@@ -84,11 +84,10 @@ def decide(
 
 def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> tuple[dict[str, Any], str]:
     """The values of the fastest configuration, and why they were chosen."""
-    # What the compiler saves is not predicted; it is about as much.
     axes = {*undecided, *(["offload"] if "parallel" in undecided else [])}
     if train.parallel.reduce_each_microbatch is None and axes & {"parallel", "microbatch"}:
         axes.add("reduce")
-    best = search.choose(train.model_copy(update={"compile": "none"}), axes)
+    best = search.choose(train, axes)
     parallel = {name.partition(".")[2]: value for name, value in best.changes.items() if name.startswith("parallel.")}
     values = {
         "parallel": {name: parallel[name] for name in (*_SIZES, *_BESIDE)},

@@ -141,7 +141,7 @@ def _expect(
     """And the seconds of a step, without what the compiler saves, where the card is known."""
     machine, given = auto.present(device, launch), config.train
     is_bound = given.compile != "none"
-    train = as_new_run(given).model_copy(update={"compile": "none"})
+    train = as_new_run(given)
     on_gpu = machine.card.is_gpu
     if not on_gpu and checkpoint_bytes(shape, train) < MEANINGFUL:
         return None, None

@@ -13,18 +13,18 @@ from functools import cache
 from typing import Any
 
 from pipeline.config import Config, TrainConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError
 from pipeline.gpus import GIB, Card
 from pipeline.images import buckets
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, spec_from_arch, spec_of
-from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning.recorder import KINDS, LASTING
 from pipeline.planning.trace import Shape, Traced
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
-from pipeline.training.optimizers import in_backward
+from pipeline.training.build import architecture_of_weights
+from pipeline.training.checks import check_layout
 
 CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
 """Bytes of the CUDA context with cuBLAS and cuDNN (on a CPU: of the interpreter with its libraries), of NCCL's buffers,
@@ -170,11 +170,8 @@ class Prediction:
         }
 
 
-def architecture(config: Config, data: Data, resolve: Any = None) -> ModelSpec:
+def architecture(config: Config, data: Data) -> ModelSpec:
     """The model's shape: from `model.arch`, from the name of a released model (without network), or from the weights.
-
-    Args:
-        resolve: (config) -> shape, for weights that are not released ones.
 
     Raises:
         UserError: weights that cannot be read.
@@ -187,9 +184,7 @@ def architecture(config: Config, data: Data, resolve: Any = None) -> ModelSpec:
         for name, fields in _RELEASED.items():
             if name in weights.id:
                 return spec_of(fields).with_sample_size(side)
-    if resolve is None:
-        raise UserError(f"the shape of {weights.id} is unknown", expected=", ".join(_RELEASED), fix="give model.arch")
-    return resolve(config)
+    return architecture_of_weights(config)
 
 
 def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout:
@@ -199,29 +194,24 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
         ConfigError: with the values that would work.
     """
     layout = check_sizes(train.parallel, gpus)
-    tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
     uneven = {f"{h}x{w}": batch for (h, w), batch in data.buckets.items() if batch % layout.data_world}
     if uneven:
         name, batch = next(iter(uneven.items()))
+        divisors = [str(n) for n in range(1, batch + 1) if batch % n == 0]
         raise ConfigError(
             f"bucket {name}: a global batch of {batch} cannot be divided into {layout.data_world} equal parts",
             expected=f"bucket.batch a multiple of {layout.data_world}, such as "
             f"{-(-batch // layout.data_world) * layout.data_world}",
-            fix="other numbers of GPUs that would do: " + ", ".join(map(str, _divisors(batch)[:12])),
+            fix="other numbers of GPUs that would do: " + ", ".join(divisors[:12]),
         )
-    named = {f"{h}x{w}": share for (h, w), share in data.shares(layout.data_world).items()}
-    pipeline_parallel.check(shape.num_layers, named, train.microbatch, train.parallel)
-    in_backward.check(train, max(data.buckets.values()), layout.data_world)
+    check_layout(train, lambda: shape, {f"{h}x{w}": batch for (h, w), batch in data.buckets.items()}, layout)
     return layout
 
 
 def as_new_run(train: TrainConfig) -> TrainConfig:
-    """With `train.residual` as a new run decides it."""
-    return train if train.residual is not None else train.model_copy(update={"residual": "fp32"})
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """With `train.residual` as a new run decides it, and without the compiler: what compiled blocks save is not
+    predicted; it is about as much, or less."""
+    return train.model_copy(update={"residual": train.residual or "fp32", "compile": "none"})
 
 
 def predict(

@@ -1,24 +1,22 @@
 """What `sana-pipe init` writes: values by purpose, number of pictures and memory, each with its source.
 
-The tables here are the only place of these values. `markdown` prints them for docs/recipes.md, and tests hold the
-shipped configurations against them. `recommend` looks up the values for some pictures and a machine.
+The tables here are the only place of these values: docs/recipes.md has them, and tests hold the page and the shipped
+configurations against them. `recommend` looks up the values for some pictures and a machine.
 Models (hub ids, revisions, precision) are those of a shipped configuration.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from pipeline.cache.prompts import TRIGGER_CONTEXTS
-from pipeline.config import as_yaml, load_given
+from pipeline.config import load_given
 from pipeline.errors import UserError
 from pipeline.images import buckets
-from pipeline.processes import run_and_exit
 
 LORA, FULL, SCRATCH = "lora", "full", "scratch"
 PURPOSES = (LORA, FULL, SCRATCH)
@@ -431,38 +429,3 @@ def _watching(made: Recommendation, facts: Facts, pictures: int) -> None:
         made.notes.append(f"no validation: {few if pictures < HELDOUT[-1][0] else 'no digest is among those held out'}")
     if made.prompts:
         made.add("train.pictures", {"every": every}, "draws the prompts of prompts.txt, at each checkpoint")
-
-
-def markdown() -> str:
-    """The tables, for docs/recipes.md."""
-    return "\n".join(_lines()) + "\n"
-
-
-def _lines() -> Iterator[str]:
-    for purpose in PURPOSES:
-        yield from (f"### {purpose}", "", "| option | value | where | source |", "|---|---|---|---|")
-        for value in (value for value in VALUES if value.purpose == purpose):
-            where = f"below {value.below:,} pictures" if value.below else f"at {value.resolution} px"
-            where = where if value.below or value.resolution else ""
-            text = (
-                as_yaml(value.value, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n").strip()
-            )
-            yield f"| `{value.option}` | `{text}` | {where} | {value.source} |"
-        steps = STEPS[purpose]
-        bounds = (
-            f"{steps.visits} visits of each picture, in {steps.least:,} to {steps.most:,} steps; at least one epoch"
-        )
-        yield from (f"| `train.steps` | {bounds} | | {steps.source} |", "")
-    yield from (
-        "### Memory",
-        "",
-        "| purpose | px | from, GiB of all cards | settings | source |",
-        "|---|---|---|---|---|",
-    )
-    for row in MEMORY:
-        settings = ", ".join(f"`{option}: {value}`" for option, value in row.settings.items())
-        yield f"| {row.purpose} | {row.resolution} | {row.gib:g} | {settings} | {row.source} |"
-
-
-if __name__ == "__main__":
-    run_and_exit(lambda: print(markdown(), end=""))

@@ -215,7 +215,6 @@ class Search:
     def candidate(self, train: TrainConfig, layout: Layout) -> Candidate:
         """One configuration, traced whole."""
         tree = predicting.as_new_run(train).model_dump(mode="json")
-        tree["compile"] = tree["compile"] == "block"
         tree["parallel"] |= {"sizes": None, "dp_replicate": None, "dp_shard": None}  # of the layout
         key = json.dumps(tree), layout
         if key not in self._made:
@@ -317,7 +316,6 @@ def with_placeholders(train: TrainConfig) -> TrainConfig:
         "parallel": train.parallel.model_copy(update={"sizes": "given"}),
         "microbatch": 1,
         "activation_checkpointing": "full",
-        "compile": "none",
     }
     return train.model_copy(update={name: values[name] for name in train.undecided})
 

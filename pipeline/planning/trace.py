@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeline.config import TrainConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import UserError
 from pipeline.loader.loader import Batch
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec
@@ -96,12 +96,7 @@ class Traced:
     def of(
         cls, architecture: ModelSpec, train: TrainConfig, layout: Layout, shape: Shape, *, rank: int, on_gpu: bool
     ) -> Traced:
-        """A step of process `rank`, extrapolated from few blocks.
-
-        Raises:
-            ConfigError: a technique that the trace does not cover.
-        """
-        refuse(train)
+        """A step of process `rank`, extrapolated from few blocks, which are not compiled."""
         small, large = block_numbers(architecture.num_layers, train, layout)
         if not _trained_alike(architecture, train):
             small = large = architecture.num_layers
@@ -111,19 +106,6 @@ class Traced:
             return first
         second = trace(shapes[1], train, layout, shape, rank=rank, on_gpu=on_gpu)
         return _extrapolated(first, second, (architecture.num_layers - small) / (large - small))
-
-
-def refuse(train: TrainConfig) -> None:
-    """Refuse what the trace does not cover.
-
-    Raises:
-        ConfigError: names it.
-    """
-    if train.compile == "block":
-        raise ConfigError(
-            f"train.compile: {train.compile} is not covered by the prediction: the compiler decides what is saved",
-            fix="plan with --set train.compile=none; compiled blocks need about as much or less",
-        )
 
 
 def _trained_alike(architecture: ModelSpec, train: TrainConfig) -> bool:
@@ -197,9 +179,8 @@ def trace(
                 recorder.mark(kinds.PARAMETERS, parameters)
 
             module = _on_fake_tensors(trainable.module(train), train)
-            made = assemble(trainable, module, mesh, train, CPU, placed=placed, step=TracedStep)
+            model, optimizer, ema, step = assemble(trainable, module, mesh, train, CPU, placed=placed, step=TracedStep)
             del module
-            model, optimizer, ema, step = made.model, made.optimizer, made.ema, made.step
             if on_gpu and train.parallel.offload == "none" and hasattr(optimizer, "update_one"):
                 optimizer.update_one = lambda *args: None  # the compiled update makes no copies
             if ema is not None:

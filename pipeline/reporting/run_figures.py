@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config import LOCAL_NAME, NO_YAML, from_yaml
+from pipeline.config import read_tree
 from pipeline.errors import UserError
 from pipeline.options import flat, value_at
 from pipeline.reporting import run_pictures
@@ -144,18 +144,8 @@ def _validation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         "samples": rows[-1].get("samples"),
         "loss": _curve(rows, "loss"),
         "ema_loss": _curve(rows, "ema_loss"),
-        "by_sigma": dict(sorted(several("by_sigma").items(), key=lambda pair: _sigma(pair[0]))),
-        "by_bucket": several("by_bucket"),
-        "by_age": several("by_age"),
-        "parts": several("parts"),
+        **{name: several(name) for name in ("by_sigma", "by_bucket", "by_age", "parts")},
     }
-
-
-def _sigma(name: str) -> float:
-    try:
-        return float(name)
-    except ValueError:
-        return np.inf
 
 
 def _document(path: Path) -> dict[str, Any] | None:
@@ -176,20 +166,10 @@ def differing_options(first: dict[str, Any], second: dict[str, Any]) -> list[dic
     Raises:
         UserError: a configuration is missing or unreadable.
     """
-    here, there = (_options(Path(run["parts"][-1]["folder"])) for run in (first, second))
+    folders = (Path(run["parts"][-1]["folder"]) for run in (first, second))
+    here, there = (dict(flat(read_tree(folder / "config.yaml"))) for folder in folders)
     return [
         {"option": name, "here": here.get(name), "there": there.get(name)}
         for name in dict.fromkeys([*here, *there])
         if here.get(name) != there.get(name)
     ]
-
-
-def _options(folder: Path) -> dict[str, Any]:
-    path = folder / "config.yaml"
-    try:
-        tree = from_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, *NO_YAML) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: is not a configuration", expected=f"sections of options, as in {LOCAL_NAME}")
-    return dict(flat(tree))

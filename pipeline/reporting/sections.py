@@ -160,16 +160,27 @@ def _captions(captions: Figures) -> Iterator[Block]:
     yield column_plot("Captions by length", edges, columns, "tokens", "captions")
 
 
-def _same_pictures(data: Figures) -> Iterator[str]:
-    yield "Pictures count as one where file and bucket are the same."
-
-
 def _rejects(data: Figures) -> Iterator[Card]:
-    for entry in data["rejects"]:
-        items = ", ".join(example["item"] for example in entry["examples"])
-        images = [example["picture"] for example in entry["examples"] if "picture" in example]
-        note = f"for instance {items}" if items else ""
-        yield Card(images, f"{entry['samples']:,} {entry['stage']}: {entry['kind']}", note)
+    return (_card(entry, f"{entry['samples']:,} {entry['stage']}: {entry['kind']}") for entry in data["rejects"])
+
+
+def _visits(data: Figures) -> Iterator[Card]:
+    for entry in data["visits"]:
+        share, after = f"{entry['share']:.1%} of the samples", f"{entry['share_of_visits']:.1%} of the visits"
+        yield _card(entry, f"{entry['visits']:g} visits an epoch: {entry['samples']:,} samples, {share}, {after}")
+
+
+def _alike(data: Figures) -> Iterator[Block]:
+    if data["alike"]:
+        yield "Samples whose hashes differ in few bits (bucket.dedup_distance); bucket.dedup=near takes one of each."
+    yield from (_card(entry, f"{entry['samples']:,} samples look the same") for entry in data["alike"])
+
+
+def _card(entry: Figures, title: str) -> Card:
+    """A few of the samples or items that an entry counts."""
+    items = ", ".join(example["item"] for example in entry["examples"])
+    images = [example["picture"] for example in entry["examples"] if "picture" in example]
+    return Card(images, title, f"for instance {items}" if items else "")
 
 
 def _storage(figures: Figures) -> Iterator[Block]:
@@ -348,6 +359,7 @@ _PARTS = (
     Column("data wait", "mean.data_wait", share),
     Column("snapshot", "snapshots", ids),
 )
+_SAME = "Pictures count as one where file and bucket are the same."
 _DUPLICATES = (
     Column("", "name"),
     Column("in the snapshot", "entries", count),
@@ -386,7 +398,9 @@ SECTIONS = (
     Section("crop", "Crop loss", "snapshot.crop", (_crop,)),
     Section("sources", "Sources", "", (_sources,), needs="snapshot"),
     Section("captions", "Caption lengths", "snapshot.captions", (_captions, table("per_sample", *_PER_SAMPLE))),
-    Section("duplicates", "Duplicates", "snapshot", (_same_pictures, table("duplicates", *_DUPLICATES))),
+    Section("duplicates", "Duplicates", "snapshot", (lambda _: [_SAME], table("duplicates", *_DUPLICATES))),
+    Section("visits", "Visits by weight", "snapshot", (_visits,)),
+    Section("alike", "Samples that look the same", "snapshot", (_alike,)),
     Section("rejects", "Rejects and samples left out", "snapshot", (table("left_out", *_LEFT_OUT), _rejects)),
     Section("storage", "Storage", "", (_storage, table("cache.stores", *_STORES)), needs="snapshot"),
     Section("gallery", "Decoded latents"),

@@ -89,7 +89,14 @@ class Signal(ABC):
 
 
 class PictureSignal(Signal, PictureRecipe):
-    """Records of pictures."""
+    """Records of pictures.
+
+    Attributes:
+        model_free: whether the encoder loads no model. Such records are made beside latents, from the same pixels;
+            others in a pass of their own, since a process holds one model at a time.
+    """
+
+    model_free: ClassVar[bool] = False
 
     def footprint(self, config: Config, height: int, width: int) -> Footprint | None:
         """What the encoder needs for pictures of height x width pixels; None: no memory of a GPU."""

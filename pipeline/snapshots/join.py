@@ -102,6 +102,7 @@ class Frame:
         digest: (n,) S16, of the picture's file.
         height, width: (n,) int64 of the picture, in pixels.
         bucket: (n,) int64 into the bucket table.
+        cluster: (n,) int64, of samples that are balanced together; 0 until they are.
         pictures: kind -> (n,) int64 rows of its index.
         captions: (n + 1,) int64 offsets into the next two.
         text, weight: (m,) int64 rows of the texts' index; (m,) float32.
@@ -115,6 +116,7 @@ class Frame:
     height: np.ndarray
     width: np.ndarray
     bucket: np.ndarray
+    cluster: np.ndarray
     pictures: dict[str, np.ndarray]
     captions: np.ndarray
     text: np.ndarray
@@ -154,6 +156,7 @@ _PER_SAMPLE = {
     "height": np.int64,
     "width": np.int64,
     "bucket": np.int64,
+    "cluster": np.int64,
 }
 _PER_CAPTION = {"text": np.int64, "weight": np.float32}
 
@@ -319,6 +322,7 @@ def _joined(
         item=items,
         sample_id=sample_ids(source, items, variant) if variant else picture_id,
         picture_id=picture_id,
+        cluster=np.zeros(len(items), np.int64),
         captions=offsets,
         text=text,
         weight=weight,
@@ -475,6 +479,7 @@ def assemble(
     sources: Mapping[str, str],
     *,
     weights: Mapping[str, Fraction] | None = None,
+    clusters: Sequence[Fraction] = (Fraction(1),),
     places: np.ndarray | None = None,
 ) -> Assembled:
     """Turn samples into a snapshot.
@@ -483,6 +488,7 @@ def assemble(
         frame: the samples, of `joined`.
         sources: source -> digest of its scan's table.
         weights: visits per epoch by source, where they are not 1.
+        clusters: visits per epoch by `Frame.cluster`.
         places: (n,) place of each sample in an earlier snapshot. Inside a bucket and part, samples are ordered by
             (place, sample id).
 
@@ -491,7 +497,7 @@ def assemble(
         CacheError: the null record is missing.
     """
     scratch = joined.scratch
-    parts = _Parts(joined, weights or {})
+    parts = _Parts(joined, weights or {}, clusters)
     entries, report, left_out = _grouped(joined, frame, table, parts, policies.small)
     places = scratch.array(len(frame), np.int64) if places is None else places
     if left_out.any():
@@ -535,29 +541,34 @@ def folder_repeats(items: pa.Array) -> np.ndarray:
 
 
 class _Parts:
-    """The parts of buckets: samples of equal weight, by source and, where it repeats, by folder.
+    """The parts of buckets: samples of equal weight, by source, by folder where it repeats, and by cluster.
 
     Attributes:
         weights: of the parts, falling.
     """
 
-    def __init__(self, joined: Joined, weights: Mapping[str, Fraction]):
+    def __init__(self, joined: Joined, weights: Mapping[str, Fraction], clusters: Sequence[Fraction]):
         self._repeats = [joined.repeats.get(name, {}) for name in joined.sources]
         base = [weights.get(name, Fraction(1)) for name in joined.sources]
-        of = {(s, r): w * r for s, w in enumerate(base) for r in (*self._repeats[s], 1)}
+        of = {
+            (s, r, c): w * r * more
+            for s, w in enumerate(base)
+            for r in (*self._repeats[s], 1)
+            for c, more in enumerate(clusters)
+        }
         self.weights = sorted(set(of.values()), reverse=True)
-        self._part = np.zeros((len(base), max((r for _, r in of), default=1) + 1), np.int64)
+        self._part = np.zeros((len(base), max((r for _, r, _ in of), default=1) + 1, len(clusters)), np.int64)
         for place, weight in of.items():
             self._part[place] = self.weights.index(weight)
 
     def of(self, frame: Frame, piece: slice) -> np.ndarray:
         """The part of some samples, int64."""
-        source = frame.source[piece]
+        source, cluster = frame.source[piece], frame.cluster[piece]
         repeating = np.array([bool(repeats) for repeats in self._repeats], bool)[source]
         if not repeating.any():
-            return self._part[source, 1]
+            return self._part[source, 1, cluster]
         visits = np.maximum(folder_repeats(frame.item[piece]), 1)
-        return self._part[source, np.where(repeating, visits, 1)]
+        return self._part[source, np.where(repeating, visits, 1), cluster]
 
 
 def pieces(count: int) -> Iterator[slice]:

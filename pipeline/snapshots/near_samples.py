@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.cache.root import Cache
-from pipeline.cache.shard import ShardReader
+from pipeline.cache.snapshot import Snapshot
+from pipeline.errors import ConfigError
 from pipeline.images.perceptual_hash import WORDS
 from pipeline.signals.phash import HashRecipe
 from pipeline.snapshots import near
 from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
+from pipeline.snapshots.record_values import read_records
 
 LARGEST = 10
 """Groups that are shown."""
@@ -68,7 +70,7 @@ def near_groups(
         digests.add(keys[one])
         first.add(rows[one])
     every, samples = digests.finish(), first.finish()
-    hashed = record_values(records, HashRecipe.kind, caches, frame.pictures[HashRecipe.kind][samples], (WORDS + 1,))
+    hashed = _hashes(records, caches, frame.pictures[HashRecipe.kind][samples])
     member = near.groups(hashed, distance)
     sizes = np.bincount(member, minlength=len(every))
     largest = np.argsort(-sizes, kind="stable")[:LARGEST]
@@ -84,31 +86,54 @@ def near_groups(
     return NearGroups(of_samples.finish(), shown, int(several.sum()), int(sizes[several].sum()))
 
 
-def record_values(
-    records: EncodedRecords, kind: str, caches: Sequence[Cache], rows: np.ndarray, shape: tuple[int, ...]
-) -> np.ndarray:
-    """The values of some picture records, (n, *shape) uint16.
+def leaked(frame: Frame, records: EncodedRecords, caches: Sequence[Cache], part: Snapshot, distance: int) -> int:
+    """How many samples of a held-out part look like a sample of the training. frame: the training's.
 
-    Args:
-        rows: (n,) int64 of the kind's index. shape: of each record.
+    Raises:
+        IntegrityError: a hash is damaged.
     """
-    index = records.indexes[kind]
-    values = np.empty((len(rows), *shape), np.uint16)
-    cache_of = index.caches[index.columns["shard"][rows]]
-    for number, cache in enumerate(caches):
-        reader = ShardReader(cache.files, index.recipe)
-        ours = np.flatnonzero(cache_of == number)
-        places = {name: index.columns[name][rows[ours]] for name in ("shard", "offset")}
-        ours = ours[np.lexsort((places["offset"], places["shard"]))]
-        for piece in pieces(len(ours)):
-            some = ours[piece]
-            columns = {name: index.columns[name][rows[some]] for name in ("shard", "offset", "key", "checksum")}
-            into, at = np.empty((len(some), *shape), np.uint16), np.arange(len(some))
-            flat, step = into.reshape(-1, *shape[1:]), shape[0]
-            bad = reader.read_batch(
-                index.shards, columns, at, flat, at * step, at * step + step, verify=True, on_read=None
-            )
-            if bad:
-                raise bad[0][1]
-            values[some] = into
-    return values
+    trained = _hashes(records, caches, np.unique(frame.pictures[HashRecipe.kind]))
+    member = near.groups(np.concatenate([trained, hashes_of(part)]), distance)
+    return int(np.isin(member[len(trained) :], member[: len(trained)]).sum())
+
+
+def hashes_of(snapshot: Snapshot) -> np.ndarray:
+    """The hashes of all samples, (n, 17) uint16. Errors as of `leaked`."""
+    kind, every = HashRecipe.kind, np.arange(len(snapshot))
+    places = snapshot.columns(every, [kind]).pictures[kind]
+    hashed, begin = np.empty(len(every) * (WORDS + 1), np.uint16), every * (WORDS + 1)
+    bad = snapshot.reader(kind).read_batch(
+        snapshot.shards[kind], places, every, hashed, begin, begin + WORDS + 1, verify=True, on_read=None
+    )
+    if bad:
+        raise bad[0][1]
+    return hashed.reshape(-1, WORDS + 1)
+
+
+def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
+    """The samples that look like one: (row, bits in which they differ), the nearest first. Reads all hashes.
+
+    Raises:
+        ConfigError: the snapshot has no hashes.
+        IntegrityError: a hash is damaged.
+    """
+    if HashRecipe.kind not in snapshot.pictures:
+        raise ConfigError(
+            f"snapshot {snapshot.id[:12]} has no hashes of pictures",
+            found=", ".join(snapshot.pictures),
+            fix="sana-pipe encode --set 'encode.signals=[phash]', then sana-pipe bucket",
+        )
+    every = hashes_of(snapshot)
+    bits = near.distances(every[row], every)
+    bits[(every[:, WORDS] < near.MIN_QUALITY) | (every[row, WORDS] < near.MIN_QUALITY)] = 1 << 16
+    rows = np.flatnonzero(bits <= distance)
+    return [(at, int(bits[at])) for at in rows[np.argsort(bits[rows], kind="stable")].tolist() if at != row]
+
+
+def _hashes(records: EncodedRecords, caches: Sequence[Cache], rows: np.ndarray) -> np.ndarray:
+    """The hashes of some rows of the index, (n, 17) uint16."""
+    recipe = next(recipe for recipe in records.pictures if recipe.kind == HashRecipe.kind)
+    hashed, count = np.empty((len(rows), WORDS + 1), np.uint16), np.full(len(rows), WORDS + 1)
+    for some, values, _ in read_records(recipe, records.indexes[recipe.kind], caches, rows, count, ()):
+        hashed[some] = values.reshape(hashed[some].shape)
+    return hashed

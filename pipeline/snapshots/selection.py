@@ -11,6 +11,7 @@ exactly the requested number of pictures; a held-out part has the requested shar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -145,13 +146,16 @@ def deduplicated(
     earlier: Earlier,
     keys: np.ndarray | None = None,
     better: Better | None = None,
+    keep_captions: bool = False,
 ) -> Frame:
     """Keep one picture of each digest, or group. A picture in an earlier snapshot precedes; then a better one; then
     sources precede as in `order`, then items by (source, item).
 
     Args:
         keys: (n,) S16, of the samples' groups; None: their digests.
+        keep_captions: what stays gets the captions of what does not.
     """
+    further: dict[int, np.ndarray] = {}
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
     stays = in_earlier_snapshot(joined, frame, earlier)
     keep, groups_of = joined.scratch.array(len(frame), bool), frame.digest if keys is None else keys
@@ -168,10 +172,32 @@ def deduplicated(
             candidate = (not known[at], *merits[at], rank[source], joined.sources[source], items[at], pictures[at])
             best[groups[at]] = min(best.get(groups[at], candidate), candidate)
         keep[rows] = [picture == best[of][-1] for of, picture in zip(groups, pictures, strict=True)]
+        for some in np.split(rows, np.flatnonzero(np.diff(groups)) + 1) if keep_captions and len(rows) else ():
+            lost = [np.arange(frame.captions[row], frame.captions[row + 1]) for row in some[~keep[some]].tolist()]
+            further |= {row: np.concatenate(lost) for row in some[keep[some]].tolist() if lost}
     what, instead = ("is the same as", "none") if keys is None else ("looks the same as", "image")
     left_out = len(keep) - int(np.count_nonzero(keep))
     joined.leave(f"its picture {what} another sample's", left_out, f"bucket.dedup={instead}")
-    return frame.take(keep, joined.scratch)
+    return (_with_captions(joined, frame, further) if further else frame).take(keep, joined.scratch)
+
+
+def _with_captions(joined: Joined, frame: Frame, further: dict[int, np.ndarray]) -> Frame:
+    """A frame with further captions. further: row -> captions of other rows, by number; equal ones are taken once."""
+    text, weight = joined.scratch.writer(np.int64), joined.scratch.writer(np.float32)
+    counts, last = np.diff(frame.captions), 0
+    for row, captions in sorted(further.items()):
+        own = slice(frame.captions[row], frame.captions[row + 1])
+        _, first = np.unique(frame.text[captions], return_index=True)
+        new = captions[np.sort(first)]
+        new = new[~np.isin(frame.text[new], frame.text[own])]
+        for part in (slice(last, own.stop), new):
+            text.add(frame.text[part])
+            weight.add(frame.weight[part])
+        counts[row] += len(new)
+        last = own.stop
+    text.add(frame.text[last:])
+    weight.add(frame.weight[last:])
+    return replace(frame, captions=np.concatenate([[0], np.cumsum(counts)]), text=text.finish(), weight=weight.finish())
 
 
 def repeated(joined: Joined, frame: Frame, records: EncodedRecords) -> int:

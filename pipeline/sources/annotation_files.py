@@ -60,9 +60,8 @@ def _lists(text: str) -> Iterator[tuple[str, int]]:
 
 def refused(filesystem: Filesystem, file: str, form: str, pictures: Iterable[str] = ()) -> UserError:
     """The error for a file of one of these forms. pictures: names in the filesystem, to find those of the file."""
-    path = f"{filesystem.location.rstrip('/')}/{file}"
     return UserError(
-        f"{path}: holds {form} annotations, which are not read",
+        f"{filesystem.full_name(file)}: holds {form} annotations, which are not read",
         expected='a file with a line {"image": FILE, "text": CAPTION} for each caption',
         fix=_way(filesystem, file, form, pictures),
     )

@@ -1,19 +1,10 @@
 """The caption rule: from columns of a row to weighted caption candidates.
 
-`CaptionRule` names the columns that hold captions, their weights, and the columns of their scores. `read` takes the
-candidates from one row (of a table, a metadata file or a JSON file beside a picture); `weigh` computes their weights.
-Why several: data sets have several captions per picture (short, long, of different captioners). Choosing one per visit
-is worth more than choosing one for good, so a cache holds all of them.
-
-Weights without scores: the weight of a column is its share (Sana's `proportion`); the entries of a list share their
-column's weight.
-Weights with scores (Sana's `clipscore`): candidates whose score reaches `threshold` are drawn in proportion to weight *
-score ** `power` (power 10 is Sana's temperature 0.1). If none reaches it, the best alone is drawn. A candidate without
-a score is never drawn beside scored ones. Candidates that are never drawn are not encoded, and counted.
-
-NVlabs' trainer takes captions of columns unchanged: not stripped, and null as the empty caption. `raw` does the same;
-it is set where `text.recipe` is `nvlabs`.
-Price: a score that changes the weights changes the scan, not the encoded records.
+Data sets have several captions per picture (short, long, of different captioners). Choosing one per visit is worth more
+than choosing one for good, so a cache holds all of them. The weight of a column is its share (Sana's `proportion`),
+which the entries of a list share. Candidates with scores (Sana's `clipscore`) that reach `threshold` are drawn in
+proportion to weight * score ** `power`; if none does, the best alone. One without a score is never drawn beside scored
+ones. What is never drawn is not encoded, and counted.
 """
 
 from __future__ import annotations
@@ -69,7 +60,7 @@ class CaptionRule:
     fields: (column, weight). `a+b` is one caption: the values of both columns, joined with a comma.
     listed: whether the user listed `fields`; then text files are used only if `txt` is one of them.
     scores: (caption column, score column).
-    threshold, power: of the scores.
+    threshold, power: of the scores; power 10 is Sana's temperature 0.1.
     fallback: for a row without any of `fields`, the first of these columns that is not empty is used.
     default: the caption of a picture without captions (a value of `data.caption`); None: such pictures are rejected.
     before, after: text around every caption.

@@ -1,15 +1,10 @@
-"""Open the source that `--data` names: a folder, tars, tables or a listing, local or remote.
+"""Open the source that `--data` names: a path, a URL or a pattern (`{0000..0099}`, `*`, `?`).
 
-`open_source` takes a path, a URL or a pattern (`{0000..0099}`, `*`, `?`) and detects the format unless it is given.
-Why detection: `--data DIR` is what everybody types, for folders of pictures, of tars and of parquet alike. A folder
-with several kinds of data, at any depth, is refused with the choice, never guessed. One case is no choice: tables whose
-rows name pictures of the folder, with captions, are read, not the pictures alone. Files that are not read are counted
-in `Source.left_out`. What a format looks like is said by its `Format`; nothing here names one.
-Price: a folder is searched until a kind is known and up to `MAX_EXAMINED` files, so what follows may be of another kind
-(and is then counted as left out); a folder of pictures is listed again.
-
-Keys are relative to the folder itself; for a file to its folder; for a pattern to the folder before the first part that
-varies. So keys do not change when files are added to a set. `image_root` is relative to the same folder.
+The format is detected unless it is given; each `Format` says what it looks like, and nothing here names one. A folder
+with several kinds of data, at any depth, is refused with the choice; tables whose rows name pictures of the folder,
+with captions, are no other kind. Up to `MAX_EXAMINED` files are looked at; what follows of another kind is left out.
+Keys are relative to the folder; for a file to its folder; for a pattern to the folder before the first part that
+varies, so they do not change when files are added to a set.
 """
 
 from __future__ import annotations

@@ -77,7 +77,11 @@ def is_url(name: str) -> bool:
 
 def has_surrogates(text: str) -> bool:
     """Whether a text has surrogates: it is not UTF-8, or a JSON escape stands for half a character."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def unsafe_reason(name: str) -> str | None:

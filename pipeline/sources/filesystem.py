@@ -62,6 +62,14 @@ class Unreadable(OSError):
         return cls(f"{escaped(name)}: {escaped(error_text(error))}")
 
 
+def or_unreadable(read: Callable[..., T], *args: Any) -> T | Unreadable:
+    """The result, or the error in place of it."""
+    try:
+        return read(*args)
+    except Unreadable as error:
+        return error
+
+
 def is_read_error(error: BaseException) -> bool:
     """Whether bytes could not be read. Errors of bytes that were read have no number, or come from a seek to a place
     that a damaged header names."""
@@ -91,6 +99,10 @@ class Filesystem(ABC):
     def roots(self) -> tuple[str, ...]:
         """The root as absolute names may write it."""
         return (self.location,)
+
+    def full_name(self, name: str) -> str:
+        """For messages."""
+        return f"{self.location.rstrip('/')}/{name}"
 
     def key(self, name: str, folder: str) -> str:
         """The name within the root of a file that a table names: relative to `folder`, or absolute and below the root.
@@ -158,11 +170,11 @@ class Filesystem(ABC):
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         """`read` of many small files; for a file that fails, the error."""
-        return [self._read_one(name, limit) for name in names]
+        return [or_unreadable(self.read, name, limit) for name in names]
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
         """`stat` of many files; for a file that fails, the error."""
-        return {name: self._stat_one(name) for name in names}
+        return {name: or_unreadable(self.stat, name) for name in names}
 
     def require(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """`stat` of files that the user named.
@@ -188,18 +200,6 @@ class Filesystem(ABC):
                 fix=error.fix or suggestion(first, others, fix),
             )
         return stats
-
-    def _stat_one(self, name: str) -> tuple[int, int] | Unreadable:
-        try:
-            return self.stat(name)
-        except Unreadable as error:
-            return error
-
-    def _read_one(self, name: str, limit: int) -> bytes | Unreadable:
-        try:
-            return self.read(name, limit)
-        except Unreadable as error:
-            return error
 
     def refresh(self) -> None:  # noqa: B027 - a disk caches nothing
         """Drop cached listings and file contents."""
@@ -293,16 +293,20 @@ class LocalFilesystem(Filesystem):
         return retrying.when_reachable(read, self.location, self.patience_s)
 
     def find(self) -> Iterator[str]:
+        for name, entry in self.walk():
+            if not entry.name.startswith(".") and not self.is_folder(entry):
+                yield name
+
+    def walk(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """All that is no folder to enter: files, and what is hidden, and linked folders."""
         folders = deque([""])
         while folders:  # level by level, so that a few names show what there is
             folder = folders.popleft()
             for entry in self.entries(folder):
                 name = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.name.startswith("."):
-                    continue
-                if not self.is_folder(entry):
-                    yield name
-                elif not entry.is_symlink():
+                if entry.name.startswith(".") or not self.is_folder(entry) or entry.is_symlink():
+                    yield name, entry
+                else:
                     folders.append(name)
 
     def entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
@@ -368,20 +372,19 @@ class LocalFilesystem(Filesystem):
         return status.st_size, status.st_mtime_ns
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        with self.open(name) as stream:
-            try:
-                return stream.read() if limit is None else stream.read(limit + 1)
-            except OSError as error:
-                raise Unreadable.of(name, error) from None
+        return self._read(name, 0, -1 if limit is None else limit + 1)
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
+        return check_length(name, self._read(name, offset, length), offset, length)
+
+    def _read(self, name: str, offset: int, length: int) -> bytes:
         with self.open(name) as stream:
             try:
-                stream.seek(offset)
-                data = stream.read(length)
+                if offset:
+                    stream.seek(offset)
+                return stream.read(length)
             except (OSError, ValueError) as error:
                 raise Unreadable.of(name, error) from None
-        return check_length(name, data, offset, length)
 
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         path = self.path(name)

@@ -6,7 +6,6 @@ import os
 import posixpath
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -23,7 +22,7 @@ from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
 from pipeline.sources import annotation_files
-from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import (
     EXTENSIONS,
     base,
@@ -45,6 +44,8 @@ from pipeline.sources.metadata_files import (
     MetadataReader,
     PictureRows,
     Pictures,
+    check_caption_columns,
+    no_column,
 )
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reasons import EXAMPLES, Kinds
@@ -222,20 +223,6 @@ class Listing:
                     at += 1
 
 
-@dataclass
-class _PictureCaptions:
-    """Captions of one picture from all its files.
-
-    problems: captions that cannot be used.
-    without: .json files without a caption column; they may serve for their other columns.
-    """
-
-    candidates: list[CaptionCandidate] = field(default_factory=list)
-    problems: list[Reject] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
-
-
 class FolderSource(PrefetchedSource):
     """A folder of pictures, searched recursively.
 
@@ -302,12 +289,6 @@ class FolderSource(PrefetchedSource):
     def stat(self, place: Place) -> tuple[int, int]:
         return self.filesystem.stat(place.item)
 
-    def read(self, place: Place) -> bytes:
-        return self.filesystem.read(place.item)
-
-    def head(self, place: Place, length: int) -> bytes:
-        return self.filesystem.read(place.item, length)
-
     def _range(self, place: Place) -> FileRange:
         return FileRange(place.item)
 
@@ -332,7 +313,7 @@ class FolderSource(PrefetchedSource):
             what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
             kinds = "\n" + "\n".join(self.ignored.ranked().lines()) if self.ignored.total else "an empty folder"
             raise UserError(
-                f"the data folder {metadata.root!r} holds no picture",
+                f"the data folder {self.location!r} holds no picture",
                 expected="files that end in .jpg, .png, .webp, .tif, ... (in subfolders, too)",
                 found=": ".join(filter(None, [what, kinds])),
                 fix=way,
@@ -356,20 +337,13 @@ class FolderSource(PrefetchedSource):
 
     def _walk(self, disk: LocalFilesystem, found: _Found) -> Iterator[tuple[str, str | None]]:
         """The files that are not hidden, and why each must not be used, or None."""
-        folders = [""]
-        while folders:
-            folder = folders.pop()
-            for entry in disk.entries(folder):
-                key = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.name.startswith("."):
-                    self._ignore("hidden", 1, [key])
-                elif not disk.is_folder(entry):
-                    yield key, _problem(entry, key, disk) if _is_data(entry.name) else None
-                elif entry.is_symlink():
-                    reason = "is a linked folder; move or mount its pictures under the root"
-                    found.rejects.add(escaped(key), reason)
-                else:
-                    folders.append(key)
+        for key, entry in disk.walk():
+            if entry.name.startswith("."):
+                self._ignore("hidden", 1, [key])
+            elif disk.is_folder(entry):
+                found.rejects.add(escaped(key), "is a linked folder; move or mount its pictures under the root")
+            else:
+                yield key, _problem(entry, key, disk) if _is_data(entry.name) else None
 
     def _is_picture(self, key: str, problem: str | None, found: _Found) -> bool:
         """Whether a file is a usable picture by its name; another one is added to `found` or ignored. problem: why it
@@ -397,26 +371,11 @@ class FolderSource(PrefetchedSource):
 
     def _read_metadata(self, metadata: MetadataReader, file: str, pictures: ItemRows) -> None:
         """Read the rows of one metadata file."""
-        rows, columns = metadata.read(file)
-        path = metadata.path(file)
-        if columns and FILE_COLUMN not in columns:
-            raise UserError(
-                f"{path} has no column {FILE_COLUMN!r}",
-                expected=f"the columns {FILE_COLUMN!r} and {metadata.caption_columns}",
-                found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
-                fix=f"rename the column that names the pictures to {FILE_COLUMN!r} in {path}",
-            )
-        alternative = f", or remove {path} if the captions are in .txt files"
-        metadata.check_columns(file, columns, FILE_COLUMN, alternative)
-        folder = posixpath.dirname(file)
-
-        def names() -> Iterator[tuple[str, dict[str, Any], str]]:
-            for line, row in rows:
-                key = metadata.key(f"{file}:{line}", row, FILE_COLUMN, folder)
-                if key is not None:
-                    yield f"{file}:{line}", row, key
-
-        source = names()
+        keyed = (
+            (where, row, metadata.key(where, row, FILE_COLUMN, posixpath.dirname(file)))
+            for where, row in metadata.rows(file)
+        )
+        source = ((where, row, key) for where, row, key in keyed if key is not None)
         while named := list(islice(source, METADATA_BATCH)):
             spelled = [spellings(key) for *_, key in named]
             known = iter((pictures.find(list(chain.from_iterable(spelled))) >= 0).tolist())
@@ -431,6 +390,12 @@ class FolderSource(PrefetchedSource):
                 name = row[FILE_COLUMN]
                 reason = f"names {name!r}, which {state} as a picture under {posixpath.dirname(key) or '.'}"
                 metadata.reject(where, reason)
+        path, columns = self.filesystem.full_name(file), metadata.columns
+        if columns and FILE_COLUMN not in columns:
+            fix = f"rename the column that names the pictures to {FILE_COLUMN!r} in {path}"
+            raise no_column(self.filesystem, file, repr(FILE_COLUMN), columns, fix)
+        alternative = f", or remove {path} if the captions are in .txt files"
+        check_caption_columns(self.filesystem, file, self.rule, columns, FILE_COLUMN, alternative)
 
     # ------------------------------------------------------------ items
 
@@ -451,26 +416,21 @@ class FolderSource(PrefetchedSource):
         """An item and its rejects. contents: of the caption files; rows: from the metadata files."""
         name = posixpath.basename(stem(key))
         columns, contents = self._split_sample_files(key, contents)
-        picture = _PictureCaptions()
+        picture = PictureRows()
         if columns.captions:
             captions = self.rule.read(columns.captions, columns.scores)
             picture.candidates += captions.candidates
-            picture.problems += [Reject(key, reason) for reason in captions.problems]
-        for file, content in contents.items():
-            self._add_content(picture, file, content, columns.scores)
-        row_problems: list[tuple[str, str]] = []
+            picture.problems += [(key, reason) for reason in captions.problems]
+        without = [self._add_content(picture, file, content, columns.scores) for file, content in contents.items()]
         if rows is not None:
-            picture.candidates += rows.candidates
-            picture.meta = {**rows.meta, **picture.meta}
-            row_problems = rows.problems
+            picture.add(rows)
         weighted = self._weighted(picture.candidates, key)
         if weighted:
-            for file, problem in [(p.key, p.reason) for p in picture.problems] + row_problems:
+            for file, problem in picture.problems:
                 self._note(file, problem)
             yield Item(key, weighted, picture.meta)
             return
-        reasons = [f"{p.key} {p.reason}" for p in picture.problems] + picture.without
-        reasons += [f"{where} {problem}" for where, problem in row_problems]
+        reasons = [f"{where} {problem}" for where, problem in picture.problems] + list(filter(None, without))
         if reasons:
             yield Reject(key, "has no usable caption: " + "; ".join(reasons))
         else:
@@ -493,16 +453,17 @@ class FolderSource(PrefetchedSource):
         return columns, others
 
     def _add_content(
-        self, picture: _PictureCaptions, file: str, content: str | dict[str, Any] | Reject, scores: dict[str, Any]
-    ) -> None:
-        """Add one caption file. scores: by column, for the text file."""
+        self, picture: PictureRows, file: str, content: str | dict[str, Any] | Reject, scores: dict[str, Any]
+    ) -> str | None:
+        """Add one caption file. scores: by column, for the text file. The result says that a .json file has no caption
+        column, though it may serve for its other columns."""
         if isinstance(content, Reject):
-            picture.problems.append(content)
+            picture.problems.append((content.key, content.reason))
         elif isinstance(content, str):
             if content:
                 picture.candidates.append(self.rule.text_file(content, scores))
             else:
-                picture.problems.append(Reject(file, "is empty"))
+                picture.problems.append((file, "is empty"))
         else:
             captions = self.rule.read(content)
             picture.candidates += captions.candidates
@@ -510,9 +471,10 @@ class FolderSource(PrefetchedSource):
             picture.meta = {**others, **picture.meta}
             reason = "; ".join(captions.problems)
             if reason and any(column in content for column in self.rule.columns):
-                picture.problems.append(Reject(file, reason))
+                picture.problems.append((file, reason))
             elif reason:
-                picture.without.append(f"{file} {reason}")
+                return f"{file} {reason}"
+        return None
 
 
 class Folder(Format):

@@ -14,7 +14,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -24,9 +24,9 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import escaped, has_surrogates, is_url, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reason
 from pipeline.sources.links import REQUESTS, Links
-from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns
+from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns, no_column
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
-from pipeline.sources.source import FilesSource, Fragment, Item, ListedItems, Part, Place, Reject
+from pipeline.sources.source import FilesSource, Fragment, Given, Item, ListedItems, Part, Place, Reject
 
 ADDRESS = "@"
 """In `Place.where` of a link, before the digest of its address."""
@@ -42,7 +42,15 @@ FIRST_ROWS = 64
 class LinkTables(FilesSource):
     """Tables of which some may hold links."""
 
-    links: Links
+    def __init__(self, given: Given, files: Iterable[str]):
+        super().__init__(given.filesystem, files, given.rule, given.name)
+        config = given.config
+        self.image_field, self.image_root, self.retries_links = (
+            config.image_field,
+            config.image_root,
+            config.retry_links,
+        )
+        self.links = Links(config.max_bytes, config.link_timeout_s, given.patience_s, config.allow_links)
 
     @abstractmethod
     def _names_links(self, name: str) -> bool:
@@ -55,6 +63,20 @@ class LinkTables(FilesSource):
         Raises:
             Unreadable: the row cannot be read.
         """
+
+    def _captioned(self, place: Place, values: dict[str, Any], rule: CaptionRule) -> Item | Reject:
+        """The item of a row, or why it is none. values: of the columns beside the picture."""
+        key, row = place.item, rule.read(values)
+        captions = self._weighted(row.candidates, key)
+        if any(has_surrogates(text) for text, _ in captions):
+            return Reject(key, "its caption is not valid Unicode")
+        problems = "; ".join(row.problems)
+        if not captions:
+            return Reject(key, problems)
+        if problems:
+            self._note(key, problems)
+        meta = {column: value for column, value in values.items() if column not in rule.columns}
+        return Item(key, captions, meta, place.part, place.where)
 
     def _fetch(self, place: Place, address: str) -> bytes:
         """The picture behind a link. address: its digest when the table was listed."""
@@ -100,32 +122,19 @@ class LinkTables(FilesSource):
             yield self.read
             return
         ranges = ((place, FileRange(item)) for item, place in links.items())
-        with RangePrefetch(_Reads(lambda item: self.read(links[item])), ranges, self.read, REQUESTS) as prefetch:
+        with RangePrefetch(lambda at: self.read(links[at.file]), ranges, self.read, REQUESTS) as prefetch:
             yield prefetch.read
 
 
 class LinkListing(LinkTables):
-    """Rows of JSONL or CSV files whose pictures are links.
-
-    Args: as for `pipeline.sources.tables.ListingSource`; `links` fetches the pictures.
-    """
+    """Rows of JSONL or CSV files whose pictures are links."""
 
     format = "links"
     has_links = True
     WHERE = re.compile(rf"(?P<start>\d+)\+(?P<length>\d+){ADDRESS}(?P<address>[0-9a-f]{{16}})")
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        files: Iterable[str],
-        rule: CaptionRule,
-        name: str,
-        *,
-        image_field: str | None,
-        links: Links | None,
-    ):
-        super().__init__(filesystem, files, rule, name)
-        self.image_field, self.links = image_field, links or Links()
+    def __init__(self, given: Given, files: Iterable[str]):
+        super().__init__(given, files)
         self._headers: dict[str, bytes] = {}
 
     def part(self, name: str) -> Iterator[Item | Reject]:
@@ -152,11 +161,8 @@ class LinkListing(LinkTables):
     def _check(self, name: str, column: str | None, rule: CaptionRule, row: dict[str, Any]) -> None:
         """Raises a UserError if the first row has no column of links, or of captions."""
         if column is None or column not in row:
-            raise UserError(
-                f"{self.location}/{name} has no column " + (repr(column) if column else "of links"),
-                found="the columns " + ", ".join(repr(escaped(other)) for other in row),
-                fix="--set data.image_field=COLUMN",
-            )
+            what = repr(column) if column else "of links"
+            raise no_column(self.filesystem, name, what, row, "--set data.image_field=COLUMN")
         check_caption_columns(self.filesystem, name, rule, list(row), column)
 
     def _item(
@@ -170,17 +176,7 @@ class LinkListing(LinkTables):
             yield Reject(key, f"names {shown(url)!r}: is no link, in a table of links")
             return
         values = {other: value for other, value in row.items() if other != column}
-        read = rule.read(values)
-        captions = self._weighted(read.candidates, key)
-        if any(has_surrogates(text) for text, _ in captions):
-            yield Reject(key, "its caption is not valid Unicode")
-        elif not captions:
-            yield Reject(key, "; ".join(read.problems))
-        else:
-            if read.problems:
-                self._note(key, "; ".join(read.problems))
-            meta = {other: value for other, value in values.items() if other not in rule.columns}
-            yield Item(key, captions, meta, part, f"{place}{ADDRESS}{digest_of(url)}")
+        yield self._captioned(Place(key, part, f"{place}{ADDRESS}{digest_of(url)}"), values, rule)
 
     def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
         """As `Source.fragments`; but fetching takes long, so also a file with a stamp is cut."""
@@ -213,20 +209,6 @@ class LinkListing(LinkTables):
         row = next((row for _, row in RowReader(part, io.BytesIO(data)) if isinstance(row, dict)), {})
         url = row.get(self.image_field or link_column(row) or "")
         return url if isinstance(url, str) else None
-
-
-@dataclass(frozen=True)
-class _Reads:
-    """A function as the remote files of a prefetch."""
-
-    by_key: Callable[[str], bytes]
-    is_remote: bool = True
-
-    def read(self, name: str, limit: int | None = None) -> bytes:
-        return self.by_key(name)
-
-    def read_range(self, name: str, offset: int, length: int) -> bytes:
-        return self.by_key(name)[offset : offset + length]
 
 
 def link_column(row: dict[str, Any]) -> str | None:

@@ -1,15 +1,10 @@
 """Links: pictures that rows of tables name by URL, on web servers of other people or in object stores.
 
-`Links.read` fetches one picture within a time and a size limit; any number of threads may call it, and `REQUESTS` of
-them are under way at once. A link without a picture raises `DeadLink` and never ends the job: in tables of the web a
-tenth of the links and more are dead. If `SILENT` links in a row get no answer at all, the last link that did answer is
-asked again, for up to `patience_s`: either those hosts are dead, or the network is, which ends the job.
-A table is often made by others, so it reaches public web servers only, unless `data.allow_links` opens more: each
-socket's address is checked before it is connected, so also behind a redirect or a name that changes.
-Why not `RemoteFilesystem`: it serves one server, which is worth waiting for; here every picture may have its own.
-Why a loop of our own: drivers look up names in a few threads, where some dead name servers would hold up everything.
-Price: a slow host counts as dead after the time limit. Only the name of the host appears in messages and documents:
-paths and queries may be credentials.
+A link without a picture raises `DeadLink` and never ends the job: in tables of the web a tenth of the links and more
+are dead. A table is often made by others, so it reaches public web servers only, unless `data.allow_links` opens more:
+each socket's address is checked before it is connected, so also behind a redirect. Messages and documents name only the
+host of a link: paths and queries may be credentials. Each picture may have its own server, so there is no
+`RemoteFilesystem`, and names are looked up in many threads, where dead name servers do not hold up the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """JSONL, JSON and CSV files whose rows name pictures: metadata.jsonl / metadata.csv in a folder, and listings.
 
 Rows pass through temporary files, since those that name one picture may stand anywhere: memory does not grow with them.
-Price: a row is written twice, since the columns of JSON rows are known at the end of the file only.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import pyarrow as pa
 
-from pipeline.cache.arrow import batches
 from pipeline.cache.item_rows import ItemGroups
 from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
@@ -27,7 +25,7 @@ from pipeline.errors import UserError
 from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, Unreadable
+from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
@@ -46,7 +44,6 @@ _MARKS = {
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
-_ROWS = pa.schema([("line", pa.int64()), ("row", pa.large_binary())])
 _NAMED = pa.schema([("item", pa.string()), ("row", pa.large_binary())])
 REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 
@@ -63,6 +60,12 @@ class PictureRows:
     problems: list[tuple[str, str]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
 
+    def add(self, other: PictureRows) -> None:
+        self.candidates += other.candidates
+        self.problems += other.problems
+        for column, value in other.meta.items():
+            self.meta.setdefault(column, value)
+
 
 class Pictures:
     """What the rows say about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
@@ -77,33 +80,21 @@ class Pictures:
     def _merged(self, rows: list[int]) -> PictureRows:
         picture = PictureRows()
         for row in rows:
-            candidates, problems, meta = pickle.loads(self._table.column("row")[row].as_buffer())
-            picture.candidates += candidates
-            picture.problems += problems
-            for column, value in meta.items():
-                picture.meta.setdefault(column, value)
+            picture.add(PictureRows(*pickle.loads(self._table.column("row")[row].as_buffer())))
         return picture
 
 
-class _Rows:
-    """(line number, values by column) of a file, in temporary files."""
-
-    def __init__(self, table: pa.Table):
-        self._table = table
-
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for batch in batches(self._table):
-            for line, row in zip(*batch.columns, strict=True):
-                yield line.as_py(), pickle.loads(row.as_buffer())
-
-
 class MetadataReader:
-    """Reads metadata files of one source. Rows that name pictures and rejects are in temporary files."""
+    """Reads metadata files of one source. Rows that name pictures and rejects are in temporary files.
+
+    Attributes:
+        columns: of the file that is read, in order of appearance, as far as its rows have been read.
+    """
 
     def __init__(self, filesystem: Filesystem, rule: CaptionRule, scratch: Scratch):
         self.filesystem, self.rule, self._scratch = filesystem, rule, scratch
         self._named, self._rejects = scratch.row_writer(_NAMED), scratch.row_writer(REJECTS)
-        self.root = _root(filesystem)
+        self.columns: dict[str, None] = {}
 
     def finish(self) -> tuple[pa.Table, Pictures, pa.Table]:
         """The rows that name a picture (column `item`), what they say, and the rejects (`REJECTS`); nothing can be read
@@ -115,40 +106,26 @@ class MetadataReader:
         """Note a row that cannot be used."""
         self._rejects.add(where, reason)
 
-    def path(self, file: str) -> str:
-        """The file's full name, for messages."""
-        return _path(self.filesystem, file)
-
-    def read(self, file: str) -> tuple[Iterable[tuple[int, dict[str, Any]]], list[str]]:
-        """(line number, values by column) of the rows of a file, and its columns in order of appearance; lines that are
-        no row become rejects."""
-        rows, any_line = self._scratch.row_writer(_ROWS), False
+    def rows(self, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(`FILE:LINE`, values by column) of the rows of a file; lines that are no row become rejects."""
+        any_line = False
         reader = RowReader(file, self.filesystem.lines(file))
+        self.columns = reader.columns
         try:
             for line, row in reader:
                 any_line = True
                 if isinstance(row, str):
                     self.reject(f"{file}:{line}", row)
                 else:
-                    rows.add(line, pickle.dumps(row))
+                    yield f"{file}:{line}", row
         except OSError as error:
             raise UserError(
-                f"{self.root}: a file of captions cannot be read",
+                f"{self.filesystem.location}: a file of captions cannot be read",
                 found=error if isinstance(error, Unreadable) else f"{escaped(file)}: {error_text(error)}",
                 fix="make it readable, or move it away",
             ) from None
         if not any_line:
             self.reject(file, "holds no row")
-        return _Rows(rows.finish()), list(reader.columns)
-
-    @property
-    def caption_columns(self) -> str:
-        """The columns that the rule reads and the setting that names them, for messages."""
-        return _caption_columns(self.rule)
-
-    def check_columns(self, file: str, columns: list[str], file_column: str, alternative: str = "") -> None:
-        """Raises a UserError if no caption column exists. alternative: appended to the fix."""
-        check_caption_columns(self.filesystem, file, self.rule, columns, file_column, alternative)
 
     def key(self, where: str, row: dict[str, Any], column: str, folder: str) -> str | None:
         """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used."""
@@ -171,7 +148,7 @@ class MetadataReader:
 
 
 def check_caption_columns(
-    filesystem: Filesystem, file: str, rule: CaptionRule, columns: list[str], picture: str, alternative: str = ""
+    filesystem: Filesystem, file: str, rule: CaptionRule, columns: Collection[str], picture: str, alternative: str = ""
 ) -> None:
     """Raises a UserError if a table has no caption column. picture: the column of the picture, or of its file;
     alternative: appended to the fix."""
@@ -179,27 +156,18 @@ def check_caption_columns(
         return
     if annotation_files.TURNS in columns:
         raise annotation_files.refused(filesystem, file, "LLaVA")
-    path = _path(filesystem, file)
     likely = rule.likely(column for column in columns if column != picture)
-    fix = setting("data.caption_field", likely) if likely else f"add a caption column to {path}"
-    raise UserError(
-        f"{path} has no column {rule.columns[0]!r}",
-        expected=f"the columns {picture!r} and {_caption_columns(rule)}",
-        found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
-        fix=fix + alternative,
-    )
+    fix = setting("data.caption_field", likely) if likely else f"add a caption column to {filesystem.full_name(file)}"
+    expected = f"the columns {picture!r} and {' or '.join(map(repr, rule.columns))} ({rule.setting})"
+    raise no_column(filesystem, file, repr(rule.columns[0]), columns, fix + alternative, expected)
 
 
-def _root(filesystem: Filesystem) -> str:
-    return str(filesystem.root) if isinstance(filesystem, LocalFilesystem) else filesystem.location
-
-
-def _path(filesystem: Filesystem, file: str) -> str:
-    return f"{_root(filesystem).rstrip('/')}/{file}"
-
-
-def _caption_columns(rule: CaptionRule) -> str:
-    return " or ".join(map(repr, rule.columns)) + f" ({rule.setting})"
+def no_column(
+    filesystem: Filesystem, file: str, what: str, columns: Iterable[str], fix: str, expected: str | None = None
+) -> UserError:
+    """The error for a table with other columns. what: the column that is missing."""
+    found = "the columns " + ", ".join(repr(escaped(column)) for column in columns)
+    return UserError(f"{filesystem.full_name(file)} has no column {what}", expected=expected, found=found, fix=fix)
 
 
 class RowReader:
@@ -275,7 +243,7 @@ class RowReader:
         for line, text in enumerate(self._texts(), start=1):
             if text.strip():
                 place = self._end - len(self._bytes(text)), self._end
-                yield line, place, parse_json(text) if _is_unicode(text) else "is not UTF-8"
+                yield line, place, "is not UTF-8" if has_surrogates(text) else parse_json(text)
 
     def _json(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
         text, number = _JsonText(self._texts(), self._bytes), 0
@@ -416,17 +384,8 @@ def _json_row(key: Any, value: Any) -> dict[str, Any] | str:
     if not isinstance(value, dict):
         where = "" if key is None else f"under {short_repr(key)} "
         return f"holds {where}{short_repr(value)}, no row; write a .jsonl, one object for each picture in a line"
-    if not _is_unicode(json.dumps([key, value], ensure_ascii=False)):
+    if has_surrogates(json.dumps([key, value], ensure_ascii=False)):
         return "has an escape that stands for half a character, which is not valid Unicode"
     if key is None or not value.keys().isdisjoint((*NAME_COLUMNS, *LINK_COLUMNS)):
         return value
     return {FILE_COLUMN: key, **value}
-
-
-def _is_unicode(text: str) -> bool:
-    """As `not has_surrogates`, and fast."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

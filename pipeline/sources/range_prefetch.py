@@ -1,13 +1,9 @@
 """Range prefetch: fetch remote pictures before they are needed, neighbours in one request.
 
-`RangePrefetch` is given the places in about the order of reading. Members of one file with at most `GAP` bytes between
-them are fetched by one request of at most `REQUEST` bytes; up to `PARALLEL_REQUESTS` requests are in flight.
-Why: a request takes some 10 to 100 ms, so pictures of 100 KB fetched one by one arrive at a few MB/s.
-Price: up to `WINDOW` bytes (and one request per reading thread) wait in memory; the bytes in the gaps are transferred
-in vain.
-
-If a request fails, each of its pictures is read separately and has its own error. The same happens on a server that
-turns out not to support ranges: it would answer many parallel requests with many whole files.
+A request takes some 10 to 100 ms, so pictures of 100 KB fetched one by one arrive at a few MB/s. Members of one file
+with at most `GAP` bytes between them are fetched by one request of at most `REQUEST` bytes; up to `PARALLEL_REQUESTS`
+are in flight. If a request fails, each of its pictures is read separately and has its own error.
+Price: up to `WINDOW` bytes (and one request per reading thread) wait in memory; bytes in gaps are transferred in vain.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from pipeline.sources.filesystem import Unreadable
 
@@ -27,17 +23,6 @@ GAP = 1 << 20
 REQUEST = 32 << 20
 WINDOW = 128 << 20
 PARALLEL_REQUESTS = 16
-
-
-class RemoteFiles(Protocol):
-    """What is needed of a `Filesystem`."""
-
-    @property
-    def is_remote(self) -> bool: ...
-
-    def read(self, name: str, limit: int | None = None) -> bytes: ...
-
-    def read_range(self, name: str, offset: int, length: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +47,7 @@ class RangePrefetch(Generic[K]):
     """Reads each key once, ahead of its use.
 
     Args:
+        fetch: reads a range of a file.
         ranges: (key, range) in about the order of reading.
         read_alone: reads a single key: one that is not in `ranges`, is read again, or whose request failed.
         requests: how many are in flight; a file of unknown size occupies so large a part of the window.
@@ -69,13 +55,13 @@ class RangePrefetch(Generic[K]):
 
     def __init__(
         self,
-        filesystem: RemoteFiles,
+        fetch: Callable[[FileRange], bytes],
         ranges: Iterable[tuple[K, FileRange]],
         read_alone: Callable[[K], bytes],
         requests: int = PARALLEL_REQUESTS,
     ):
         self._whole = WINDOW // requests
-        self._filesystem, self._read_alone = filesystem, read_alone
+        self._fetch, self._read_alone = fetch, read_alone
         self._ranges = dict(ranges)
         self._request_of = {key: request for request in _requests(self._ranges) for key in request.keys}
         self._waiting = deque(dict.fromkeys(id(self._request_of[key]) for key in self._ranges))
@@ -126,7 +112,8 @@ class RangePrefetch(Generic[K]):
     def _start(self, request: _Request[K]) -> Future[bytes]:
         if request.future is None:
             self._bytes_in_window += self._weight(request)
-            request.future = self._pool.submit(self._fetch, request)
+            at = FileRange(request.file, request.offset, request.length)
+            request.future = self._pool.submit(self._fetch, at)
         return request.future
 
     def _fill(self) -> None:
@@ -138,13 +125,6 @@ class RangePrefetch(Generic[K]):
                     return
                 self._start(request)
             self._waiting.popleft()
-
-    def _fetch(self, request: _Request[K]) -> bytes:
-        if not self._filesystem.is_remote:
-            raise Unreadable(f"{request.file}: is not prefetched")
-        if request.length is None:
-            return self._filesystem.read(request.file)
-        return self._filesystem.read_range(request.file, request.offset, request.length)
 
 
 def _requests(ranges: dict[K, FileRange]) -> Iterable[_Request[K]]:

@@ -1,16 +1,10 @@
 """Files behind a URL: object stores, web servers and the Hugging Face hub, through fsspec.
 
-`RemoteFilesystem` has the operations of `LocalFilesystem`. Ranges are read by range requests. A file that will be read
-completely (a tar during a scan) is spooled: its blocks are cached in a temporary file, so each is transferred once.
-The length of every answer is checked: a web server without ranges silently sends the whole file. This is detected at
-the first answer; from then on its files are transferred whole, once, into the temporary file.
-Price: temporary files of up to `SPOOL_BYTES` together (at most half of the free space there); from a server without
-ranges a file is transferred again whenever its temporary file has been evicted.
-
-`find_with_sizes` keeps what the server says of each file in temporary tables, so that a folder of any size fits into
-memory and no file needs a request for its size.
-
-Every error of a driver that concerns one file becomes `Unreadable`, after retries where they may help.
+Ranges are read by range requests. A file that will be read completely (a tar during a scan) is spooled: its blocks are
+stored in a temporary file, so each is transferred once. A web server without ranges silently sends the whole file; that
+is detected at the first answer, and from then on its files are transferred whole, into the temporary file.
+Price: temporary files of up to `SPOOL_BYTES` together (at most half of the free space there). Every error of a driver
+that concerns one file becomes `Unreadable`, after retries where they may help.
 """
 
 from __future__ import annotations
@@ -24,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -42,7 +37,7 @@ from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError, expanded
 from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason
-from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length
+from pipeline.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length, or_unreadable
 from pipeline.urls import strip_credentials
 
 BLOCK = 4 << 20
@@ -139,11 +134,7 @@ class RemoteFilesystem(Filesystem):
                     if name and not name.endswith("/") and not _is_hidden(name):
                         yield name, info
         except Unreadable as error:
-            reason = str(error).removeprefix("cannot be listed: ")
-            raise UserError(
-                f"{self.location}: cannot be listed: {reason}",
-                fix=error.fix or "check the address and who may read it",
-            ) from None
+            raise self._unlisted("", error) from None
 
     def find_with_sizes(self, scratch: Scratch) -> Iterator[str]:
         if self._web:  # its pages say no sizes
@@ -164,11 +155,7 @@ class RemoteFilesystem(Filesystem):
         except Unreadable as error:
             if self._web and retrying.http_status(error) in (401, 403, 405, 501):
                 return []  # many web servers do not list folders
-            reason = str(error).removeprefix(f"{escaped(folder)}: ").removeprefix("cannot be listed: ")
-            raise UserError(
-                f"{self.location}/{folder}: cannot be listed: {reason}",
-                fix=error.fix or "check who may list the bucket",
-            ) from None
+            raise self._unlisted(folder, error) from None
         names = []
         for info in entries:
             name = self._name(str(info["name"]))
@@ -177,6 +164,13 @@ class RemoteFilesystem(Filesystem):
                 if not self._web:
                     self._remember(name, info)
         return sorted(names)
+
+    def _unlisted(self, folder: str, error: Unreadable) -> UserError:
+        reason = str(error).removeprefix(f"{escaped(folder)}: ").removeprefix("cannot be listed: ")
+        return UserError(
+            f"{self.full_name(folder).rstrip('/')}: cannot be listed: {reason}",
+            fix=error.fix or "check the address and who may list it",
+        )
 
     def refresh(self) -> None:
         self.fs.invalidate_cache()
@@ -222,14 +216,14 @@ class RemoteFilesystem(Filesystem):
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-            return list(pool.map(lambda name: self._read_one(name, limit), names))
+            return list(pool.map(lambda name: or_unreadable(self.read, name, limit), names))
 
     def stat_many(self, names: Iterable[str]) -> dict[str, tuple[int, int] | Unreadable]:
         wanted = list(names)
         known = dict(zip(wanted, self._known_of(wanted), strict=True))
         missing = [name for name, described in known.items() if described is None]
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-            asked = dict(zip(missing, pool.map(self._stat_one, missing), strict=True))
+            asked = dict(zip(missing, pool.map(partial(or_unreadable, self.stat), missing), strict=True))
         return {name: asked[name] if described is None else _seen(described) for name, described in known.items()}
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:

@@ -27,7 +27,7 @@ from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import escaped, extension, kind_of_file
-from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.filesystem import Filesystem, Unreadable, or_unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
 from pipeline.sources.reasons import Kinds, kind
 
@@ -266,13 +266,32 @@ class PrefetchedSource(Source):
     def is_remote(self) -> bool:
         return self.filesystem.is_remote
 
+    def read(self, place: Place) -> bytes:
+        return self._read_range(self._range(place))
+
+    def head(self, place: Place, length: int) -> bytes:
+        at = self._range(place)
+        if at.size is None:
+            return self.filesystem.read(at.file, length)
+        return self.filesystem.read_range(at.file, at.offset, min(at.size, length))
+
     @contextmanager
     def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
         if not self.is_remote:
             yield self.read
             return
-        with RangePrefetch(self.filesystem, self._ranges(places), self.read) as prefetch:
+        with RangePrefetch(self._prefetched, self._ranges(places), self.read) as prefetch:
             yield prefetch.read
+
+    def _prefetched(self, at: FileRange) -> bytes:
+        if not self.is_remote:  # many whole files would answer many requests
+            raise Unreadable(f"{at.file}: its server turned out to have no ranges")
+        return self._read_range(at)
+
+    def _read_range(self, at: FileRange) -> bytes:
+        if at.size is None:
+            return self.filesystem.read(at.file)
+        return self.filesystem.read_range(at.file, at.offset, at.size)
 
     def _ranges(self, places: Iterable[Place]) -> Iterator[tuple[Place, FileRange]]:
         for place in places:
@@ -461,10 +480,7 @@ class ListedItems:
         stats: Stats = {}
         for entry in self._of(rows):
             if isinstance(entry, Item):
-                try:
-                    stats[entry.key] = source.stat(entry.place)
-                except Unreadable as error:
-                    stats[entry.key] = error
+                stats[entry.key] = or_unreadable(source.stat, entry.place)
         return stats
 
     def _identity(self, rows: tuple[int, int], stats: Stats) -> bytes:

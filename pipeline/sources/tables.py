@@ -1,14 +1,9 @@
 """Tables of pictures: parquet files with image bytes, file names or links, and JSONL or CSV listings of files.
 
-`ParquetSource` reads parquet files (each is a part of the source) with Hugging Face's image struct {bytes, path}, a
-column of bytes, or a column of names or URLs. `ListingSource` reads rows of JSONL or CSV that name files.
 Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
-listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table;
-rows with absolute names or `..` are rejected.
-The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`); names
-of the other kind are rejected.
-Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory: reading in about the
-order of the table decodes each group once, reading in random order once per picture. A row group above
+listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table.
+The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`).
+Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory; a row group above
 `MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
 """
 
@@ -33,12 +28,11 @@ from pipeline.config import setting
 from pipeline.errors import UserError
 from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, has_surrogates, shown, stem
+from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, shown, stem
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
-from pipeline.sources.links import Links
-from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns
+from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns, no_column
 from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source, Stats
 
 RULE = "parquet-2"
@@ -70,32 +64,18 @@ class ListingSource(FolderSource):
     Rows that name the same file become one item with all their captions. A missing file is noticed when it is read, and
     becomes a reject.
 
-    Args:
-        filesystem: of the listings and the pictures.
-        files: names of the listings.
-        rule: which captions.
-        name: the source's name in sample identities.
-        image_field: the column that names the file; None: the first of `NAME_COLUMNS` that exists. In a .json file a
-            name without an ending is that of the picture with this stem (kohya's `meta_cap.json`).
-        image_root: the folder within the filesystem that names are relative to; None: each listing's folder.
+    The column that names the file is `data.image_field`, else the first of `NAME_COLUMNS` that a row has. In a .json
+    file a name without an ending is that of the picture with this stem (kohya's `meta_cap.json`).
     """
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        files: Collection[str],
-        rule: CaptionRule,
-        name: str,
-        *,
-        image_field: str | None = None,
-        image_root: str | None = None,
-        format: str = "jsonl",
-    ):
-        if all(extension(file) == "json" for file in files):
-            rule = replace(rule, fallback=JSON_CAPTIONS)
-        super().__init__(filesystem, rule, name)
+    def __init__(self, given: Given, files: Collection[str], format: str):
+        is_json = all(extension(file) == "json" for file in files)
+        super().__init__(
+            given.filesystem, replace(given.rule, fallback=JSON_CAPTIONS) if is_json else given.rule, given.name
+        )
         self._stems: tuple[str, dict[str, str]] | None = None
-        self.files, self.image_field, self.image_root, self.format = sorted(set(files)), image_field, image_root, format
+        self.files, self.format = sorted(set(files)), format
+        self.image_field, self.image_root = given.config.image_field, given.config.image_root
 
     def _list(self) -> Listing:
         self.filesystem.refresh()
@@ -114,27 +94,26 @@ class ListingSource(FolderSource):
         return listing
 
     def _read_listing(self, metadata: MetadataReader, file: str) -> None:
-        rows, columns = metadata.read(file)
-        if not columns:
+        column, is_json = self.image_field, extension(file) == "json"
+        for where, row in metadata.rows(file):
+            column = column or next((name for name in NAME_COLUMNS if name in row), None)
+            key = metadata.key(where, row, column or NAME_COLUMNS[0], _folder(file, self.image_root))
+            if key is not None and column is not None:
+                metadata.add(where, row, column, self._with_ending(key) if is_json else key)
+        if not metadata.columns:
             return
-        column = self.image_field or next((name for name in NAME_COLUMNS if name in columns), None)
-        if column is None or column not in columns:
-            raise UserError(
-                f"{self.location}/{file} has no column " + (repr(column) if column else "that names the pictures"),
-                expected="one of " + ", ".join(NAME_COLUMNS) + ", or the value of data.image_field",
-                found="the columns " + ", ".join(repr(escaped(column)) for column in columns),
-                fix="--set data.image_field=COLUMN",
+        if column is None or column not in metadata.columns:
+            raise no_column(
+                self.filesystem,
+                file,
+                repr(column) if column else "that names the pictures",
+                metadata.columns,
+                "--set data.image_field=COLUMN",
+                f"one of {', '.join(NAME_COLUMNS)}, or the value of data.image_field",
             )
-        other = (
-            ", or write a .jsonl with it, one object for each picture in a line" if extension(file) == "json" else ""
-        )
-        metadata.check_columns(file, columns, column, other)
+        other = ", or write a .jsonl with it, one object for each picture in a line" if is_json else ""
+        check_caption_columns(self.filesystem, file, self.rule, metadata.columns, column, other)
         self.picture_columns |= {column}
-        for line, row in rows:
-            where = f"{file}:{line}"
-            key = metadata.key(where, row, column, _folder(file, self.image_root))
-            if key is not None:
-                metadata.add(where, row, column, self._with_ending(key) if extension(file) == "json" else key)
 
     @property
     def uses_files(self) -> bool:
@@ -152,31 +131,16 @@ class ListingSource(FolderSource):
 
 
 class ParquetSource(LinkTables):
-    """Parquet files of a filesystem; see the module.
-
-    Args: as for `ListingSource`; `image_field` is the column with the bytes or the name of the picture; `links` fetches
-        those that are URLs.
-    """
+    """Parquet files; see the module."""
 
     format = "parquet"
     WHERE = re.compile(
         rf"=(?P<name>.*)|(?P<group>\d+):(?P<row>\d+)(\+(?P<size>\d+)|{ADDRESS}(?P<address>[0-9a-f]{{16}}))", re.DOTALL
     )
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        files: Iterable[str],
-        rule: CaptionRule,
-        name: str,
-        *,
-        image_field: str | None = None,
-        image_root: str | None = None,
-        links: Links | None = None,
-    ):
-        super().__init__(filesystem, files, rule, name)
+    def __init__(self, given: Given, files: Iterable[str]):
+        super().__init__(given, files)
         self._values: tuple[str, int, pa.Table] | None = None
-        self.image_field, self.image_root, self.links = image_field, image_root, links or Links()
         self._link_tables: dict[str, bool] = {}
         self._columns: dict[str, tuple[str, bool]] = {}
         self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
@@ -260,14 +224,14 @@ class ParquetSource(LinkTables):
             return
         rule = self._rule_of(name, others)
         for row, values in enumerate(rows, start):
-            at = _Row(name, group, row, f"{name}/{first + row:09d}")
+            at = Place(f"{name}/{first + row:09d}", name, f"{group}:{row}")
             picture = _value(pictures[row])
             reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
             unreadable.update(reasons.keys())
             if reasons:
-                yield Reject(at.key, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
+                yield Reject(at.item, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
             else:
-                yield from self._item(at, values, picture, rule)
+                yield self._item(at, values, picture, rule)
 
     def _other_columns(self, name: str, table: ParquetFile) -> list[str]:
         """The columns beside the picture.
@@ -334,39 +298,28 @@ class ParquetSource(LinkTables):
     def _exists(self, table: str, name: str) -> bool:
         return bool(name) and is_file(self.filesystem, name, _folder(table, self.image_root))
 
-    def _item(self, at: _Row, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Iterator[Item | Reject]:
-        """The item of a row. values: of the columns beside the picture."""
-        key = at.key
+    def _item(self, row: Place, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Item | Reject:
+        """The item of a row. row: its place without that of the picture; values: of the columns beside the picture."""
+        key, part, where = row
+        assert part is not None
         data, file = _bytes_and_name(picture)
         if data is not None:
-            where = f"{at.group}:{at.row}+{len(data)}"
+            where = f"{where}+{len(data)}"
         elif file is None:
-            yield Reject(key, "has no picture")
-            return
-        elif self._names_links(at.part):
+            return Reject(key, "has no picture")
+        elif self._names_links(part):
             if not is_link(file):
-                yield Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
-                return
-            where = f"{at.group}:{at.row}{ADDRESS}{digest_of(file)}"
+                return Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
+            where = f"{where}{ADDRESS}{digest_of(file)}"
         else:
             try:
-                where = "=" + self.filesystem.key(file, _folder(at.part, self.image_root))
+                where = "=" + self.filesystem.key(file, _folder(part, self.image_root))
             except ValueError as error:
-                yield Reject(key, f"names {shown(file)!r}: {error}")
-                return
-        row = rule.read(values)
-        captions = self._weighted(row.candidates, key)
-        if any(has_surrogates(text) for text, _ in captions):
-            yield Reject(key, "its caption is not valid Unicode")
-        elif not captions:
-            yield Reject(key, "; ".join(row.problems))
-        else:
-            if row.problems:
-                self._note(key, "; ".join(row.problems))
-            meta = {column: value for column, value in values.items() if column not in rule.columns}
-            if data is not None and file:
-                meta.setdefault("path", file)
-            yield Item(key, captions, meta, at.part, where)
+                return Reject(key, f"names {shown(file)!r}: {error}")
+        item = self._captioned(Place(key, part, where), values, rule)
+        if isinstance(item, Item) and data is not None and file:
+            item.meta.setdefault("path", file)
+        return item
 
     def _picture(self, part: str, table: ParquetFile) -> tuple[str, bool]:
         """The column of the picture, and whether it holds bytes."""
@@ -514,12 +467,7 @@ class Parquet(Format):
         return "files" if self.source(given, [file]).uses_files else "pictures"
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
-        field, root, links = given.config.image_field, given.config.image_root, _links(given)
-        source = ParquetSource(
-            given.filesystem, files, given.rule, given.name, image_field=field, image_root=root, links=links
-        )
-        source.retries_links = given.config.retry_links
-        return source
+        return ParquetSource(given, files)
 
 
 class Jsonl(Format):
@@ -537,15 +485,12 @@ class Jsonl(Format):
         return "files" if has_caption and is_file(given.filesystem, name, given.config.image_root or "") else ""
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
-        filesystem, field, files = given.filesystem, given.config.image_field, sorted(set(files))
+        filesystem, files = given.filesystem, sorted(set(files))
         if files and annotation_files.form_of(filesystem, files[0]) == "COCO":
             raise annotation_files.refused(filesystem, files[0], "COCO")
-        if files and is_link(first_row(filesystem, files[0], field)[0]):
-            return Linked(LinkListing.format).source(given, files)
-        root = given.config.image_root
-        return ListingSource(
-            filesystem, files, given.rule, given.name, image_field=field, image_root=root, format=self.name
-        )
+        if files and is_link(first_row(filesystem, files[0], given.config.image_field)[0]):
+            return LinkListing(given, files)
+        return ListingSource(given, files, self.name)
 
 
 class Csv(Jsonl):
@@ -561,15 +506,7 @@ class Linked(Jsonl):
     endings = (*Jsonl.endings, *Csv.endings)
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
-        field, links = given.config.image_field, _links(given)
-        source = LinkListing(given.filesystem, files, given.rule, given.name, image_field=field, links=links)
-        source.retries_links = given.config.retry_links
-        return source
-
-
-def _links(given: Given) -> Links:
-    config = given.config
-    return Links(config.max_bytes, config.link_timeout_s, given.patience_s, config.allow_links)
+        return LinkListing(given, files)
 
 
 def _folder(table: str, image_root: str | None) -> str:
@@ -580,16 +517,6 @@ def _folder(table: str, image_root: str | None) -> str:
 def _unlisted(identity: bytes, stats: Stats) -> bytes:
     """`Fragment.identity` of rows that are known without listing them."""
     return identity
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row of a parquet file. row: within its row group."""
-
-    part: str
-    group: int
-    row: int
-    key: str
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,11 @@
 """Webdataset tars: members that share a name up to its first dot are one sample.
 
-`TarSource` lists tars (each is a part of the source) and reads pictures by byte range. The rules are those of
-webdataset: `dir/000.jpg` and `dir/000.txt` are one sample; the field is everything after the first dot of the base
-name, in lower case; folders, names of the form `__x__` and hidden files are skipped. Every field of a sample that is a
-picture (`jpg`, `jpeg`, `png`, `webp`, ...; not `seg.png`) becomes an item; its captions are `txt` (`caption`, `cap`)
-and the caption columns of `json`. A picture that is no field for its name (`000.v2.jpg`, `000.jpg_large`) is rejected.
-NVlabs' layout adds captions and scores in files beside the tar, `<tar without .tar><anything>.json`: {sample: {column:
-text}} and {sample: {column: score}}; they are recognised by their content. A tar with another number of samples than
-`wids-meta.json` says (`nsamples`) is reported.
-
-Keys are `<tar>/<member>`, because names inside tars often start anew in each tar. Pictures that move to another tar get
-other sample ids, but are not encoded again, since records are keyed by content.
-
-Rejected with their name: samples whose members are not adjacent (a sequential reader would see two samples; joining
-them here would train on something others do not see), duplicate names, links and other special files, absolute names
-and names with `..`, tars that are truncated, compressed, or continue after their end.
-Price: the headers and captions of a tar are read again whenever its size, time (ETag) or the caption rule has changed:
-50 us per member on a disk.
+The rules are webdataset's; every field of a sample that is a picture becomes an item. Keys are `<tar>/<member>`,
+because names inside tars often start anew in each tar; a picture that moves to another tar is not encoded again.
+Samples whose members are not adjacent are rejected: a sequential reader would see two samples, and joining them here
+would train on something others do not see. NVlabs' captions and scores in .json files beside a tar are recognised by
+their content.
+Price: the headers and captions of a changed tar are read again, 50 us per member on a disk.
 """
 
 from __future__ import annotations
@@ -97,8 +86,13 @@ class _Tar:
         self.rejects.append(Reject(escaped(key), reason))
 
 
-class TarSource(FilesSource, PrefetchedSource):
+class TarSource(PrefetchedSource, FilesSource):
     """Tars of a filesystem.
+
+    `dir/000.jpg` and `dir/000.txt` are one sample; the field is everything after the first dot of the base name, in
+    lower case; folders, names of the form `__x__` and hidden files are skipped. Pictures are fields such as `jpg`, not
+    `seg.png`; captions are `txt` (`caption`, `cap`) and the caption columns of `json`. Files beside the tar are named
+    `<tar without .tar><anything>.json` and hold {sample: {column: text or score}}.
 
     Args:
         files: names of the tars.
@@ -358,14 +352,6 @@ class TarSource(FilesSource, PrefetchedSource):
     def stat(self, place: Place) -> tuple[int, int]:
         part, where = self._located(place)
         return int(where["size"]), self._version(part)
-
-    def read(self, place: Place) -> bytes:
-        part, where = self._located(place)
-        return self.filesystem.read_range(part, int(where["offset"]), int(where["size"]))
-
-    def head(self, place: Place, length: int) -> bytes:
-        part, where = self._located(place)
-        return self.filesystem.read_range(part, int(where["offset"]), min(int(where["size"]), length))
 
     def _range(self, place: Place) -> FileRange:
         part, where = self._located(place)

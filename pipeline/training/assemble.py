@@ -85,16 +85,6 @@ class _Joined:
         return "-".join(part.fingerprint() for part in self._parts)
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """What `assemble` makes."""
-
-    model: ParallelModel
-    optimizer: torch.optim.Optimizer
-    ema: EMA | None
-    step: TrainStep
-
-
 def recipe_of(train: TrainConfig, prompts: Sequence[Tensor] = ()) -> Recipe:
     """The recipe of a configuration. prompts: text rows of `train.preserve.prompt`."""
     return Flow(train.flow) if train.preserve is None else Preserving(train.flow, train.preserve, prompts)
@@ -110,8 +100,8 @@ def assemble(
     placed: Callable[[ParallelModel], None] = lambda model: None,
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {},
     step: type[TrainStep] = TrainStep,
-) -> Assembled:
-    """Parallelize a module, give it its values, and make what trains it.
+) -> tuple[ParallelModel, torch.optim.Optimizer, EMA | None, TrainStep]:
+    """Parallelize a module, give it its values, and make what trains it: optimizer, average, step.
 
     Args:
         module: of `trainable`; changed in place.
@@ -123,4 +113,4 @@ def assemble(
     placed(model)
     optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
     ema = EMA(model.module, train.ema) if train.ema is not None else None
-    return Assembled(model, optimizer, ema, step(model, trainable.recipe, optimizer, train, device, names))
+    return model, optimizer, ema, step(model, trainable.recipe, optimizer, train, device, names)

@@ -38,8 +38,8 @@ class TrainingRun:
     trainable: Trainable
     model: ParallelModel
     optimizer: torch.optim.Optimizer
-    step: TrainStep
     ema: EMA | None
+    step: TrainStep
     done: int = 0
     checkpoint: Path | None = None
     resumed: Resumed | None = None
@@ -87,11 +87,11 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
             load_start(model, start, context)
 
     made = assemble(trainable, module, mesh, train, device, placed=place, names=context.task.names)
-    run = TrainingRun(context, trainable, made.model, made.optimizer, made.step, made.ema, base=base)
+    run = TrainingRun(context, trainable, *made, base=base)
     if resumed is not None:
         run = _restore(run, resumed)
     if train.optim.in_backward:
-        in_backward.fuse(made.optimizer, made.model)
+        in_backward.fuse(run.optimizer, run.model)
     whole, trained = sum(counts).real, sum(counts).imag
     part = "" if trained == whole else f" of {whole / 1e6:.1f}"
     log(
@@ -134,8 +134,7 @@ def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
 def _why_fresh(train: TrainConfig, earlier: dict[str, Any]) -> str | None:
     """Why a run cannot take the moments of a checkpoint; None: it can, by the rule for a resumed run."""
     try:
-        recipes = earlier.get("recipe", "default"), train.recipe
-        optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
+        optimizers.check_resumable(earlier, train)
     except ConfigError as error:
         return error.what
     return None

@@ -6,12 +6,15 @@ What: `check_inputs` needs no other process: it runs before the process group is
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
 from pipeline.metrics import trackers
+from pipeline.models.spec import ModelSpec
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import require_equal, run_on_all
 from pipeline.parallel.mesh import Layout, check_sizes
@@ -26,11 +29,7 @@ from pipeline.training.task import Context, Log, TrainingTask
 def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -> Context:
     """Refuse a configuration that this launch, device, installation or data cannot carry out."""
     train = config.train
-    if train.epochs is not None:
-        raise ConfigError("train.epochs is not counted in steps", fix="sana-pipe train counts it; or set train.steps")
-    if train.undecided:
-        fix = "sana-pipe train decides it, as does pipeline.planning.auto.decide"
-        raise ConfigError(f"train.{train.undecided[0]}: auto is not decided", fix=fix)
+    assert train.epochs is None and not train.undecided, "the stage decides them"
     layout = check_sizes(train.parallel, launch.world)
     device = resolve_device(train.device, launch)
     check_accelerate(train, device)
@@ -39,11 +38,9 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
     trackers.check(train.trackers, "train.trackers")
     check_text(train, device)
     task.check(layout)
-    if layout.model_parallel_size > 1:
-        _check_model_parallel(config, task, layout)
+    check_layout(train, lambda: architecture_of(config, task), task.batches, layout)
     if task.pictures is not None:
         drawings.check(config, task, architecture_of(config, task))
-    in_backward.check(train, task.batch, layout.data_world)
     return Context(config, task, launch, layout, device, log)
 
 
@@ -66,17 +63,22 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
         run_on_all(lambda: checkpoint.check_begins(folder, document, spec, adapter))
         return
     run_on_all(lambda: checkpoint.check_belongs(folder, document, task.first_state, spec, adapter))
-    earlier = resumed.document.config["train"]
-    recipes = earlier.get("recipe", "default"), train.recipe
-    optimizers.check_resumable(earlier["optim"]["name"], train.optim.name, recipes)
+    optimizers.check_resumable(document.config["train"], train)
 
 
-def _check_model_parallel(config: Config, task: TrainingTask, layout: Layout) -> None:
-    train, architecture = config.train, architecture_of(config, task)
-    architecture.check_parallel(layout.tp, layout.pp)
-    tensor_parallel.check(architecture.tensor_parallel_parts, layout.tp, architecture.dropout)
-    shares = {bucket: batch // layout.data_world for bucket, batch in task.batches.items()}
-    pipeline_parallel.check(architecture.num_layers, shares, train.microbatch, train.parallel)
+def check_layout(train: TrainConfig, spec: Callable[[], ModelSpec], batches: Mapping[str, int], layout: Layout) -> None:
+    """Refuse a layout that a model or its batches cannot be divided for.
+
+    Args:
+        spec: gives the model's shape, where the layout divides it.
+        batches: global batch by bucket name; the data-parallel size divides them.
+    """
+    if layout.model_parallel_size > 1:
+        shape, shares = spec(), {bucket: batch // layout.data_world for bucket, batch in batches.items()}
+        shape.check_parallel(layout.tp, layout.pp)
+        tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
+        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, train.parallel)
+    in_backward.check(train, max(batches.values()), layout.data_world)
 
 
 def check_text(train: TrainConfig, device: torch.device) -> None:

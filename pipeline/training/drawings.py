@@ -177,8 +177,7 @@ def drawn_at_once(config: Config, task: TrainingTask) -> int:
 def check(config: Config, task: TrainingTask, architecture: ModelSpec) -> None:
     """Refuse pictures that the model cannot draw, or that need more memory than a step."""
     prompts = task.pictures
-    if prompts is None:
-        return
+    assert prompts is not None
     option = "--set train.pictures.{name}={value}"
     architecture.check_sides(prompts.height, prompts.width, prompts.compression, option)
     drawn_at_once(config, task)

@@ -250,11 +250,7 @@ def _line(row: dict[str, Any]) -> str:
     height, width = row["bucket"]
     parts = [
         f"loss {row['loss']:.4f}",
-        *(
-            f"{name.removeprefix('loss_')} {row[name]:.4f}"
-            for name in row
-            if name.startswith("loss_") and name != "loss_scale"
-        ),
+        *_parts(row),
         "grad overflow" if row["grad_norm"] is None else f"grad {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['images_per_s']:.1f} images/s",

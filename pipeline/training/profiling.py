@@ -32,7 +32,7 @@ class Profiler:
     ):
         self._config = config if config is not None and (rank == 0 or config.ranks == "all") else None
         self._folder, self._rank, self._device, self._log = folder / "profile", rank, device, log
-        self._begun = 0
+        self._begun = self._step = 0
         self._profile: profile | None = None
 
     def begin_step(self, step: int) -> None:
@@ -41,7 +41,8 @@ class Profiler:
             return
         self._begun += 1
         if self._begun == self._config.start + self._config.steps:
-            self.close(step - 1)
+            self.close()
+        self._step = step
         if self._begun == self._config.start:
             self._start()
 
@@ -53,12 +54,12 @@ class Profiler:
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profile.start()
 
-    def close(self, step: int) -> None:
-        """End the trace, if one has begun, and write it; `step` is the last one done. A failure is logged."""
+    def close(self) -> None:
+        """End the trace, if one has begun, and write it, named by its last step. A failure is logged."""
         running, self._profile = self._profile, None
         if running is None:
             return
-        name = f"step-{step:08d}-process-{self._rank}"
+        name = f"step-{self._step:08d}-process-{self._rank}"
         try:
             running.stop()
             make_folder(self._folder)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from pipeline.config import TrainConfig
+from pipeline.config import TrainConfig, setting
 from pipeline.parallel.mesh import check_sizes
 
 Changes = dict[str, Any]
@@ -138,9 +138,4 @@ def accepted(train: TrainConfig, changes: Changes) -> TrainConfig | None:
 
 def flags(changes: Changes) -> str:
     """Options below `train` as the command line takes them."""
-    yaml: dict[Any, str] = {None: "null", True: "true", False: "false"}
-
-    def text(value: Any) -> str:
-        return yaml[value] if value is None or isinstance(value, bool) else str(value)
-
-    return " ".join(f"--set train.{name}={text(value)}" for name, value in changes.items())
+    return " ".join(setting(f"train.{name}", value) for name, value in changes.items())

@@ -21,6 +21,7 @@ from torch import Tensor
 from pipeline.config import TrainConfig
 from pipeline.errors import UserError
 from pipeline.loader.loader import Batch
+from pipeline.models import hub
 from pipeline.parallel.collectives import all_gather_objects
 from pipeline.parallel.data_parallel import COMPUTE
 from pipeline.parallel.microbatch import Microbatch
@@ -218,9 +219,7 @@ class TrainStep:
         bad = [identity for identity, loss in loss_of.items() if not math.isfinite(loss)]
         culprits = bad or list(loss_of)
         names = self.names(culprits[:_MAX_NAMED])
-        listed = ", ".join(names.get(identity, f"{identity:016x}") for identity in culprits[:_MAX_NAMED])
-        if len(culprits) > _MAX_NAMED:
-            listed += f" and {len(culprits) - _MAX_NAMED} more of this step's batch"
+        listed = hub.listed((names.get(identity, f"{identity:016x}") for identity in culprits), _MAX_NAMED)
         height, width = pending.outcome.bucket
         raise NonFiniteError(
             f"step {pending.outcome.step}: the {'loss' if bad else 'gradient norm'} is not a finite number "

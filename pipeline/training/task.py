@@ -59,6 +59,7 @@ class TrainingTask:
         epoch_steps: optimizer steps of an epoch, for the progress lines; None: not known.
         validation: layout -> this process's microbatches of the held-out samples, the same in every iteration, and how
             many samples at the beginning of each count; equally many on every process. None: no validation.
+        leaked: held-out samples that look like one of the training, as far as that is known.
         old_samples: ids of held-out samples whose loss is shown apart, uint64 (n,); None: none.
         pictures: what is drawn at `train.pictures`; None: nothing.
         recipe: what is learned; None: that of the configuration. adapter: the part of the model that is trained; None:
@@ -78,6 +79,7 @@ class TrainingTask:
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
     epoch_steps: float | None = None
     validation: Callable[[Layout], Iterable[tuple[Batch, int]]] | None = None
+    leaked: int = 0
     old_samples: np.ndarray | None = None
     pictures: DrawnPrompts | None = None
     recipe: Recipe | None = None

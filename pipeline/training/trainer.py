@@ -13,8 +13,8 @@ import hashlib
 import shlex
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -185,7 +185,7 @@ class Loop:
             memory_errors(self.train),
             retrying.stopping(self.stop.check),
             self.textfile.renewed(),
-            self._profiled(),
+            closing(self.profiler),
         ):
             feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), self.context.config, self.context.log)
             state: LoaderState | None = None
@@ -208,13 +208,6 @@ class Loop:
                 self.saver.wait()  # its message comes before the error
                 feed.raise_failure()
         return self._report(stopped=self.step.stop_wanted or self.interrupted or feed.broken)
-
-    @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.profiler.close(self.done)
 
     def step_once(self, batches: list[Batch], step: int) -> Outcome:
         self.profiler.begin_step(step)

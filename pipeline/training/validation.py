@@ -71,6 +71,7 @@ class Validation:
                 "samples": round(float(sum(sums[:, -1].sum() for sums in totals.values()))),
                 "snapshot": self.settings.snapshot,
                 "seconds": time.perf_counter() - began,
+                **({"leaked": leaked} if (leaked := self.run.context.task.leaked) else {}),
             }
             self.journal.validation(self.run.context.train.steps, values)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.demo import small_models
+from pipeline.models.sampler import scheduler
 from pipeline.sources.caption_rules import INSTRUCTIONS
 
 CAPTIONS = (
@@ -28,5 +29,5 @@ def build(folder: Path, seed: int = 0) -> Path:
     small_models.make_vae(folder / "vae", [], steps=0, seed=seed)
     instruction = INSTRUCTIONS["diffusers"]
     small_models.make_text(folder / "text_encoder", CAPTIONS, instruction=instruction, seed=seed, layers=2, heads=2)
-    small_models.make_scheduler(folder / "scheduler")
+    scheduler(3.0).save_pretrained(folder / "scheduler")
     return folder

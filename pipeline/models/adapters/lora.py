@@ -24,6 +24,7 @@ from pipeline.config import AdapterConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import Adapter, Merged, files, matching
 from pipeline.models.adapters.low_rank import add_low_rank, updated
+from pipeline.models.hub import listed
 from pipeline.models.spec import ModelSpec, Values
 
 PARTS: Mapping[str, str] = {
@@ -83,12 +84,15 @@ class LoRA(Adapter):
         return base.read(weight, [0] * len(whole), whole).flatten(1).float().norm(dim=1)
 
     def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
-        """W + s B A."""
+        """W + s B A; of DoRA m (W + s B A) / n, row by row; n: norm of the row."""
         layer, _, kind = name.rpartition(".")
         if kind != "weight" or f"{layer}.lora_A" not in trained:
             return weight
-        a, b = (trained[f"{layer}.{part}"] for part in ("lora_A", "lora_B"))
-        return updated(weight, a, b, strength * self.scale).view(weight.shape)
+        a, b, *magnitude = (trained[f"{layer}.{part}"].float() for part in self.parts)
+        whole = updated(weight, a, b, strength * self.scale)
+        if magnitude:
+            whole = whole * (magnitude[0] / torch.linalg.vector_norm(whole, dim=1))[:, None]
+        return whole.view(weight.shape)
 
     def change_norms(self, trained: Mapping[str, Tensor]) -> dict[str, float]:
         """|s B A|, from the rank x rank products of each factor with itself; of DoRA without its magnitudes."""
@@ -166,15 +170,6 @@ class DoRA(LoRA):
     kind = "dora"
     parts = ("lora_A", "lora_B", "lora_magnitude")
 
-    def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
-        """m (W + s B A) / n, row by row; n: norm of the row."""
-        layer, _, kind = name.rpartition(".")
-        if kind != "weight" or f"{layer}.lora_A" not in trained:
-            return weight
-        a, b, magnitude = (trained[f"{layer}.{part}"].float() for part in self.parts)
-        whole = updated(weight, a, b, strength * self.scale)
-        return (whole * (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]).view(weight.shape)
-
 
 def _targets(given: AdapterConfig, spec: ModelSpec) -> list[str]:
     """Paths of the modules that `train.adapter.targets` chooses."""
@@ -218,13 +213,13 @@ def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> 
     foreign, missing = sorted(keys - wanted.keys()), [key for key in wanted if key not in keys]
     if not foreign and not missing:
         return
-    found = [f"{what} {_listed(names)}" for what, names in (("unexpected", foreign), ("missing", missing)) if names]
+    found = [f"{what} {listed(names, 4)}" for what, names in (("unexpected", foreign), ("missing", missing)) if names]
     remedies = [remedy for part, remedy in _REMEDIES.items() if any(part in key for key in foreign)]
     if keys & wanted.keys():
         remedies.append("train.adapter.targets must choose the modules of the file, all of them and no others")
     raise ConfigError(
         f"{option}: does not hold this adapter",
-        expected=f"{len(wanted)} keys, such as {_listed(wanted, 1)}",
+        expected=f"{len(wanted)} keys, such as {listed(wanted, 1)}",
         found="; ".join(found),
         fix=[*remedies, "give a LoRA file for this model, with keys as diffusers' save_lora_weights writes them"][0],
     )
@@ -240,8 +235,3 @@ def _check_shape(option: str, key: str, expected: tuple[int, ...], found: tuple[
         found=str(list(found)),
         fix=f"--set train.adapter.rank={found[0]}" if is_rank else "give a file for this model",
     )
-
-
-def _listed(names: Iterable[str], limit: int = 4) -> str:
-    listed = list(names)
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

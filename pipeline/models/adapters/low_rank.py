@@ -57,14 +57,9 @@ class LowRank(LayerMixin):
         if magnitude is None:
             return None
         with torch.no_grad():
-            norms = row_norms(self.weight, self.lora_A, self.lora_B, self.lora_scale)
+            norms = torch.linalg.vector_norm(updated(self.weight, self.lora_A, self.lora_B, self.lora_scale), dim=1)
             norms = norms.to(magnitude.dtype).float()  # rounded alike, so that the first step is the base's
         return (magnitude.float() / norms).to(self.weight.dtype)
-
-
-def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Norms of the rows of W + s B A, (outputs,) fp32."""
-    return torch.linalg.vector_norm(updated(weight, a, b, scale), dim=1)
 
 
 def updated(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.config import OptimConfig
+from pipeline.config import OptimConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.training.optimizers import stochastic_rounding
 from pipeline.training.optimizers.came import CAME
@@ -150,9 +150,9 @@ def check(config: OptimConfig) -> None:
         ) from None
 
 
-def check_resumable(before: str, now: str, recipes: tuple[str, str]) -> None:
-    """Refuse to continue with an optimizer that cannot use the checkpoint's state. before, now: `train.optim.name` of
-    the checkpoint and of this run; recipes: `train.recipe` of both."""
+def check_resumable(earlier: dict[str, Any], train: TrainConfig) -> None:
+    """Refuse to continue with an optimizer that cannot use the checkpoint's state. earlier: its section `train`."""
+    before, now, recipes = earlier["optim"]["name"], train.optim.name, (earlier.get("recipe", "default"), train.recipe)
     if before == now == "came" and recipes[0] != recipes[1]:
         raise ConfigError(
             "the checkpoint holds the state of another CAME",

@@ -26,7 +26,7 @@ from pipeline.training.optimizers.stochastic_rounding import Noise, placement_of
 BETAS = (0.9, 0.999, 0.9999)
 EPS = (1e-30, 1e-16)
 CLIP = 1.0
-"""Largest root mean square of a normalised gradient."""
+"""Largest root mean square of a normalised gradient, over the whole matrix."""
 
 GROUP = 2**26
 """Elements per process whose normalised gradients are in memory at a time (256 MiB, and as much for their momenta)."""
@@ -101,7 +101,6 @@ class CAME(torch.optim.Optimizer):
             bf16 (then updates and momentum are rounded stochastically, see `stochastic_rounding`).
         betas: decay of the second moment's companions: momentum, squares, squared deviations.
         eps: added to the squares of the gradient and of the deviation.
-        clip: largest root mean square of the normalised gradient, over the whole matrix.
         factor_kernels: whether squares of convolutions larger than 1x1 are factored (one per cent of Sana's
             parameters). Unfactored they have no confidence.
         joint: parameters that are treated as the rows of one matrix: they share column means and clipping. All of
@@ -125,12 +124,11 @@ class CAME(torch.optim.Optimizer):
         eps: tuple[float, float] = EPS,
         weight_decay: float = 0.0,
         *,
-        clip: float = CLIP,
         seed: int = 0,
         factor_kernels: bool = True,
         joint: Iterable[Sequence[Tensor]] = (),
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clip": clip})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.noise, self.factor_kernels = Noise(seed), factor_kernels
         self._joint = {parameter: tuple(members) for members in joint for parameter in members}
 
@@ -229,7 +227,7 @@ def _clip(stacks: list[_Stack]) -> None:
     _sum_joint(stacks, sums)
     for stack, total in zip(stacks, sums, strict=True):
         rms = (total / (stack.matrix_rows * stack.matrix_columns)).sqrt()
-        stack.update.div_((rms / stack.group["clip"]).clamp(min=1.0).view(-1, *[1] * (stack.update.ndim - 1)))
+        stack.update.div_((rms / CLIP).clamp(min=1.0).view(-1, *[1] * (stack.update.ndim - 1)))
 
 
 def _move_momentum(stack: _Stack) -> None:

@@ -1,0 +1,214 @@
+"""Near-duplicates: which made copies of photographs are found at which distance, and what it costs to find them.
+
+Of each photograph the copies of `COPIES` are made, as files; each file is decoded, resized and cropped to its bucket at
+512 px as `encode` does it, and hashed. recall: copies that are in their photograph's group; precision: pairs of files
+in one group that are of one photograph. Both count the kinds of `COUNTED`; the others stand beside, each as recall.
+closest_other: the smallest distance between two photographs. Beside distances, in bits of 128, stands the whole of it.
+
+seconds_N, mib_N: CPU time of one core and memory to group N synthetic hashes (1e6; without --quick 1e7 too), of which
+half are copies: groups of 2 to 1000, a hundredth of all equal to one. hash_share: CPU time of the hash of a picture at
+1024 px, against decoding it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import skimage.data
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from benchmarks.report import finish, median, reset_peak, resident, table
+from pipeline.images import buckets, decoding
+from pipeline.images.perceptual_hash import VIEW_WORDS, WORDS, flipped, hashes
+from pipeline.processes import run_and_exit
+from pipeline.snapshots import near
+
+PHOTOGRAPHS = (
+    *("astronaut", "camera", "cell", "chelsea", "clock", "coffee", "coins", "grass", "gravel", "hubble_deep_field"),
+    *("immunohistochemistry", "moon", "page", "retina", "rocket"),
+)
+DISTANCES = (0, 4, 8, 12, 14, 15, 16, 17, 18, 19, 20, 23)
+
+
+def crop(picture: Image.Image, side: float, across: float = 0.5, down: float = 0.5) -> Image.Image:
+    """A part with `side` of each side. across, down: where its middle is, of what is possible."""
+    width, height = picture.size
+    inner = round(width * side), round(height * side)
+    left, top = round((width - inner[0]) * across), round((height - inner[1]) * down)
+    return picture.crop((left, top, left + inner[0], top + inner[1]))
+
+
+def line_of_text(picture: Image.Image) -> Image.Image:
+    written, height = picture.copy(), picture.height
+    font = ImageFont.load_default(size=max(10, height // 12))
+    at = picture.width * 0.05, height * 0.8
+    ImageDraw.Draw(written).text(at, "Photo: A. Name 2024", "white", font, stroke_width=2, stroke_fill="black")
+    return written
+
+
+def half(picture: Image.Image) -> Image.Image:
+    return picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BICUBIC)
+
+
+COPIES: dict[str, tuple[Callable[[Image.Image], Image.Image], int]] = {
+    "resized to 50 %": (half, 90),
+    "JPEG quality 50": (lambda picture: picture, 50),
+    "cropped to 90 % of each side": (lambda picture: crop(picture, 0.9), 90),
+    "mirrored": (ImageOps.mirror, 90),
+    "a line of text": (line_of_text, 90),
+    "cropped to 95 % of each side": (lambda picture: crop(picture, 0.95), 90),
+    "cropped to 95 %, off centre": (lambda picture: crop(picture, 0.95, 0.2, 0.9), 90),
+    "cropped to 95 %, from a corner": (lambda picture: crop(picture, 0.95, 0, 0), 90),
+    "cropped to 80 % of each side": (lambda picture: crop(picture, 0.8), 90),
+    "mirrored, 90 %, 50 %, quality 50": (lambda picture: half(crop(ImageOps.mirror(picture), 0.9)), 50),
+}
+"""Kind of copy -> how it is made, and its quality as a JPEG."""
+COUNTED = 5
+
+
+def jpeg(picture: Image.Image, quality: int) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, "JPEG", quality=quality)
+    return out.getvalue()
+
+
+def photographs(folder: str | None) -> dict[str, Image.Image]:
+    """The JPEGs of a folder, or those of scikit-image's wheel."""
+    if folder is not None:
+        return {str(path): Image.open(path).convert("RGB") for path in sorted(Path(folder).rglob("*.jpg"))}
+    return {name: Image.fromarray(getattr(skimage.data, name)()).convert("RGB") for name in PHOTOGRAPHS}
+
+
+def loaded(data: bytes, resolution: int) -> np.ndarray:
+    """A file's pixels at its bucket, (H, W, 3)."""
+    shapes = [(height * resolution // 16, width * resolution // 16) for height, width in buckets.SANA_UNITS]
+    width, height = decoding.probe(data)
+    return decoding.load(data, buckets.nearest(shapes, height, width), decoder=decoding.choose("auto"))
+
+
+def distances(hashed: np.ndarray) -> np.ndarray:
+    """(n, n) int64, between all pictures as `near.groups` measures them."""
+    whole, inner = hashed[:, :VIEW_WORDS], hashed[:, VIEW_WORDS:WORDS]
+    pairs = [(left, right) for left in (whole, flipped(whole)) for right in (whole, inner)]
+    each = [np.bitwise_count(left[:, None] ^ right[None]).sum(axis=2) for left, right in pairs]
+    smallest = np.min(each, axis=0).astype(np.int64)
+    return np.minimum(smallest, smallest.T)
+
+
+def quality(folder: str | None) -> dict[str, float]:
+    """Recall and precision over distances."""
+    found = photographs(folder)
+    kinds = ["", *COPIES]
+    hashed = np.empty((len(kinds), len(found), WORDS + 1), np.uint16)
+    for number, picture in enumerate(found.values()):
+        files = [jpeg(picture, 95), *(jpeg(make(picture), quality) for make, quality in COPIES.values())]
+        hashed[:, number] = [hashes(loaded(file, 512)[None])[0] for file in files]
+    rows, figures, origin = [], {}, np.tile(np.arange(len(found)), COUNTED + 1)
+    for distance in DISTANCES:
+        group = near.groups(hashed[: COUNTED + 1].reshape(-1, WORDS + 1), distance)
+        together = np.triu(group[:, None] == group[None], 1)
+        right = (together & (origin[:, None] == origin[None])).sum() / max(1, together.sum())
+        recall = float(np.mean(group.reshape(COUNTED + 1, -1)[1:] == group[: len(found)]))
+        beside = [
+            float(np.mean(np.diff(near.groups(both.reshape(-1, WORDS + 1), distance).reshape(2, -1), axis=0) == 0))
+            for both in (hashed[[0, kind]] for kind in range(1, len(kinds)))
+        ]
+        rows.append([distance, recall, float(right), *beside])
+        if distance == near.DISTANCE:
+            figures = {"recall": recall, "precision": float(right)}
+            figures |= {f"recall: {kind}": share for kind, share in zip(COPIES, beside, strict=True)}
+    print(f"{len(found)} photographs, distances in bits of {16 * VIEW_WORDS}")
+    for number, kind in enumerate(COPIES, 1):
+        print(f"  {number}: {kind}" + ("" if number <= COUNTED else " (not counted)"))
+    table(["distance", "recall", "precision", *map(str, range(1, len(kinds)))], rows)
+    apart = distances(hashed[0]) + 1000 * np.eye(len(found), dtype=np.int64)
+    below = int((hashed[0, :, WORDS] < near.MIN_QUALITY).sum())
+    print(f"{below} photographs are below the least quality; {near.DISTANCE} is the default distance")
+    return {"distance": near.DISTANCE, **figures, "closest_other": int(apart.min()), "below_quality": below}
+
+
+def synthetic(count: int) -> np.ndarray:
+    """Hashes (count, 17): half of them new, the inner part about 21 bits from the whole; then copies."""
+    rng = np.random.default_rng(0)
+    made = np.empty((count, WORDS + 1), np.uint16)
+    new = count // 2
+    made[:new] = rng.integers(0, 1 << 16, (new, WORDS + 1), dtype=np.uint16)
+    made[:new, VIEW_WORDS:WORDS] = made[:new, :VIEW_WORDS]
+    _invert(made[:new, VIEW_WORDS:], rng, 24)
+    size = np.minimum(rng.zipf(1.7, new), 1000)  # of groups, the original among them
+    origin = np.repeat(np.arange(new), size - 1)
+    origin = np.resize(np.append(np.zeros(count // 100, np.int64), origin), count - new)
+    made[new:] = made[origin]
+    many = count // 100
+    for start in range(new + many, count, many):
+        some = made[start : start + many]
+        some[:] = np.where(rng.random((len(some), 1)) < 0.2, flipped(some), some)
+        _invert(some, rng, 6)
+    made[:, WORDS] = 100
+    return made[rng.permutation(count)]
+
+
+def _invert(words: np.ndarray, rng: np.random.Generator, bits: int) -> None:
+    """Invert up to `bits` bits of 8 words of each row, in place."""
+    for _ in range(bits):
+        at = rng.integers(0, VIEW_WORDS, len(words))
+        words[np.arange(len(words)), at] ^= (1 << rng.integers(0, 16, len(words))).astype(np.uint16)
+
+
+def grouping(count: int) -> dict[str, float]:
+    """What one process needs for `count` hashes. Prints nothing else."""
+    hashed = synthetic(count)
+    reset_peak()
+    before, began = resident("VmRSS"), time.process_time()
+    group = near.groups(hashed, near.DISTANCE)
+    seconds, peak = time.process_time() - began, resident("VmHWM")
+    own = hashed.nbytes + peak - before
+    return {"seconds": seconds, "mib": own / 2**20, "groups": len(np.unique(group))}
+
+
+def hash_share(rounds: int) -> dict[str, float]:
+    times: list[tuple[float, float]] = []
+    large = Image.fromarray(skimage.data.astronaut()).resize((1632, 1632), Image.Resampling.LANCZOS)
+    data = jpeg(large, 92)
+    for _ in range(rounds):
+        began = time.process_time()
+        pixels = loaded(data, 1024)[None]
+        decoded = time.process_time()
+        hashes(pixels)
+        times.append((decoded - began, time.process_time() - decoded))
+    decode, own = (median(some) * 1e3 for some in zip(*times, strict=True))
+    return {"decode_ms": decode, "hash_ms": own, "hash_share": own / decode}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--photographs", metavar="DIR", help="a folder of JPEGs (default: those of scikit-image)")
+    parser.add_argument("--group", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.group is not None:
+        print(json.dumps(grouping(given.group)))
+        return
+    figures = quality(given.photographs)
+    rows = []
+    for power in (6,) if given.quick else (6, 7):
+        command = [sys.executable, "-m", "benchmarks.duplicates", "--group", str(10**power)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        taken = json.loads(done.stdout.splitlines()[-1])
+        rows.append([f"10^{power}", taken["seconds"], taken["mib"], taken["groups"]])
+        figures |= {f"seconds_1e{power}": taken["seconds"], f"mib_1e{power}": taken["mib"]}
+    print()
+    table(["hashes", "CPU s", "MiB", "groups"], rows)
+    finish(figures | hash_share(5 if given.quick else 15))
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
