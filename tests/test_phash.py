@@ -195,6 +195,28 @@ def test_what_loads_a_model_is_made_in_a_pass_of_its_own(
     assert records(tmp_path / "cache") == records(hashed)
 
 
+def test_hashes_are_those_of_their_pictures_after_the_plan_of_the_latents_was_lost(
+    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan that takes its number has other pictures in its units."""
+    config = with_hashes(make_config, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.encode.run(config, data=str(photos))
+    for plan in Path(config.cache).rglob("plans/latent-*/*.json"):
+        plan.unlink()
+    source = Path(shutil.copytree(photos, tmp_path / "source" / photos.name))
+    first = min(source.glob("*.jpg"))
+    first.rename(source / "zzz.jpg")
+    first.with_suffix(".txt").rename(source / "zzz.txt")
+    assert stages.verify.run(config, repair=True) == 0
+    assert stages.encode.run(config, data=str(source))["left"] == 0
+    alone = with_hashes(make_config, tmp_path / "alone")
+    stages.encode.run(alone, data=str(source))
+    assert records(Path(config.cache)) == records(Path(alone.cache))
+
+
 def test_a_damaged_hash_is_repaired_to_the_byte(hashed_copy: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     before = files(hashed_copy)
     path = next(hashed_copy.glob("shards/phash-*/*/*.tar"))

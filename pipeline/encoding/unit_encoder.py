@@ -112,10 +112,12 @@ class UnitEncoder:
     def _units_beside(self, plan: WorkPlan, unit: Unit, rows: pa.Table) -> Iterator[unit_records.UnitBeside]:
         """Makers of `_pairs`. rows: the unit's."""
         for each, other in self._pairs(plan, unit):
-            recipe = self._recipe(each.recipe)
+            recipe, own = self._recipe(each.recipe), self.cache.unit_rows(each, other)
+            if own.drop(["key"]) != rows.drop(["key"]):  # the plan that it was beside was lost: another has its number
+                continue
             if recipe.kind not in self._encoders_beside:
                 self._encoders_beside[recipe.kind] = self._load(recipe)
-            encoder, own = self._encoders_beside[recipe.kind], self.cache.unit_rows(each, other)
+            encoder = self._encoders_beside[recipe.kind]
             yield unit_records.UnitBeside(self.cache, recipe, each, other, own, rows, encoder)
 
     def remake(
