@@ -17,6 +17,7 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ import numpy as np
 import skimage.data
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from benchmarks.duplicates_training import subset_loss_ratio
 from benchmarks.report import finish, median, reset_peak, resident, table
 from pipeline.config import BucketConfig
 from pipeline.images import buckets, decoding
@@ -200,7 +202,11 @@ def main() -> None:
         figures |= {f"seconds_1e{power}": taken["seconds"], f"mib_1e{power}": taken["mib"]}
     print()
     table(["hashes", "CPU s", "MiB", "groups"], rows)
-    finish(figures | hash_share(5 if given.quick else 15))
+    figures |= hash_share(5 if given.quick else 15)
+    with tempfile.TemporaryDirectory() as folder:
+        pictures = list(photographs(given.photographs).values())
+        figures |= subset_loss_ratio(Path(folder), pictures, 60 if given.quick else 300)
+    finish(figures)
 
 
 if __name__ == "__main__":
