@@ -69,7 +69,8 @@ def test_the_wrapping_is_really_there(results: dict[int, dict[str, Any]], world:
     assert there["over_tp"] == (per_block * there["blocks"] if layout.tp > 1 else 0)
     data = ("dp_replicate/" if layout.dp_replicate > 1 else "") + "dp_shard" if sharded else ""
     assert there["dims"] == ([data, f"{data}/tp".strip("/")] if layout.tp > 1 else [data])
-    whole = 0.63 if layout.tp > 1 else 1.0  # of the tiny model; the rest stays whole on every process
+    wide = strategies.CASES[world][name].get("arch") == "two heads of 32"
+    whole = (0.605 if wide else 0.63) if layout.tp > 1 else 1.0  # of the small models; the rest is on every process
     assert there["share"] == pytest.approx(whole / layout.dp_shard, abs=0.02)
 
 
