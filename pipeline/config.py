@@ -434,11 +434,10 @@ class BucketConfig(_Section):
     (docs/snapshots.md)."""
     dedup: Literal["none", "image", "near"] = "none"
     """image: of pictures with equal bytes use one, from the source listed first in `sources`, then by name of source
-    and item. near: of pictures that look the same (resized, compressed again, slightly cropped, mirrored) use the one
-    with the most pixels, then with the longest caption; it needs `encode.signals: [phash]`."""
+    and item. near: of pictures that look the same (resized, compressed again, cropped to the middle, mirrored) use the
+    one with the most pixels, then with the longest caption; it needs `encode.signals: [phash]`."""
     dedup_distance: Annotated[int, Field(ge=0, le=23)] = 17
-    """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies. Up to 15 the search takes half
-    the time."""
+    """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies, and a faster search."""
     dedup_captions: Literal["drop", "keep"] = "drop"
     """keep: the captions of pictures that `dedup` leaves out become further captions of the one that stays."""
     balance: BalanceConfig | None = None

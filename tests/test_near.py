@@ -106,7 +106,7 @@ def test_many_copies_of_one_picture_take_linear_time(noise: int) -> None:
         hashed[np.arange(count), rng.integers(0, WORDS, count)] ^= (1 << rng.integers(0, 16, count)).astype(np.uint16)
     began = time.process_time()
     assert not near.groups(hashed, DISTANCE).any()
-    assert time.process_time() - began < 15  # all pairs: more than 60
+    assert time.process_time() - began < 15
 
 
 def test_of_a_group_the_largest_picture_with_the_longest_caption_stays() -> None:
