@@ -644,8 +644,13 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> list[Recipe]:
     """The recipes of the sources: of the kinds of records that all of them have. They must be equal, and agree with the
     configuration."""
     chosen = list[Recipe]()
-    for kind in next(iter(scans.values())).recipes:
-        if not all(kind in scan.recipes for scan in scans.values()):
+    for kind in dict.fromkeys(kind for scan in scans.values() for kind in scan.recipes):
+        if without := [source for source, scan in scans.items() if kind not in scan.recipes]:
+            click.echo(
+                f"note: the snapshot has no records of the kind {kind}, which source {', '.join(without)} lacks "
+                f"(sana-pipe encode with encode.signals adds them)",
+                err=True,
+            )
             continue
         by_source = {source: scan.cache.recipe(scan.recipes[kind]) for source, scan in scans.items()}
         first_source, first = next(iter(sorted(by_source.items())))

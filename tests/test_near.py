@@ -109,19 +109,6 @@ def test_many_copies_of_one_picture_take_linear_time(noise: int) -> None:
     assert time.process_time() - began < 15
 
 
-def test_of_a_group_the_largest_picture_with_the_longest_caption_stays() -> None:
-    group = np.array([0, 0, 2, 2, 2, 5, 6, 6])
-    pixels = np.array([10, 20, 30, 30, 20, 1, 4, 4])
-    caption = np.array([99, 1, 5, 7, 90, 0, 3, 3])
-    identity = np.array([9, 8, 1, 2, 3, 4, 2**63 + 7, 7], np.uint64)
-    expected = [False, True, False, True, False, True, False, True]
-    assert near.best(group, pixels, caption, identity).tolist() == expected
-    order = np.random.default_rng(0).permutation(8)
-    columns = (column[order] for column in (group, pixels, caption, identity))
-    assert near.best(*columns).tolist() == np.array(expected)[order].tolist()
-    assert near.best(*(column[:0] for column in (group, pixels, caption, identity))).tolist() == []
-
-
 def gradient(rng: np.random.Generator) -> np.ndarray:
     y, x = np.mgrid[:256, :256]
     kind = rng.integers(3)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageOps
@@ -268,3 +269,17 @@ def test_tasks_and_a_changed_picture(source: Path, encoded: Path, make_config: M
     stages.encode.run(alone, data=str(data))
     stages.bucket.run(alone)
     assert items(Cache(alone.cache).open_snapshot()) == before | {f"{name}-small.png"}
+
+
+def test_a_source_without_hashes_is_named(
+    config: Callable[..., Config], photos: Path, make_config: MakeConfig, tmp_path: Path, capsys: Any
+) -> None:
+    stages.encode.run(make_config(tmp_path), data=str(photos), source_name="plain")
+    capsys.readouterr()
+    stages.bucket.run(config("bucket.heldout=0.3"))
+    assert "no records of the kind phash, which source plain lacks" in capsys.readouterr().err
+    assert list(Cache(config().cache).open_snapshot().pictures) == ["latent"]
+    with pytest.raises(CacheError, match="not all sources have them"):
+        stages.bucket.run(config("bucket.dedup=near"))
+    stages.bucket.run(config("bucket.sources={plain: {weight: 0}}", "bucket.dedup=near"))
+    assert list(Cache(config().cache).open_snapshot().pictures) == ["latent", "phash"]

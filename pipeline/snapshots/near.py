@@ -1,7 +1,7 @@
 """Groups of near-duplicate pictures from their perceptual hashes, for `bucket.dedup: near`.
 
 What: two pictures are near if the hash of one, as it is or mirrored, differs from that of the other or of its inner
-part in at most `distance` of 128 bits. `groups` joins all such pairs, exactly; `best` chooses the picture that stays.
+part in at most `distance` of 128 bits. `groups` joins all such pairs, exactly.
 How: cut into words, two near hashes have one word that differs in at most its share of the distance, and so do the 64
 bits from there on (Qin and Xiao, Pigeonring, VLDB 2018). So for each word the hashes are sorted from it on, and each
 range of equal prefixes is compared with the ranges whose prefix differs in that few bits. At 10^6 hashes this takes
@@ -60,23 +60,6 @@ def distances(one: np.ndarray, others: np.ndarray) -> np.ndarray:
             for other in (right[:, :VIEW_WORDS], right[:, VIEW_WORDS:WORDS]):
                 np.minimum(result, np.bitwise_count(view ^ other).sum(axis=1, dtype=np.int64), out=result)
     return result
-
-
-def best(group: np.ndarray, pixels: np.ndarray, caption: np.ndarray, identity: np.ndarray) -> np.ndarray:
-    """Which picture of each group stays: the most pixels, then the longest caption, then the smallest id.
-
-    Args:
-        group: (n,) int64, from `groups`.
-        pixels, caption: (n,) int64: width x height, and the length of the longest caption.
-        identity: (n,) of different ids that can be sorted.
-
-    Returns:
-        (n,) bool.
-    """
-    order = np.lexsort((identity, -caption, -pixels, group))
-    stays = np.zeros(len(group), bool)
-    stays[order[np.append(True, np.diff(group[order]) != 0)[: len(order)]]] = True
-    return stays
 
 
 def _unique(hashed: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
