@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from pipeline.loader.loader import Batch
@@ -54,6 +55,17 @@ class Recipe(ABC):
     def initial(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         """Start value of a parameter of `modules`, from name and seed alone; on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} has no start value for {name}")
+
+
+def visit_hashes(batch: Batch, purpose: str) -> list[int]:
+    """For choices about samples: a number below 2**64 for each sample's visit, the same in every topology."""
+    draws = zip(batch.sample_ids, batch.logit.tolist(), strict=True)
+    return [xxhash.xxh3_64_intdigest(f"{purpose}/{identity}/{logit!r}".encode()) for identity, logit in draws]
+
+
+def visit_chosen(batch: Batch, purpose: str, share: float) -> Tensor:
+    """Which samples a share of the visits is, bool (b,)."""
+    return torch.tensor([value < share * 2**64 for value in visit_hashes(batch, purpose)], dtype=torch.bool)
 
 
 class StepLoss:
