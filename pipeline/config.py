@@ -958,6 +958,8 @@ class TrainConfig(_Section):
         given = [name for name in ("adapter", "only", "controlnet") if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"give either {given[0]} or {given[1]}, not both: each says what is trained"
+        if self.controlnet is not None and self.pictures is not None:
+            yield "pictures draws prompts, which have no control pictures; with controlnet set pictures: null"
         if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
             yield (
                 f"compile: block does not go with activation_compression: {self.activation_compression}; set "

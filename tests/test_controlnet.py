@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,19 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Config, TrainConfig
+from pipeline.demo import small_models
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.adapters import Merged, adapter_of
 from pipeline.models.adapters.controlnet import PREFIX, ControlNet
+from pipeline.models.sampler import Sampling, pad_rows, sample, scheduler
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, deinterleave
 from pipeline.models.sana_files import save_weights
-from pipeline.training import metrics
+from pipeline.training import checkpoint, metrics
 from pipeline.training.assemble import Trainable, recipe_of
 from pipeline.training.trainer import fit
+from stages import export
 from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 
@@ -160,6 +165,42 @@ def test_a_strength_is_the_scale_of_diffusers_pipeline(tmp_path: Path) -> None:
     assert Merged(BASE, adapter, stored, values, 0.0).keys() == stored.shapes.keys()
 
 
+def test_the_pipeline_of_diffusers_draws_the_same(tmp_path: Path) -> None:
+    from diffusers import AutoencoderDC, SanaControlNetPipeline
+
+    small_models.make_vae(tmp_path / "vae", [], steps=0)
+    vae = AutoencoderDC.from_pretrained(tmp_path / "vae")
+    channels = vae.config.latent_channels
+    ours = trained(replace(BASE, in_channels=channels, out_channels=channels), layers=2).eval()
+    base, control = saved(ours, tmp_path)
+    pipe = SanaControlNetPipeline(None, None, vae, base, control, scheduler(3.0))
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(6)
+    *rows, null = (torch.randn(count, 24, generator=generator) for count in (10, 4, 1))
+    noise = torch.randn(2, channels, 8, 12, generator=generator)
+    image = torch.rand(2, 3, 64, 96, generator=generator) * 2 - 1
+    padded, mask = pad_rows([*rows, null])
+    theirs = pipe(
+        control_image=image,
+        prompt_embeds=padded[:2],
+        prompt_attention_mask=mask[:2].long(),
+        negative_prompt=None,
+        negative_prompt_embeds=padded[2:].expand(2, -1, -1),
+        negative_prompt_attention_mask=mask[2:].long().expand(2, -1),
+        num_inference_steps=4,
+        height=64,
+        width=96,
+        latents=noise.clone(),
+        use_resolution_binning=False,
+        output_type="latent",
+    ).images
+    with torch.no_grad():
+        latents = vae.encode(image).latent * vae.config.scaling_factor
+    both = torch.cat([latents, latents])
+    drawn = sample(lambda *given: ours(*given, both), rows, null, noise, Sampling(4))
+    assert distance(drawn, theirs) <= 1e-4 < 0.01 < distance(sample(ours, rows, null, noise, Sampling(4)), theirs)
+
+
 # ------------------------------------------------------------------------------------------------------------ options
 
 
@@ -190,6 +231,8 @@ def test_what_is_trained_is_said_once() -> None:
     for other in ({"adapter": {}}, {"only": ["attn2"]}):
         with pytest.raises(ValueError, match="not both"):
             TrainConfig.model_validate({"controlnet": {}, **other})
+    with pytest.raises(ValueError, match="no control pictures"):
+        TrainConfig.model_validate({"controlnet": {}, "pictures": {}})
     with pytest.raises(ValueError, match="preserve needs adapter"):
         TrainConfig.model_validate({"controlnet": {}, "preserve": {}})
 
@@ -257,3 +300,27 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
         fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- export
+
+
+def test_an_export_is_the_trained_part_and_says_how_to_load_it(tmp_path: Path) -> None:
+    from diffusers import SanaControlNetModel
+
+    given = run_settings(tmp_path / "run", steps=2)
+    fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
+    stored = checkpoint.ModelTensors(tmp_path / "run/checkpoints/step-00000002")
+    assert all(name.startswith(PREFIX) for name in stored), "only what is trained is saved"
+    export.run(given, "auto", tmp_path / "out")
+    theirs = SanaControlNetModel.from_pretrained(tmp_path / "out/controlnet").state_dict()
+    assert {f"{PREFIX}{name}" for name in theirs} == set(stored)
+    assert all(torch.equal(value, deinterleave(name, stored[f"{PREFIX}{name}"])) for name, value in theirs.items())
+    text = (tmp_path / "out/README.md").read_text()
+    (call,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "SanaControlNetPipeline.from_pretrained(" in call and "load_lora_weights" not in call
+    keywords = {word.arg for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Call) for word in node.keywords}
+    assert {"controlnet", "subfolder", "control_image", "height"} <= keywords
+    for form in ("merged", "nvlabs", "comfyui"):
+        with pytest.raises(ConfigError, match="a ControlNet of 2 blocks"):
+            export.run(given, "auto", tmp_path / form, form=form)

@@ -39,11 +39,13 @@ class Adapter(ABC):
         kind: its name in `KINDS`.
         formats: what `save` writes, in the order of preference.
         stays: what is trained stays beside the model's parameters, which do not change.
+        readme: template of an export's README.
     """
 
     kind: ClassVar[str]
     formats: ClassVar[tuple[str, ...]] = ()
     stays: ClassVar[bool] = False
+    readme: ClassVar[str] = "adapter"
 
     @classmethod
     def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:

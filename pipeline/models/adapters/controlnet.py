@@ -33,6 +33,7 @@ class ControlNet(Adapter):
     kind = "controlnet"
     formats = ("diffusers",)
     stays = True
+    readme = "controlnet"
 
     def __init__(self, layers: int):
         self.layers = layers
