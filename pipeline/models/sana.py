@@ -3,10 +3,8 @@
 Why not `SanaTransformer2DModel` with our blocks in it (tried with diffusers 0.42): it would spare about a hundred lines
 of input and output layers, but its `forward` is one piece, and pipeline stages and packed captions need the parts.
 Importing it, too, takes 5.4 s of CPU time against 2.8 s, and 140 MiB, in every process (it loads no encoder and no
-pipeline). PEFT adapts this module as it is, since all names are equal.
-
-A ControlNet (`sana_control`) is a child, whose outputs `forward` adds after blocks. First values are in `sana_init`,
-weight files in `sana_files`; `sana_stage` is a part for pipeline parallelism.
+pipeline). PEFT adapts this module as it is, since all names are equal. A ControlNet (`sana_control`) is a child. First
+values are in `sana_init`, weight files in `sana_files`; `sana_stage` is a part for pipeline parallelism.
 """
 
 from __future__ import annotations

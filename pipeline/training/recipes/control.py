@@ -14,13 +14,11 @@ from pipeline.parallel.microbatch import Microbatch
 from pipeline.training.recipes import ToDevice, visit_chosen
 from pipeline.training.recipes.flow import Flow
 
-KIND = "control"
-
 
 class Controlled(Flow):
-    """The flow, with the records of `KIND` as the model's input `control`. drop: share of controls that are zeros."""
+    """The flow, with the records of `pictures` as the model's input `control`. drop: share that is zeros."""
 
-    pictures = (KIND,)
+    pictures = ("control",)
 
     def __init__(self, flow: FlowConfig, drop: float = 0.0):
         super().__init__(flow)
@@ -28,7 +26,7 @@ class Controlled(Flow):
 
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
         inputs, targets, _ = super().prepare(batch, place, dtype, level)
-        control = place(batch.pictures[KIND]).to(dtype)
+        control = place(batch.pictures[self.pictures[0]]).to(dtype)
         if self.drop and level is None:
-            control = control.masked_fill(place(visit_chosen(batch, KIND, self.drop))[:, None, None, None], 0)
+            control = control.masked_fill(place(visit_chosen(batch, "control", self.drop))[:, None, None, None], 0)
         return Microbatch({**inputs, "control": control}, targets)
