@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from pipeline.models.sampler import Sampling, pad_rows, sample, scheduler
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, deinterleave
 from pipeline.models.sana_files import save_weights
+from pipeline.parallel.mesh import Layout
+from pipeline.planning import predict
+from pipeline.planning.trace import Shape, Traced
 from pipeline.training import checkpoint, metrics
 from pipeline.training.assemble import Trainable, recipe_of
 from pipeline.training.trainer import fit
@@ -324,3 +328,17 @@ def test_an_export_is_the_trained_part_and_says_how_to_load_it(tmp_path: Path) -
     for form in ("merged", "nvlabs", "comfyui"):
         with pytest.raises(ConfigError, match="a ControlNet of 2 blocks"):
             export.run(given, "auto", tmp_path / form, form=form)
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_a_plan_counts_base_and_controlnet() -> None:
+    train = TrainConfig.model_validate({"controlnet": {"layers": 2}, "compile": "none", "residual": "fp32"})
+    train = train.model_copy(update={"microbatch": 2, "activation_checkpointing": "full"})
+    count = {name: math.prod(shape) for name, shape in BASE.shapes().items()}
+    added = sum(math.prod(shape) for shape in BASE.controlnet(2).shapes().values())
+    traced = Traced.of(BASE, train, Layout(1, 1, 1, 1), Shape(8, 8, 10, 2), rank=0, on_gpu=True)
+    assert traced.parameters == sum(count.values()) + added
+    assert traced.peak["parameters"] == pytest.approx(2 * sum(count.values()) + 4 * added, rel=0.01)
+    assert predict.checkpoint_bytes(BASE, train) == 12 * added
