@@ -17,6 +17,7 @@ from pipeline.config import Config, TrainConfig
 from pipeline.demo import small_models
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
+from pipeline.loader.loader import Batch
 from pipeline.models.adapters import Merged, adapter_of
 from pipeline.models.adapters.controlnet import PREFIX, ControlNet
 from pipeline.models.sampler import Sampling, pad_rows, sample, scheduler
@@ -304,6 +305,29 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
         fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> None:
+    def validated(name: str, **train: Any) -> list[dict[str, Any]]:
+        given = run_settings(tmp_path / name, validation={"every": 40}, steps=40, **train)
+        held_out = [(copied(batch), count) for batch, count in tiny_run.held_out(given)]
+        task = tiny_run.task(given, touch=lambda step: copied(tiny_run.global_batch(step)))
+        fit(given, replace(task, validation=lambda layout: held_out), Launch(), log=lambda line: None)
+        return metrics.read_events(tmp_path / name / "metrics.jsonl")["validation"]
+
+    def copied(batch: Batch) -> Batch:
+        """The batch with its latents as controls, which tell the noise."""
+        return replace(batch, pictures={"control": batch.latents})
+
+    before, after = validated("two")
+    assert before["parts"] == {"shuffled_control": pytest.approx(before["loss"])}, "the first step is the base's"
+    assert after["parts"]["shuffled_control"] > 1.02 * after["loss"] and after["loss"] < before["loss"]
+    assert "parts" not in validated("one", microbatch=1)[0], "one sample has no other"
+    batch = tiny_run.global_batch(0)
+    other = recipe_of(settings()).contrasted(batch).pictures["control"]
+    assert torch.equal(other[1:], batch.pictures["control"][:-1]) and torch.equal(
+        other[:1], batch.pictures["control"][-1:]
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- export

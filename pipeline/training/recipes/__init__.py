@@ -28,11 +28,13 @@ class Recipe(ABC):
         parts: weight of each loss in the sum that is differentiated, by name.
         pictures: kinds of picture records that `Batch.pictures` is to have, beside the latents.
         taps: numbers of the blocks whose outputs `losses` is given.
+        contrast: what a validation calls the loss of the batches of `contrasted`; None: it measures none.
     """
 
     parts: Mapping[str, float]
     pictures: tuple[str, ...] = ()
     taps: tuple[int, ...] = ()
+    contrast: str | None = None
 
     @abstractmethod
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
@@ -47,6 +49,10 @@ class Recipe(ABC):
     def losses(self, outputs: Outputs, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The losses of `parts`, not weighted: (b,) fp32, one value a sample, so that their mean over the global batch
         is that over its samples."""
+
+    def contrasted(self, batch: Batch) -> Batch:
+        """A batch of two samples or more with what the model should have learned to use exchanged between them."""
+        raise NotImplementedError(f"{type(self).__name__} has no contrast")
 
     def modules(self, spec: ModelSpec) -> dict[str, nn.Module]:
         """Modules of the recipe's own, made anew; `Outputs.modules` has them in the run."""
