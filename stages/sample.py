@@ -29,6 +29,7 @@ from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
 from pipeline.models.encoders import vae_shape
+from pipeline.models.adapters import adapter_from
 from pipeline.models.hub import listed, open_tensors, resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
@@ -124,7 +125,13 @@ def _columns(
     config: Config, stored: checkpoints.ModelTensors, scale: float | None, base: bool
 ) -> dict[str, Callable[[], Mapping[str, Tensor] | None]]:
     """Title in the contact sheet -> reads the weights (None: there are none); `DRAWN` is the last."""
-    is_adapter = stored.document.adapter is not None
+    adapter = adapter_from(stored.document.adapter)
+    is_adapter = adapter is not None
+    if adapter is not None and adapter.stays:
+        raise ConfigError(
+            f"{stored.folder} holds {adapter}, which draws with a control picture",
+            fix="sana-pipe export --out DIR; the README in DIR has the call of diffusers' pipeline",
+        )
     if not is_adapter and scale is not None:
         raise ConfigError(f"{stored.folder} holds a whole model, not an adapter", fix="leave --adapter-scale out")
     first = partial(whole_weights, config, stored, 0.0) if is_adapter else partial(_first_weights, stored)
