@@ -28,8 +28,8 @@ from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
-from pipeline.models.encoders import vae_shape
 from pipeline.models.adapters import adapter_from
+from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import listed, open_tensors, resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
@@ -83,7 +83,8 @@ def run(
     out = Path(out)
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
-    config = checkpoints.as_trained(config.at(folder), checkpoints.read_document(folder).config)
+    document = _drawable(folder)
+    config = checkpoints.as_trained(config.at(folder), document.config)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     stored = checkpoints.ModelTensors(folder, ema=ema)
@@ -121,17 +122,23 @@ def run(
     return Result(sheet, len(drawn), sum(hits))
 
 
+def _drawable(folder: Path) -> checkpoints.Document:
+    """The document of a checkpoint, which draws without a control picture."""
+    document = checkpoints.read_document(folder)
+    adapter = adapter_from(document.adapter)
+    if adapter is not None and adapter.stays:
+        raise ConfigError(
+            f"{folder} holds {adapter}, which draws with a control picture",
+            fix="sana-pipe export --out DIR; the README in DIR has the call of diffusers' pipeline",
+        )
+    return document
+
+
 def _columns(
     config: Config, stored: checkpoints.ModelTensors, scale: float | None, base: bool
 ) -> dict[str, Callable[[], Mapping[str, Tensor] | None]]:
     """Title in the contact sheet -> reads the weights (None: there are none); `DRAWN` is the last."""
-    adapter = adapter_from(stored.document.adapter)
-    is_adapter = adapter is not None
-    if adapter is not None and adapter.stays:
-        raise ConfigError(
-            f"{stored.folder} holds {adapter}, which draws with a control picture",
-            fix="sana-pipe export --out DIR; the README in DIR has the call of diffusers' pipeline",
-        )
+    is_adapter = stored.document.adapter is not None
     if not is_adapter and scale is not None:
         raise ConfigError(f"{stored.folder} holds a whole model, not an adapter", fix="leave --adapter-scale out")
     first = partial(whole_weights, config, stored, 0.0) if is_adapter else partial(_first_weights, stored)
@@ -217,7 +224,7 @@ def run_prompts(
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
-    document = checkpoints.read_document(folder)
+    document = _drawable(folder)
     config = checkpoints.as_trained(config, document.config)
     latent, text = recipes_of(config, document.state.snapshot)
     compression, channels = (

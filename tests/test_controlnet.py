@@ -18,9 +18,10 @@ from pipeline.demo import small_models
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
+from pipeline.models import sampler
 from pipeline.models.adapters import Merged, adapter_of
 from pipeline.models.adapters.controlnet import PREFIX, ControlNet
-from pipeline.models.sampler import Sampling, pad_rows, sample, scheduler
+from pipeline.models.sampler import Sampling, pad_rows
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, deinterleave
 from pipeline.models.sana_files import save_weights
@@ -31,8 +32,7 @@ from pipeline.planning.trace import Shape, Traced
 from pipeline.training import checkpoint, metrics
 from pipeline.training.assemble import Trainable, recipe_of
 from pipeline.training.trainer import fit
-from stages import export
-from stages.sample import _columns
+from stages import export, sample
 from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 
@@ -180,7 +180,7 @@ def test_the_pipeline_of_diffusers_draws_the_same(tmp_path: Path) -> None:
     channels = vae.config.latent_channels
     ours = trained(replace(BASE, in_channels=channels, out_channels=channels), layers=2).eval()
     base, control = saved(ours, tmp_path)
-    pipe = SanaControlNetPipeline(None, None, vae, base, control, scheduler(3.0))
+    pipe = SanaControlNetPipeline(None, None, vae, base, control, sampler.scheduler(3.0))
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(6)
     *rows, null = (torch.randn(count, 24, generator=generator) for count in (10, 4, 1))
@@ -204,8 +204,10 @@ def test_the_pipeline_of_diffusers_draws_the_same(tmp_path: Path) -> None:
     with torch.no_grad():
         latents = vae.encode(image).latent * vae.config.scaling_factor
     both = torch.cat([latents, latents])
-    drawn = sample(lambda *given: ours(*given, both), rows, null, noise, Sampling(4))
-    assert distance(drawn, theirs) <= 1e-4 < 0.01 < distance(sample(ours, rows, null, noise, Sampling(4)), theirs)
+    drawn = sampler.sample(lambda *given: ours(*given, both), rows, null, noise, Sampling(4))
+    assert (
+        distance(drawn, theirs) <= 1e-4 < 0.01 < distance(sampler.sample(ours, rows, null, noise, Sampling(4)), theirs)
+    )
 
 
 def test_strategies_have_all_blocks_in_the_order_of_the_forward_pass() -> None:
@@ -362,7 +364,7 @@ def test_an_export_is_the_trained_part_and_says_how_to_load_it(tmp_path: Path) -
     keywords = {word.arg for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Call) for word in node.keywords}
     assert {"controlnet", "subfolder", "control_image", "height"} <= keywords
     with pytest.raises(ConfigError, match="draws with a control picture"):
-        _columns(given, stored, None, True)
+        sample.run(given, "auto", None, tmp_path / "samples")
     for form in ("merged", "nvlabs", "comfyui"):
         with pytest.raises(ConfigError, match="a ControlNet of 2 blocks"):
             export.run(given, "auto", tmp_path / form, form=form)
