@@ -664,7 +664,7 @@ _weights = _grouped(
     show_default=True,
     help="diffusers: a whole pipeline, or the file of an adapter. nvlabs: the transformer as NVlabs' repository and "
     "ComfyUI load it (.pth and .safetensors). Of an adapter also comfyui, a file for ComfyUI's LoraLoader, and merged, "
-    "a whole pipeline with the adapter in its base.",
+    "a whole pipeline with the adapter in its base. Of a ControlNet diffusers alone: its folder.",
 )
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder; new or empty.")
 @click.option("--overwrite", is_flag=True, help="Replace an export that is in the folder.")

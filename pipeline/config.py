@@ -679,6 +679,19 @@ class AdapterConfig(_Section):
     """A LoRA file of diffusers whose matrices a new run begins with; null: A drawn, B zero."""
 
 
+class ControlNetConfig(_Section):
+    """Train a ControlNet, a copy of the model's first blocks that reads a control picture, beside the frozen model (see
+    docs/controlnet.md). Its samples have `control` records (`data.pictures`)."""
+
+    layers: Positive | None = None
+    """Blocks that are copied, fewer than the model has; null: 7, or as many as a smaller model allows."""
+    control_drop: Share = 0.0
+    """Share of samples that are trained with zeros in place of the control, whatever becomes of their caption."""
+    start: Place | None = None
+    """A folder or file of diffusers' `SanaControlNetModel` whose values a new run begins with; null: those of the
+    model's blocks, and zero layers."""
+
+
 class PreserveConfig(_Section):
     """Keep what the base knows while an adapter learns: on a share of the samples the target is the base's own
     prediction, computed with the adapter off."""
@@ -876,6 +889,8 @@ class TrainConfig(_Section):
     only: Annotated[list[str], Field(min_length=1)] | None = None
     """Train these modules and parameters and freeze the rest; patterns as in `adapter.targets`, such as `[attn2]`.
     null: train all."""
+    controlnet: ControlNetConfig | None = None
+    """Train a ControlNet and freeze the model; null: none, {}: with its defaults."""
     preserve: PreserveConfig | None = None
     """On a share of the samples, learn the prediction of the base; with `adapter`. null: not, {}: with its defaults."""
     ema: EmaConfig | None = None
@@ -991,8 +1006,11 @@ class TrainConfig(_Section):
                 )
         if self.preserve is not None and self.adapter is None:
             yield "preserve needs adapter: without one there is no base to be asked"
-        if self.adapter is not None and self.only is not None:
-            yield "give either adapter or only, not both: each says what is trained"
+        given = [name for name in ("adapter", "only", "controlnet") if getattr(self, name) is not None]
+        if len(given) > 1:
+            yield f"give either {given[0]} or {given[1]}, not both: each says what is trained"
+        if self.controlnet is not None and self.pictures is not None:
+            yield "pictures draws prompts, which have no control pictures; with controlnet set pictures: null"
         if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
             yield (
                 f"compile: block does not go with activation_compression: {self.activation_compression}; set "

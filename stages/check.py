@@ -1,9 +1,9 @@
 """`sana-pipe check`: whether the models of a configuration are available, of the right kind, and fit together.
 
 Prints a line for the VAE, the text encoder, its tokenizer and the transformer (files, and bytes still to be fetched),
-then compares their shapes, and `train.adapter` with the transformer. So a gated model, a missing file or a wrong kind
-shows before hours of encoding. Only lists and JSON files are fetched; a damaged weight file is noticed by the stage
-that reads it. A local tokenizer is loaded.
+then compares their shapes, and `train.adapter` or `train.controlnet` with the transformer. So a gated model, a missing
+file or a wrong kind shows before hours of encoding. Only lists and JSON files are fetched; a damaged weight file is
+noticed by the stage that reads it. A local tokenizer is loaded.
 """
 
 from __future__ import annotations

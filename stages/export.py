@@ -2,9 +2,9 @@
 
 A pipeline's folder has copies of VAE, text encoder and tokenizer (about 6 GB), so it is complete, and no paths of this
 machine, so it can be published. Of a run with an adapter it is the adapter's file, for diffusers or ComfyUI, or the
-adapter in its base. What training used and a pipeline cannot guess (flow shift, resolution, text recipe) must be as in
-the checkpoint. The folder appears whole, by a rename. Weights pass through memory one parameter at a time, for any
-number of processes that wrote the checkpoint.
+adapter in its base; of a ControlNet its folder. What training used and a pipeline cannot guess (flow shift, resolution,
+text recipe) must be as in the checkpoint. The folder appears whole, by a rename. Weights pass through memory one
+parameter at a time, for any number of processes that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def run(
         ema: export the EMA weights instead of the last weights.
         overwrite: `out` may hold an export, which is replaced.
         dtype: of the transformer's files: fp32, bf16 or fp16.
-        form: `diffusers` (a whole pipeline, or an adapter's file), `merged` (the whole pipeline of an adapter),
-            `nvlabs` (the transformer) or `comfyui` (an adapter's file).
+        form: `diffusers` (a whole pipeline, an adapter's file, or a ControlNet's folder), `merged` (the whole pipeline
+            of an adapter), `nvlabs` (the transformer) or `comfyui` (an adapter's file).
 
     Returns:
         `out`.
@@ -127,7 +127,7 @@ def run(
             pictures = copy_pictures(folder.parents[1], document.state.step, work)
             pictures["before"] = first_drawing(document)
             about |= {"form": form, "adapter": adapter, **_base(config), **pictures}
-            text = readme("adapter", config, architecture, **about)
+            text = readme(adapter.readme, config, architecture, **about)
         else:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
             text = readme("transformer", config, architecture, **about)
@@ -151,7 +151,8 @@ def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:
     """
     offered = architecture.formats
     if adapter is not None:
-        offered = tuple(dict.fromkeys((*adapter.formats, "merged", *offered)))
+        others = () if adapter.stays else ("merged", *offered)
+        offered = tuple(dict.fromkeys((*adapter.formats, *others)))
         if form == "diffusers" and form not in adapter.formats:
             return "merged"
     if form not in offered:

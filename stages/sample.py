@@ -28,6 +28,7 @@ from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
+from pipeline.models.adapters import adapter_from
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import listed, open_tensors, resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
@@ -82,7 +83,8 @@ def run(
     out = Path(out)
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
-    config = checkpoints.as_trained(config.at(folder), checkpoints.read_document(folder).config)
+    document = _drawable(folder)
+    config = checkpoints.as_trained(config.at(folder), document.config)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     stored = checkpoints.ModelTensors(folder, ema=ema)
@@ -118,6 +120,18 @@ def run(
         photos = SourcePictures(config, cache)
         sheet = publish(config, latents, rows, stored, Path(work), out, photos)
     return Result(sheet, len(drawn), sum(hits))
+
+
+def _drawable(folder: Path) -> checkpoints.Document:
+    """The document of a checkpoint, which draws without a control picture."""
+    document = checkpoints.read_document(folder)
+    adapter = adapter_from(document.adapter)
+    if adapter is not None and adapter.stays:
+        raise ConfigError(
+            f"{folder} holds {adapter}, which draws with a control picture",
+            fix="sana-pipe export --out DIR; the README in DIR has the call of diffusers' pipeline",
+        )
+    return document
 
 
 def _columns(
@@ -210,7 +224,7 @@ def run_prompts(
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
-    document = checkpoints.read_document(folder)
+    document = _drawable(folder)
     config = checkpoints.as_trained(config, document.config)
     latent, text = recipes_of(config, document.state.snapshot)
     compression, channels = (

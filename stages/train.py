@@ -489,12 +489,24 @@ def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndar
     return found
 
 
+def _check_kinds(snapshots: Sequence[Snapshot], kinds: Sequence[str]) -> None:
+    """Refuse snapshots without the further pictures that a recipe reads."""
+    for snapshot in snapshots:
+        if lacking := [kind for kind in kinds if kind not in snapshot.pictures]:
+            raise ConfigError(
+                f"snapshot {snapshot.id[:12]} has no {' or '.join(lacking)} records, which this training reads",
+                found=", ".join(snapshot.pictures),
+                fix=f"set data.pictures.{lacking[0]}, then sana-pipe encode and sana-pipe bucket",
+            )
+
+
 def task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice = None) -> TrainingTask:
     """The data of a run."""
     snapshot, part = inputs.snapshot, inputs.heldout
-    train = config.train
+    train, kinds = config.train, recipe_of(config.train).pictures
 
     def check(layout: Layout) -> None:
+        _check_kinds([snapshot] if part is None else [snapshot, part], kinds)
         if quarantine is not None and layout.model_parallel_size > 1:
             raise ConfigError(
                 f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: "
@@ -519,7 +531,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice = No
             stop_step=stop,
             prefetch_mib=train.prefetch_mib,
             text=train.text or "padded",
-            pictures=recipe_of(train).pictures,
+            pictures=kinds,
             length_window=train.length_window,
             pin=resolve_device(train.device, launch).type == "cuda",
             timeout_s=config.patience_s + 2 * TIMEOUT_S,  # readers of a store give up first

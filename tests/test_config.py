@@ -22,6 +22,7 @@ from pipeline.config import Config, dump, find, load, load_given, option_fields,
 from pipeline.errors import ConfigError, UserError
 from pipeline.options import section_of
 from pipeline.training.optimizers import peak_learning_rate
+from pipeline.training.recipes.control import Controlled
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
 
@@ -429,6 +430,7 @@ def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_shipped_configuration_loads_and_says_what_it_is_for() -> None:
     released = {"sana_1600m_1024", "sana_1600m_1024_lora", "sana_600m_512", "sana15_1600m_1024", "sana15_4800m_1024"}
+    released |= {"controlnet_24gb", "controlnet_80gb"}
     assert {p.stem for p in shipped()} == {*released, "tiny"}
     for path in shipped():
         load(path)
@@ -500,7 +502,9 @@ def test_shipped_configurations_name_one_revision_for_all_parts() -> None:
 
 
 @pytest.mark.parametrize("name", first_quick(*(path.stem for path in shipped())))
-def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, tmp_path: Path) -> None:
+def test_every_shipped_configuration_trains(
+    name: str, small_cache_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One optimizer step of everything that the file says of training, for a small model on a real cache."""
     import stages.train
     from pipeline.training import metrics
@@ -512,6 +516,12 @@ def test_every_shipped_configuration_trains(name: str, small_cache_copy: Path, t
     overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
     run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
     run += ["train.validation=null", "train.pictures=null"]  # the cache has no held-out part and no prompts
+    if name.startswith("controlnet"):
+        run.append("train.controlnet.layers=1")  # the small model has two blocks
+        with pytest.raises(ConfigError, match="has no control records"):
+            stages.train.run(load(name, [*overrides, *run]), log=lambda line: None)
+        assert not (tmp_path / "run").exists()
+        monkeypatch.setattr(Controlled, "pictures", ("latent",))  # the picture is its own control
     config = load(name, [*overrides, *run])
     report = stages.train.run(config, log=lambda line: None)
     assert report.step == 1

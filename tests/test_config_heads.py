@@ -19,6 +19,10 @@ from tests.support.sana_shapes import SHAPES
 
 RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
 LORA = "sana_1600m_1024_lora"
+CONTROLNETS = {  # configuration: (card, seconds of a step, microbatch of the least memory, peaks in GiB)
+    "controlnet_24gb": ("4090", 2.31, 1, (21.1, 15.0)),
+    "controlnet_80gb": ("h100", 1.59, 8, (63.1, 17.5)),
+}
 GPUS = 8
 NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num_warmup_steps)
     "sana_600m_512": ("Sana_600M_img512", 1e-4, 128, 2000),
@@ -53,6 +57,16 @@ SOURCED = {
         "0.33 s a step on a 4090 (estimated by sana-pipe plan)",
         "some forty pictures, on one GPU of 24 or 12 GB",
     ],
+    **{
+        name: [
+            f"on one GPU of {name[-4:-2]} GB",
+            "1e-5 constant after 500 steps, clipping at 1.0: the rate of diffusers' ControlNet example, and the "
+            "defaults of its script",
+            "diffusers' example shows what it learned after 6,000 steps at a batch of 8",
+            f"{seconds} s a step on {'an H100' if card == 'h100' else 'a 4090'} (estimated by sana-pipe plan)",
+        ]
+        for name, (card, seconds, *_) in CONTROLNETS.items()
+    },
 }
 """Quoted numbers, with the words that name their source."""
 
@@ -157,16 +171,55 @@ def derived_lora() -> list[str]:
     ]
 
 
+def planned(name: str, gpu: list[str], settings: tuple[str, ...]) -> tuple[str, str]:
+    """GiB and seconds of a step that `plan` predicts."""
+    sets = [word for setting in settings for word in ("--set", setting)]
+    result = CliRunner().invoke(cli, ["plan", "--config", name, *gpu, *sets])
+    assert result.exit_code == 0, result.output
+    peak, seconds = (re.search(p, result.output) for p in (r"peak \(.*\) +([\d.]+)", r"([\d.]+) s a step"))
+    assert peak is not None and seconds is not None
+    return f"{float(peak[1]):.1f}", seconds[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("fragment", "settings"), PLANNED.items())
 def test_the_memory_of_a_lora_is_predicted(fragment: str, settings: tuple[str, ...]) -> None:
     gpu = ["--gpu", "4090"] if fragment.startswith("24") else ["--gpu-memory", "12GiB"]
-    sets = [word for setting in settings for word in ("--set", setting)]
-    result = CliRunner().invoke(cli, ["plan", "--config", LORA, *gpu, *sets])
-    assert result.exit_code == 0, result.output
-    peak = float(re.search(r"peak \(.*\) +([\d.]+)", result.output)[1])  # type: ignore[index]
     said = re.search(r"([\d.]+) GiB", fragment) or re.search(r"([\d.]+) GiB", next(iter(PLANNED)))
-    assert said is not None and f"{peak:.1f}" == said[1]
+    assert said is not None and planned(LORA, gpu, settings)[0] == said[1]
+
+
+def recomputed(name: str) -> tuple[str, ...]:
+    return "train.activation_checkpointing=full", f"train.microbatch={CONTROLNETS[name][2]}"
+
+
+def derived_controlnet(name: str) -> list[str]:
+    """As `derived`."""
+    config, (card, seconds, _, peaks) = load(name), CONTROLNETS[name]
+    train, batch = config.train, config.bucket.batch
+    assert train.controlnet is not None and train.steps is not None
+    shape = SHAPES["sana_1600m_1024"].controlnet(train.controlnet.layers)
+    parameters = sum(_size(sizes) for sizes in shape.shapes().values())
+    assert (train.optim.lr, train.optim.warmup_steps, train.optim.clip) == (1e-5, 500, 1.0)
+    return [
+        f"{peaks[0]} GiB, nothing recomputed (predicted by sana-pipe plan --gpu {card}; bf16 base, batch of {batch})",
+        " ".join(f"--set {setting}" for setting in recomputed(name)) + f" {peaks[1]} GiB (predicted)",
+        f"{parameters:,} parameters of a ControlNet of {shape.num_layers} blocks: {2 * parameters / 1e9:.1f} GB "
+        f"exported in bf16, checkpoints of {12 * parameters / 2**30:.1f} GiB (fp32, with two moments; arithmetic)",
+        f"which are {6000 * 8:,} pictures: {train.steps:,} steps at a batch of {batch} are {train.steps * batch:,}",
+        f"{seconds * train.steps / 3600:.1f} hours for {train.steps:,} steps",
+        "sana_1600m_1024",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTROLNETS)
+def test_memory_and_time_of_a_controlnet_are_predicted(name: str) -> None:
+    card, seconds, _, peaks = CONTROLNETS[name]
+    gpu = ["--gpu", card]
+    chosen, least = planned(name, gpu, ()), planned(name, gpu, recomputed(name))
+    assert (float(chosen[0]), float(least[0])) == peaks
+    assert float(chosen[1]) == pytest.approx(seconds, rel=0.02)
 
 
 @functools.cache
@@ -194,7 +247,8 @@ def _size(sizes: Any) -> int:
 @pytest.mark.parametrize("name", RELEASED)
 def test_every_number_in_a_head_is_derived_or_has_a_source(name: str) -> None:
     text, covered = head(name), set[int]()
-    for fragment in [*(derived_lora() if name == LORA else derived(name)), *SOURCED[name]]:
+    made = derived_lora() if name == LORA else derived_controlnet(name) if name in CONTROLNETS else derived(name)
+    for fragment in [*made, *SOURCED[name]]:
         assert fragment in text, fragment
         covered.update(i for match in re.finditer(re.escape(fragment), text) for i in range(*match.span()))
     for pattern in (NAMES, r"--set [a-z_.]+=\S+"):

@@ -42,24 +42,30 @@ def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int
     """Peak bytes of real CPU steps after the first: allocations and frees as torch's profiler records them, and what
     lasts."""
     from pipeline.launch import detect
+    from pipeline.models.adapters import adapter_of
     from pipeline.models.sana import SanaTransformer
     from pipeline.models.sana_config import numerics
     from pipeline.parallel.mesh import open_mesh
     from pipeline.parallel.parallelize import parallelize
     from pipeline.training import optimizers
-    from pipeline.training.recipes.flow import Flow
+    from pipeline.training.assemble import recipe_of
     from pipeline.training.step import TrainStep
 
-    device = torch.device("cpu")
+    device, recipe = torch.device("cpu"), recipe_of(train)
     with open_mesh(detect(), train.parallel, device) as mesh:
-        model = parallelize(SanaTransformer.from_scratch(architecture, 0, numerics=numerics(train)), mesh, train)
+        module = SanaTransformer.from_scratch(architecture, 0, numerics=numerics(train))
+        if (adapter := adapter_of(train, architecture)) is not None:
+            adapter.apply(module)
+        model = parallelize(module, mesh, train)
         optimizer = optimizers.build(model.module, train.optim, device)
-        step = TrainStep(model, Flow(train.flow), optimizer, train, device)
-        batches = [made_up_batch(architecture, shape, 0)]
+        step = TrainStep(model, recipe, optimizer, train, device)
+        batch = made_up_batch(architecture, shape, 0)
+        batches = [replace(batch, pictures=dict.fromkeys(recipe.pictures, batch.latents.clone()))]
         step(batches, 1)
         states = [value for state in optimizer.state.values() for value in state.values()]
         lasting = sum(t.numel() * t.itemsize for t in (*model.module.parameters(), *states))
-        inputs = sum(t.nbytes for t in vars(batches[0]).values() if isinstance(t, torch.Tensor))
+        tensors = *vars(batches[0]).values(), *batches[0].pictures.values()
+        inputs = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             step(batches, 2)
     current = most = 0
@@ -103,8 +109,10 @@ def test_a_prediction_changes_nothing_in_the_run_after_it(train: dict[str, Any])
         pytest.param({"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
         pytest.param({"activation_checkpointing": "none", "activation_compression": "int8"}, marks=pytest.mark.slow),
         pytest.param({"optim": {"name": "came", "betas": None, "eps": None}}, marks=pytest.mark.slow),
+        {"controlnet": {}},
+        pytest.param({"controlnet": {"layers": 1}, "activation_checkpointing": "none"}, marks=pytest.mark.slow),
     ],
-    ids=["fp32", "none", "selective", "int8", "came"],
+    ids=["fp32", "none", "selective", "int8", "came", "controlnet", "controlnet-none"],
 )
 def test_a_prediction_is_a_real_steps_peak(change: dict[str, Any]) -> None:
     train = TrainConfig.model_validate({**COMPUTE, **change})

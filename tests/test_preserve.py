@@ -14,13 +14,13 @@ from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.layer_classes import without_adapter
+from pipeline.loader.loader import Batch
 from pipeline.parallel.microbatch import REFERENCE, Outputs
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import checkpoint, metrics
 from pipeline.training.assemble import recipe_of
 from pipeline.training.build import adapter_of
-from pipeline.training.recipes import StepLoss
-from pipeline.training.recipes.preserve import preserved
+from pipeline.training.recipes import StepLoss, visit_chosen
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
@@ -40,6 +40,10 @@ def adapted(given: Config) -> nn.Module:
     for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
     return model
+
+
+def preserved(batch: Batch, share: float) -> torch.Tensor:
+    return visit_chosen(batch, "preserve", share)
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:

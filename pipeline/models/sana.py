@@ -3,9 +3,8 @@
 Why not `SanaTransformer2DModel` with our blocks in it (tried with diffusers 0.42): it would spare about a hundred lines
 of input and output layers, but its `forward` is one piece, and pipeline stages and packed captions need the parts.
 Importing it, too, takes 5.4 s of CPU time against 2.8 s, and 140 MiB, in every process (it loads no encoder and no
-pipeline). PEFT adapts this module as it is, since all names are equal; ControlNet's additions are lines of `forward`.
-
-First values are in `sana_init`, weight files in `sana_files`; `sana_stage` is a part for pipeline parallelism.
+pipeline). PEFT adapts this module as it is, since all names are equal. A ControlNet (`sana_control`) is a child. First
+values are in `sana_init`, weight files in `sana_files`; `sana_stage` is a part for pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -14,16 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
+from pipeline.models.sana_control import SanaControlNet
 from pipeline.models.sana_init import initial_value
-from pipeline.models.sana_layers import (
-    ModulatedNorm,
-    PatchEmbed,
-    RMSNorm,
-    SanaEnds,
-    SanaTransformerBlock,
-    TimeEmbed,
-    TwoLayers,
-)
+from pipeline.models.sana_layers import ModulatedNorm, SanaEnds, SanaTransformerBlock
 from pipeline.models.sana_stage import SanaStage
 
 
@@ -34,10 +26,8 @@ class SanaTransformer(SanaEnds):
         super().__init__()
         self.config, self.numerics = config, numerics
         dim = config.inner_dim
-        self.patch_embed = PatchEmbed(config)
-        self.time_embed = TimeEmbed(dim)
-        self.caption_projection = TwoLayers(config.caption_channels, dim, nn.GELU(approximate="tanh"))
-        self.caption_norm = RMSNorm(dim, eps=1e-5)
+        self.controlnet: SanaControlNet | None = None
+        self.add_inputs(config)
         self.transformer_blocks = nn.ModuleList(
             [SanaTransformerBlock(config, numerics) for _ in range(config.num_layers)]
         )
@@ -47,8 +37,8 @@ class SanaTransformer(SanaEnds):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks in order, which strategies wrap one by one."""
-        return list(self.transformer_blocks)
+        """The blocks in the order of the forward pass, which strategies wrap one by one."""
+        return [*(self.controlnet.blocks if self.controlnet is not None else []), *self.transformer_blocks]
 
     @property
     def tensor_parallel_plan(self) -> dict[str, str]:
@@ -67,11 +57,18 @@ class SanaTransformer(SanaEnds):
         projections = tuple(f"{a}.{name}" for a in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0"))
         return {"attention": projections, "all": (*projections, "ff.conv_inverted", "ff.conv_point")}
 
+    def add_controlnet(self, layers: int) -> None:
+        """Add a ControlNet of so many blocks, on the device of the model and not initialised."""
+        with self.proj_out.weight.device:
+            self.controlnet = SanaControlNet(self.config.controlnet(layers), self.numerics)
+
     def stage(self, start: int, stop: int) -> SanaStage:
         """Blocks [start, stop) as a pipeline stage that shares this model's parameters."""
         return SanaStage(self, start, stop)
 
-    def forward(self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor) -> Tensor:
+    def forward(
+        self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor, control: Tensor | None = None
+    ) -> Tensor:
         """Predict the flow (noise minus data).
 
         Args:
@@ -82,15 +79,22 @@ class SanaTransformer(SanaEnds):
                 rows as if none were masked, and yields no NaN. For captions without padding the True of each sample
                 come first, and there is at least one.
             timesteps: (B,) float32 in [0, 1000).
+            control: (B, C, H, W) latents of the control pictures, in the model's dtype; None: the base's prediction.
 
         Returns:
             (B, C, H, W) in the model's dtype.
         """
+        added = []
+        if control is not None:
+            assert self.controlnet is not None, "a control needs a ControlNet"
+            added = self.controlnet(latents, control, captions, mask, timesteps)
         height, width = self.grid(latents, mask)
         hidden, context, bias, modulation, embedded = self.embed(latents, captions, mask, timesteps)
         modulation = modulation.to(hidden.dtype)
-        for block in self.transformer_blocks:
+        for number, block in enumerate(self.transformer_blocks):
             hidden = block(hidden, context, bias, modulation, height, width)
+            if 0 < number <= len(added):
+                hidden = hidden + added[number - 1]
         return self.head(hidden, embedded, height, width)
 
     @classmethod

@@ -24,6 +24,8 @@ from pipeline.models.spec import SANA, DrawnValues, ModelSpec, Values
 CLASS_NAME = SANA
 GLU_PARAMETERS = ("conv_inverted.weight", "conv_inverted.bias", "conv_depth.weight", "conv_depth.bias")
 """Those whose rows have another order in diffusers' files."""
+_CONTROLNET_LAYERS = 7
+"""Of diffusers' `SanaControlNetModel`."""
 _SINUSOID = 256
 """Width of the timestep's embedding before its layers."""
 
@@ -111,8 +113,8 @@ class SanaConfig(ModelSpec):
         """Read a diffusers `config.json`. Keys that start with `_` are diffusers' bookkeeping; another
         that is not known is refused, since its meaning would be lost."""
         name = data.get("_class_name") or data.get("model_type") or CLASS_NAME  # the second key is transformers'
-        if name != CLASS_NAME:
-            raise ConfigError(f"{source} describes another model", expected=CLASS_NAME, found=name)
+        if name != cls.class_name:
+            raise ConfigError(f"{source} describes another model", expected=cls.class_name, found=name)
         known = {field.name for field in fields(cls)}
         unknown = sorted(key for key in data if not key.startswith("_") and key not in known)
         if unknown:
@@ -172,6 +174,29 @@ class SanaConfig(ModelSpec):
         norm = "true" if self.qk_norm else "false"
         return f"depth {self.num_layers}, width {self.inner_dim}, `qk_norm` and `cross_norm` {norm}"
 
+    def controlnet(self, layers: int | None = None) -> SanaControlNetConfig:
+        """The shape of a ControlNet of this model. layers: its blocks; None: diffusers' 7, or as many as fit.
+
+        Raises:
+            ConfigError: more blocks than the base can add the outputs of, or a base with `qk_norm`.
+        """
+        if self.qk_norm is not None:
+            raise ConfigError(
+                "diffusers' SanaControlNetModel has no qk_norm, which this base has",
+                fix="give Sana's weights as model.weights, not those of SANA-1.5",
+            )
+        most = self.num_layers - 1
+        if layers is not None and layers > most:
+            raise ConfigError(
+                f"train.controlnet.layers: a base of {self.num_layers} blocks adds the outputs of {most}, one after "
+                "each block but its first",
+                expected=f"at most {most}",
+                found=layers,
+                fix=f"--set train.controlnet.layers={min(most, _CONTROLNET_LAYERS)}",
+            )
+        shape = {field.name: getattr(self, field.name) for field in fields(self)}
+        return SanaControlNetConfig(**{**shape, "num_layers": layers or min(most, _CONTROLNET_LAYERS)})
+
     # What follows imports the modules that import this one.
 
     def module(self, train: TrainConfig | None = None) -> nn.Module:
@@ -215,6 +240,31 @@ class SanaConfig(ModelSpec):
             save_nvlabs(weights, self, folder, stem, dtype, max_length)
         else:
             save_weights(weights, self, folder, dtype)
+
+
+@dataclass(frozen=True)
+class SanaControlNetConfig(SanaConfig):
+    """Shape of a ControlNet of Sana: the fields of diffusers' `SanaControlNetModel`, which are a transformer's without
+    `LACKING`. Of the methods only those of shapes and files are for it."""
+
+    class_name = "SanaControlNetModel"
+
+    LACKING = frozenset({"guidance_embeds", "guidance_embeds_scale", "qk_norm", "timestep_scale"})
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {name: value for name, value in asdict(self).items() if name not in self.LACKING}
+        return {"_class_name": self.class_name, **values}
+
+    def module(self, train: TrainConfig | None = None) -> nn.Module:
+        from pipeline.models.sana_control import SanaControlNet
+
+        with torch.device("meta"):
+            return SanaControlNet(self, DIFFUSERS if train is None else numerics(train))
+
+    def stored(self, place: Path, variant: str | None = None) -> Values:
+        from pipeline.models.sana_files import WeightFiles
+
+        return WeightFiles(place, variant, self)
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,10 @@ class WeightFiles:
     Args:
         variant: the middle part of the file names, such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None
             takes the set of the highest precision. In a `.pth`: see `nvlabs.read`.
+        config: what the files are of; `config.json` is not read, and a file has diffusers' names.
 
     Attributes:
-        config: from `config.json`, or from the shapes of NVlabs' file.
+        config: as given, or from `config.json`, or from the shapes of NVlabs' file.
         shapes: name and shape of every parameter.
         description: the opened files, for the log.
 
@@ -59,14 +60,18 @@ class WeightFiles:
         UserError: no such folder or files, a damaged file, parameters missing, unexpected or of another shape (named).
     """
 
-    def __init__(self, place: Path, variant: str | None = None):
+    def __init__(self, place: Path, variant: str | None = None, config: SanaConfig | None = None):
         place = Path(place)
-        if place.is_file():
+        note = ""
+        if place.is_file() and config is not None:
+            self.config, self._tensors = config, _mapped([place])
+            names: tuple[str, ...] = (place.name,)
+        elif place.is_file():
             self.config, stored, note = nvlabs.read(place, variant)
             self._tensors = nvlabs.renamed(stored, self.config.shapes())
-            names: tuple[str, ...] = (place.name,)
+            names = (place.name,)
         else:
-            self.config = read_config(place)
+            self.config = config or read_config(place)
             chosen = hub.choose(place, variant, widest=True)
             self._tensors = _mapped([place / name for name in chosen.files])
             names = chosen.files

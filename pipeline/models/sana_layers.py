@@ -379,6 +379,14 @@ class SanaEnds(nn.Module, ABC):
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks in order."""
 
+    def add_inputs(self, config: SanaConfig) -> None:
+        """Add the modules that precede the blocks."""
+        dim = config.inner_dim
+        self.patch_embed = PatchEmbed(config)
+        self.time_embed = TimeEmbed(dim)
+        self.caption_projection = TwoLayers(config.caption_channels, dim, nn.GELU(approximate="tanh"))
+        self.caption_norm = RMSNorm(dim, eps=1e-5)
+
     def grid(self, latents: Tensor, mask: Tensor) -> tuple[int, int]:
         """Height and width in tokens of these latents. Refused are sides that the patch size does not divide, and a
         mask that is not bool."""

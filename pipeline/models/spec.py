@@ -165,6 +165,11 @@ class ModelSpec(ABC):
         """The inverse of `rows_from_file`."""
         return tensor
 
+    def controlnet(self, layers: int | None = None) -> ModelSpec:
+        """The shape of a ControlNet of this model, which its module adds by `add_controlnet`. layers: number of blocks;
+        None: the usual one. A model without ControlNets is a ConfigError."""
+        raise ConfigError(f"train.controlnet: {self.class_name} has no ControlNet", fix="--set train.controlnet=null")
+
     def joined_parts(self) -> dict[str, list[str]]:
         """Tensors of ComfyUI's model of this kind -> the parameters whose rows they consist of; empty: it has none."""
         return {}
@@ -198,9 +203,16 @@ class ModelSpec(ABC):
         """Name and shape of every parameter, in the model's order."""
         return {name: tuple(parameter.shape) for name, parameter in self.module().named_parameters()}
 
-    def loaded(self, weights: Mapping[str, Tensor], train: TrainConfig | None = None) -> nn.Module:
-        """The model with these values, which it takes over without a copy."""
+    def loaded(
+        self,
+        weights: Mapping[str, Tensor],
+        train: TrainConfig | None = None,
+        prepare: Callable[[nn.Module], None] = lambda module: None,
+    ) -> nn.Module:
+        """The model with these values, which it takes over without a copy. prepare: adds the parameters that are not
+        the model's (`Adapter.apply` of an adapter that `stays`)."""
         module = self.module(train)
+        prepare(module)
         module.load_state_dict(weights, assign=True)
         reset_buffers(module)
         return module

@@ -47,8 +47,10 @@ def _tag_caches() -> None:
 
 
 def compile_conditions(model: nn.Module, backend: str) -> None:
-    """Compile the method `conditions` of a model or pipeline stage in place, if it has one; after `compile_blocks`."""
-    conditions: Any = getattr(model, "conditions", None)
-    if conditions is not None:
-        compiled: Any = torch.compile(conditions, backend=backend, dynamic=True, fullgraph=True)
-        model.conditions = compiled
+    """Compile the method `conditions` of a model or pipeline stage, and of modules in it, in place, where there is one;
+    after `compile_blocks`."""
+    for module in model.modules():
+        conditions: Any = getattr(module, "conditions", None)
+        if conditions is not None:
+            compiled: Any = torch.compile(conditions, backend=backend, dynamic=True, fullgraph=True)
+            module.conditions = compiled

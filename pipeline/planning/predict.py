@@ -266,7 +266,7 @@ def checkpoint_bytes(shape: ModelSpec, train: TrainConfig) -> float:
     pure, optimizer = train.precision == "bf16_pure", train.optim.name
     state = _STATE_BYTES[optimizer] / (2 if pure and optimizer != "adamw8bit" else 1)
     each = (2.0 if pure else 4.0) + state + (0.0 if train.ema is None else 4.0)
-    return each * _trained_parameters(shape, train.model_dump_json(include={"adapter", "only"}))
+    return each * _trained_parameters(shape, train.model_dump_json(include={"adapter", "only", "controlnet"}))
 
 
 @cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -191,9 +191,9 @@ def trace(
             if train.optim.in_backward:
                 in_backward.fuse(optimizer, model)
             recorder.phase = "forward"
-            batches = [_batch(architecture, shape, size) for size in sizes]
+            batches = [_batch(architecture, shape, size, trainable.recipe.pictures) for size in sizes]
             for batch in batches:
-                recorder.mark(kinds.INPUTS, vars(batch).values())
+                recorder.mark(kinds.INPUTS, [*vars(batch).values(), *batch.pictures.values()])
             with watch_updates(optimizer, recorder):
                 step(batches, 1)
             recorder.phase = "optimizer"
@@ -244,7 +244,7 @@ def _staying(module: Any) -> nn.Module:
     return module
 
 
-def _batch(architecture: ModelSpec, shape: Shape, samples: int) -> Batch:
+def _batch(architecture: ModelSpec, shape: Shape, samples: int, pictures: Sequence[str]) -> Batch:
     latent = (samples, architecture.in_channels, shape.height, shape.width)
     return Batch(
         latents=torch.empty(latent, dtype=torch.bfloat16),
@@ -254,6 +254,7 @@ def _batch(architecture: ModelSpec, shape: Shape, samples: int) -> Batch:
         logit=torch.empty(samples),
         sample_ids=tuple(range(samples)),
         bucket=(shape.height, shape.width),
+        pictures={kind: torch.empty(latent, dtype=torch.bfloat16) for kind in pictures},
     )
 
 

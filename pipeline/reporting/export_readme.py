@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.config import Config, TextConfig
 from pipeline.models.spec import ModelSpec
@@ -24,7 +24,7 @@ PICTURES = 5
 
 
 def readme(
-    template: Literal["diffusers", "nvlabs", "adapter", "transformer"],
+    template: str,
     config: Config,
     architecture: ModelSpec,
     compression: int | None = None,
@@ -50,6 +50,7 @@ def readme(
         "compression": compression,
         "place": place,
         "adapter": adapter,
+        "controlnet": template == "controlnet",
         "arguments": arguments,
         "quoted": quoted if arguments.get("complex_human_instruction", "None") != "None" else None,
         "multiple": PIPELINE_MULTIPLE,

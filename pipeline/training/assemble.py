@@ -24,6 +24,7 @@ from pipeline.parallel.parallelize import EXTRA, ParallelModel, parallelize
 from pipeline.training import optimizers
 from pipeline.training.ema import EMA
 from pipeline.training.recipes import Recipe
+from pipeline.training.recipes.control import Controlled
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.recipes.preserve import Preserving
 from pipeline.training.step import TrainStep
@@ -87,6 +88,8 @@ class _Joined:
 
 def recipe_of(train: TrainConfig, prompts: Sequence[Tensor] = ()) -> Recipe:
     """The recipe of a configuration. prompts: text rows of `train.preserve.prompt`."""
+    if train.controlnet is not None:
+        return Controlled(train.flow, train.controlnet.control_drop)
     return Flow(train.flow) if train.preserve is None else Preserving(train.flow, train.preserve, prompts)
 
 

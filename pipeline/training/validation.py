@@ -4,7 +4,8 @@ Fixed levels, noise and captions, because the loss of flow matching differs more
 and bad weights (the mean over equidistant levels is MLPerf Training's rule for text-to-image). Nothing of the training
 changes: no generator is used, averages are exchanged with the weights and back bit for bit, gathered parameters are
 freed, and blocks run uncompiled, so that no graph is added.
-Price: `samples` x `levels` forward passes each time (about a third of a step each), twice with averages.
+Price: `samples` x `levels` forward passes each time (about a third of a step each), twice with averages, and twice for
+a recipe with a contrast.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from pipeline.training.stop_request import StopRequest
 
 Totals = dict[tuple[int, int], Tensor]
 """By bucket: (groups, levels + parts + 1) float64, the sums of the losses at each level, of each part of a loss that
-has several, and the numbers of samples. The groups are `_AGES` where the task names old samples, else there is one."""
+has several and of the recipe's contrast, and the numbers of samples. The groups are `_AGES` where the task names old
+samples, else there is one."""
 _AGES = ("old", "new")
 
 
@@ -49,6 +51,9 @@ class Validation:
         self._divided = () if context.task.old_samples is None else ("by_age",)
         parts = run.trainable.recipe.parts
         self._parts = tuple(parts) if len(parts) > 1 else ()
+        self._contrast = run.trainable.recipe.contrast if context.train.microbatch > 1 else None
+        if self._contrast is not None:
+            self._parts += (self._contrast,)
         self._keys = "loss", "by_sigma", "by_bucket", *self._divided, *(("parts",) if self._parts else ())
 
     def __call__(self, step: int) -> bool:
@@ -91,7 +96,8 @@ class Validation:
                 rows = torch.stack(model.losses(prepared, step.loss))[:, :, :counted]
                 groups = self._groups(batch.sample_ids[:counted]).to(rows.device)
                 losses, parts = rows[:, 0].double(), rows[:, 1:].double().mean(0)
-                values = torch.cat([losses, parts, losses.new_ones(1, counted)])
+                contrast = self._contrasting(batch, counted)
+                values = torch.cat([losses, parts, *contrast, losses.new_ones(1, counted)])
                 sums = torch.stack([values[:, group].sum(1) for group in groups])
                 # waits for the device, so that the loader may use the batch's memory again
                 totals[batch.bucket] = totals.get(batch.bucket, torch.zeros(())) + sums.cpu()
@@ -103,6 +109,14 @@ class Validation:
         if dist.get_world_size() > 1:
             dist.all_reduce(joined)
         return dict(zip(totals, joined / context.layout.model_parallel_size, strict=True))
+
+    def _contrasting(self, batch: Batch, counted: int) -> list[Tensor]:
+        """The losses (1, counted) of the recipe's contrast, means over the levels; none without one."""
+        if self._contrast is None:
+            return []
+        step, other = self.run.step, self.run.trainable.recipe.contrasted(batch)
+        rows = self.run.model.losses((step.prepare(other, level) for level in self.levels), step.loss)
+        return [torch.stack(rows)[:, :1, :counted].double().mean(0)]
 
     def _groups(self, ids: Sequence[int]) -> Tensor:
         """Which samples are in which group, bool (groups, n)."""

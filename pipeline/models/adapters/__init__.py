@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -26,6 +27,7 @@ KINDS: dict[str, str] = {
     "lora": "pipeline.models.adapters.lora:LoRA",
     "dora": "pipeline.models.adapters.lora:DoRA",
     "only": "pipeline.models.adapters.chosen:Chosen",
+    "controlnet": "pipeline.models.adapters.controlnet:ControlNet",
 }
 """`kind` -> module:class."""
 
@@ -36,10 +38,14 @@ class Adapter(ABC):
     Attributes:
         kind: its name in `KINDS`.
         formats: what `save` writes, in the order of preference.
+        stays: what is trained stays beside the model's parameters, which do not change.
+        readme: template of an export's README.
     """
 
     kind: ClassVar[str]
     formats: ClassVar[tuple[str, ...]] = ()
+    stays: ClassVar[bool] = False
+    readme: ClassVar[str] = "adapter"
 
     @classmethod
     def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
@@ -65,10 +71,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
-        """A parameter of the model with the training in it, for a model without the adapter.
+        """A parameter of the model with the training in it, for a model without the adapter; if the adapter `stays`, a
+        parameter that is trained.
 
         Args:
-            name, weight: of the model's parameter, as it was before the training.
+            name, weight: of the model's parameter, as it was before the training; or of a trained one.
             trained: the parameters that are trained, by name.
             strength: a factor of the change.
 
@@ -86,24 +93,29 @@ class Adapter(ABC):
 
 
 class Merged(Mapping[str, Tensor]):
-    """The weights of a base with an adapter's change, by parameter name: fp32, on the CPU, in the module's layout.
-    Each is read and computed on access. strength: a factor of the change; 0 is the base."""
+    """The weights of a base with an adapter's change, by parameter name: fp32, on the CPU, in the module's layout. The
+    parameters of an adapter that `stays` follow the base's. Each is read and computed on access. strength: a factor of
+    the change; 0 is the base, without the adapter's parameters."""
 
     def __init__(
         self, spec: ModelSpec, adapter: Adapter, base: Values, trained: Mapping[str, Tensor], strength: float = 1.0
     ):
         self.spec, self.adapter, self.base, self.trained, self.strength = spec, adapter, base, trained, strength
+        self._beside: frozenset[str] = frozenset(trained) if adapter.stays and strength else frozenset()
 
     def __getitem__(self, name: str) -> Tensor:
-        shape = self.base.shapes[name]
-        weight = self.base.read(name, [0] * len(shape), shape).float()
+        if name in self._beside:
+            weight = self.trained[name]
+        else:
+            shape = self.base.shapes[name]
+            weight = self.base.read(name, [0] * len(shape), shape).float()
         return self.adapter.merged(name, weight, self.trained, self.strength) if self.strength else weight.clone()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.base.shapes)
+        return itertools.chain(self.base.shapes, self._beside)
 
     def __len__(self) -> int:
-        return len(self.base.shapes)
+        return len(self.base.shapes) + len(self._beside)
 
     def at(self, strength: float) -> Merged:
         """The same with another strength."""
@@ -125,9 +137,12 @@ def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
 
 
 def adapter_of(train: TrainConfig, spec: ModelSpec, *, start: bool = True) -> Adapter | None:
-    """The adapter of a configuration; None: every parameter is trained. start: False: without the file of
-    `train.adapter.start`, for a prediction."""
-    kind = train.adapter.kind if train.adapter is not None else "only" if train.only is not None else None
+    """The adapter of a configuration; None: every parameter is trained. start: False: without the file that it starts
+    from, for a prediction."""
+    others = {"only": train.only, "controlnet": train.controlnet}
+    kind = next((kind for kind, given in others.items() if given is not None), None)
+    if train.adapter is not None:
+        kind = train.adapter.kind
     return None if kind is None else _class(kind).from_config(train, spec, start)
 
 

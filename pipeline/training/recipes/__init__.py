@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from pipeline.loader.loader import Batch
@@ -27,11 +28,13 @@ class Recipe(ABC):
         parts: weight of each loss in the sum that is differentiated, by name.
         pictures: kinds of picture records that `Batch.pictures` is to have, beside the latents.
         taps: numbers of the blocks whose outputs `losses` is given.
+        contrast: what a validation calls the loss of the batches of `contrasted`; None: it measures none.
     """
 
     parts: Mapping[str, float]
     pictures: tuple[str, ...] = ()
     taps: tuple[int, ...] = ()
+    contrast: str | None = None
 
     @abstractmethod
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
@@ -47,6 +50,10 @@ class Recipe(ABC):
         """The losses of `parts`, not weighted: (b,) fp32, one value a sample, so that their mean over the global batch
         is that over its samples."""
 
+    def contrasted(self, batch: Batch) -> Batch:
+        """A batch of two samples or more with what the model should have learned to use exchanged between them."""
+        raise NotImplementedError(f"{type(self).__name__} has no contrast")
+
     def modules(self, spec: ModelSpec) -> dict[str, nn.Module]:
         """Modules of the recipe's own, made anew; `Outputs.modules` has them in the run."""
         return {}
@@ -54,6 +61,17 @@ class Recipe(ABC):
     def initial(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         """Start value of a parameter of `modules`, from name and seed alone; on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} has no start value for {name}")
+
+
+def visit_hashes(batch: Batch, purpose: str) -> list[int]:
+    """For choices about samples: a number below 2**64 for each sample's visit, the same in every topology."""
+    draws = zip(batch.sample_ids, batch.logit.tolist(), strict=True)
+    return [xxhash.xxh3_64_intdigest(f"{purpose}/{identity}/{logit!r}".encode()) for identity, logit in draws]
+
+
+def visit_chosen(batch: Batch, purpose: str, share: float) -> Tensor:
+    """Which samples a share of the visits is, bool (b,)."""
+    return torch.tensor([value < share * 2**64 for value in visit_hashes(batch, purpose)], dtype=torch.bool)
 
 
 class StepLoss:

@@ -14,13 +14,12 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch import Tensor
 
 from pipeline.config import FlowConfig, PreserveConfig
 from pipeline.loader.loader import Batch
 from pipeline.parallel.microbatch import REFERENCE, Microbatch, Outputs
-from pipeline.training.recipes import ToDevice
+from pipeline.training.recipes import ToDevice, visit_chosen, visit_hashes
 from pipeline.training.recipes.flow import Flow
 
 _PRESERVED, _ROWS = "preserved", "rows"
@@ -40,9 +39,9 @@ class Preserving(Flow):
             inputs, targets, _ = super().prepare(batch, place, dtype, level)
             none = torch.zeros(len(batch.latents), dtype=torch.bool)
             return Microbatch(inputs, {**targets, _PRESERVED: place(none)})
-        chosen = preserved(batch, self.share)
+        chosen = visit_chosen(batch, "preserve", self.share)
         if self.prompts:
-            numbers = [value % len(self.prompts) for value in _hashes(batch, "prompt")]
+            numbers = [value % len(self.prompts) for value in visit_hashes(batch, "prompt")]
             batch = with_captions(batch, {n: self.prompts[numbers[n]] for n in chosen.nonzero().flatten().tolist()})
         inputs, targets, _ = super().prepare(batch, place, dtype)
         rows = chosen.nonzero().flatten() if bool(chosen.any()) else torch.zeros(1, dtype=torch.long)
@@ -63,17 +62,6 @@ class Preserving(Flow):
             values = self.objective.loss(outputs.prediction[rows], targets[REFERENCE])
             preserve = preserve.index_copy(0, rows, values) * kept
         return {"flow": flow * ~kept, "preserve": preserve}
-
-
-def preserved(batch: Batch, share: float) -> Tensor:
-    """Which samples are preserved, bool (b,)."""
-    return torch.tensor([value < share * 2**64 for value in _hashes(batch, "preserve")])
-
-
-def _hashes(batch: Batch, purpose: str) -> list[int]:
-    """Of each sample's visit, below 2**64."""
-    draws = zip(batch.sample_ids, batch.logit.tolist(), strict=True)
-    return [xxhash.xxh3_64_intdigest(f"{purpose}/{identity}/{logit!r}".encode()) for identity, logit in draws]
 
 
 def with_captions(batch: Batch, captions: Mapping[int, Tensor]) -> Batch:

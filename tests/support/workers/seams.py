@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import AdapterConfig, Config, PreserveConfig
+from pipeline.config import AdapterConfig, Config, ControlNetConfig, PreserveConfig
 from pipeline.launch import Launch, detect
 from pipeline.parallel import mesh
 from pipeline.processes import run_and_exit
@@ -21,8 +21,8 @@ from pipeline.training.trainer import fit
 from tests.support.low_rank import Aligned, LowRank
 from tests.support.workers import tiny_run
 
-KINDS = ("low rank", "aligned", "dora")
-"""The adapter of the tests, the second loss, and DoRA with preservation by configuration."""
+KINDS = ("low rank", "aligned", "dora", "controlnet")
+"""The adapter of the tests, the second loss, and by configuration DoRA with preservation and a ControlNet."""
 PROMPT = torch.randn(7, tiny_run.TEXT_WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
 """Text rows of the prompt of preserved samples; with so few of these a process has none in some steps."""
 PARALLEL: dict[str, dict[str, Any]] = {
@@ -42,6 +42,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
     task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
     parts: dict[str, dict[str, Any]] = {
         "dora": {"preserved": [PROMPT]},
+        "controlnet": {},
         "low rank": {"adapter": LowRank()},
         "aligned": {"recipe": Aligned(given.train.flow)},
     }
@@ -50,6 +51,8 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         adapter = AdapterConfig(kind="dora", rank=3, alpha=5.0, targets="all")
         given = given.with_train(adapter=adapter, preserve=PreserveConfig(share=0.3, prompt="a dog"))
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
+    if kind == "controlnet":
+        given = given.with_train(controlnet=ControlNetConfig(layers=2, control_drop=0.3))
     return fit(given, replace(task, **part), launch, log=lambda line: None, **options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,22 +87,30 @@ def global_batch(step: int, seed: int = 0, *, logit: float | None = None) -> Bat
     lengths = torch.randint(1, rows + 1, (GLOBAL_BATCH,), generator=generator)
     mask = torch.arange(rows)[None] < lengths[:, None]
     captions = normal(GLOBAL_BATCH, rows, TEXT_WIDTH) * mask[..., None]
-    times = normal(GLOBAL_BATCH)
+    times, shape = normal(GLOBAL_BATCH), (GLOBAL_BATCH, CHANNELS, height, width)
     return Batch(
-        latents=normal(GLOBAL_BATCH, CHANNELS, height, width).bfloat16(),
+        latents=normal(*shape).bfloat16(),
         captions=captions.bfloat16(),
         mask=mask,
-        noise=normal(GLOBAL_BATCH, CHANNELS, height, width),
+        noise=normal(*shape),
         logit=times if logit is None else torch.full_like(times, logit) + 0.2 * times,
         sample_ids=tuple(step * 1000 + i for i in range(GLOBAL_BATCH)),
         bucket=(height * 8, width * 8),
+        pictures={"control": normal(*shape).bfloat16()},
     )
 
 
 def part(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start` to `stop` of a batch."""
-    tensors = {name: getattr(batch, name)[start:stop] for name in ("latents", "captions", "mask", "noise", "logit")}
-    return replace(batch, **tensors, sample_ids=batch.sample_ids[start:stop])
+    return rows_of(batch, range(start, stop))
+
+
+def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """These samples of a batch."""
+    names, numbers = ("latents", "captions", "mask", "noise", "logit"), list(rows)
+    tensors = {name: getattr(batch, name)[numbers] for name in names}
+    pictures = {kind: each[numbers] for kind, each in batch.pictures.items()}
+    return replace(batch, **tensors, pictures=pictures, sample_ids=tuple(batch.sample_ids[row] for row in numbers))
 
 
 def packed(batch: Batch) -> Batch:
@@ -131,11 +139,8 @@ def held_out(settings: Config, rank: int = 0, world: int = 1) -> Iterator[tuple[
     for bucket, count in enumerate(HELD_OUT):
         whole = global_batch(1000 + bucket, settings.train.validation.seed if settings.train.validation else 0)
         for first in range(rank * size, -(-count // (size * world)) * size * world, size * world):
-            rows = torch.arange(first, first + size).clamp(max=count - 1)
-            names = ("latents", "captions", "mask", "noise", "logit")
-            tensors = {name: getattr(whole, name)[rows] for name in names}
-            ids = tuple(whole.sample_ids[row] for row in rows.tolist())
-            yield replace(whole, **tensors, sample_ids=ids), max(0, min(size, count - first))
+            rows = [min(row, count - 1) for row in range(first, first + size)]
+            yield rows_of(whole, rows), max(0, min(size, count - first))
 
 
 class HeldOut:
