@@ -92,6 +92,9 @@ def test_the_order_of_rows_changes_nothing() -> None:
         frozenset(np.flatnonzero(here == group).tolist()) for group in here
     }
     assert 60 <= len(set(here.tolist())) < 200
+    calls: list[tuple[int, int]] = []
+    near.groups(hashed, 13, lambda *call: calls.append(call))
+    assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] and len(calls) > 10
     assert near.groups(hashed[:0], 13).tolist() == []
     assert near.groups(hashed[:1], 13).tolist() == [0]
 

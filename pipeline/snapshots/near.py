@@ -11,7 +11,7 @@ Price: about 300 bytes of memory a picture (2.8 GB for 10^7). Time grows with th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 import numpy as np
@@ -27,12 +27,17 @@ DENSE = 1 << 22  # comparisons of a range from which on blocks inside one group 
 WAITING = 1 << 20  # candidates that are verified at a time
 
 
-def groups(hashed: np.ndarray, distance: int) -> np.ndarray:
+Report = Callable[[int, int], object]
+"""Called with how many hashes have been compared with all others, and of how many."""
+
+
+def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, total: None) -> np.ndarray:
     """The group of each picture.
 
     Args:
         hashed: uint16 (n, 17), of different files.
         distance: bits of 128 in which near pictures may differ.
+        report: called some times a second.
 
     Returns:
         (n,) int64: the smallest row of the group. A picture without a near one, or below `MIN_QUALITY`, is alone.
@@ -43,7 +48,7 @@ def groups(hashed: np.ndarray, distance: int) -> np.ndarray:
         return result
     halves, member = _unique(hashed, rows)
     forest = _Forest(len(halves))
-    _Search(halves, distance, forest).run()
+    _Search(halves, distance, forest).run(report)
     member = forest.roots(np.arange(len(halves)))[member]
     smallest = np.full(len(halves), len(hashed))
     np.minimum.at(smallest, member, rows)
@@ -141,8 +146,8 @@ class _Search:
         self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._many = 0
 
-    def run(self) -> None:
-        count = 1 << self._prefix
+    def run(self, report: Report) -> None:
+        count, total = 1 << self._prefix, len(self._halves)
         for word in range(self._words):
             first = word * BITS // self._words
             by = _Sorted(self._halves, first, self._prefix)
@@ -159,6 +164,7 @@ class _Search:
                 keys[len(plain) :] ^= mirror
                 rows = slice(by.starts[prefix], by.starts[prefix + 1])
                 self._compare(by, rows, columns, keys, len(plain))
+                report((word * total + int(rows.stop)) // self._words, total)
             self._verify()
 
     def _compare(self, by: _Sorted, of: slice, columns: np.ndarray, keys: np.ndarray, plain: int) -> None:
