@@ -10,6 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -51,7 +52,9 @@ from pipeline.snapshots.join import (
     usable,
     without_policy,
 )
+from pipeline.snapshots.near import Report
 from pipeline.sources import reasons
+from pipeline.work.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class _Scan:
 
 
 MANY = 200_000
-"""Samples from which on a comparison is announced."""
+"""Samples from which on the progress of a comparison is shown."""
 
 
 @dataclass(frozen=True)
@@ -395,7 +398,18 @@ def _leaked(config: Config, inputs: _Inputs, frame: Frame) -> dict[str, int]:
     if part.head.recipes.get(HashRecipe.kind) is None:
         return {}
     distance = config.bucket.dedup_distance
-    return {part.id: near_samples.leaked(frame, inputs.records, inputs.caches, part, distance)}
+    with _comparing(len(frame)) as report:
+        return {part.id: near_samples.leaked(frame, inputs.records, inputs.caches, part, distance, report)}
+
+
+@contextmanager
+def _comparing(samples: int) -> Iterator[Report]:
+    """Show how far a comparison of many hashes is."""
+    if samples <= MANY:
+        yield lambda done, total: None
+        return
+    with Progress("hashes compared", samples) as bar:
+        yield bar.reach
 
 
 def _near_groups(config: Config, inputs: _Inputs, joined: Joined, frame: Frame) -> near_samples.NearGroups | None:
@@ -411,14 +425,13 @@ def _near_groups(config: Config, inputs: _Inputs, joined: Joined, frame: Frame) 
                 "bucket.dedup: near compares hashes of pictures, and not all sources have them",
                 expected=f"records of the kind {HashRecipe.kind}",
                 found=", ".join(records.indexes),
-                fix="sana-pipe encode --set 'encode.signals=[phash]' with each source (it encodes no latents again)",
+                fix="sana-pipe encode --set 'encode.signals=[phash]' with each source and resolution (latents stay)",
             )
         return None
     if settings.dedup != "near" and not settings.heldout:
         return None
-    if len(frame) > MANY:
-        click.echo(f"comparing the hashes of {len(frame)} samples; this takes minutes for each million", err=True)
-    return near_samples.near_groups(joined, frame, records, inputs.caches, settings.dedup_distance)
+    with _comparing(len(frame)) as report:
+        return near_samples.near_groups(joined, frame, records, inputs.caches, settings.dedup_distance, report)
 
 
 def _held_out(

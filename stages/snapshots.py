@@ -93,6 +93,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     }
     if as_json:
         report: dict[str, object] = {"a": first.id, "b": second.id}
+        report["signals"] = list(difference.signals)
         for kind, samples in kinds.items():
             report[kind] = [
                 {"source": source, "item": item, **({"what": list(what)} if what else {})}
@@ -106,6 +107,8 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
             click.echo(f"  {source}: {escaped(item)}" + (f" ({', '.join(what)})" if what else ""))
         if len(samples) > SHOWN:
             click.echo(f"  and {len(samples) - SHOWN} more (--json names all)")
+    for signal in difference.signals:
+        click.echo(f"only {'A' if signal in first.pictures else 'B'} has records of the kind {signal}")
     return 1 if difference else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from PIL import Image, ImageOps
 import stages.bucket
 import stages.encode
 import stages.report
+import stages.snapshots
 import stages.train
 import stages.verify
 import stages.view
@@ -240,16 +242,61 @@ def test_the_report_shows_groups_with_their_pictures(
 ) -> None:
     stages.bucket.run(config())
     figures, _, _ = collect(config())
-    assert [group["samples"] for group in figures["snapshot"]["alike"]] == [4, 4, 4]
+    assert [group["pictures"] for group in figures["snapshot"]["alike"]] == [4, 4, 4]
     names = {example["item"] for group in figures["snapshot"]["alike"] for example in group["examples"]}
     assert names >= {f"{name}-mirrored.jpg" for name in originals(source)} and figures["snapshot"]["visits"] == []
     stages.report.run(config(), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert page.count("4 samples look the same") == 3 and "Samples that look the same" in page
+    assert page.count("4 pictures look the same") == 3 and "Pictures that look the same" in page
     stages.bucket.run(config("bucket.dedup=near"))
     assert collect(config())[0]["snapshot"]["alike"] == []
     stages.report.run(config(), tmp_path / "page.html")
     assert "look the same" not in (tmp_path / "page.html").read_text()
+
+
+def test_the_resolutions_of_a_picture_are_one(
+    source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [SIZE, "data.buckets=sana", "data.max_upscale=100", "bucket.resolutions=[128, 256]"]
+    for size in (128, 256):
+        of = make_config(tmp_path, *sizes, f"data.resolution={size}")
+        stages.encode.run(of, data=str(source))
+    every = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    assert [group["pictures"] for group in collect(of)[0]["snapshot"]["alike"]] == [4, 4, 4]
+    name = originals(source)[0]
+    capsys.readouterr()
+    row = next(row for row in range(len(every)) if every.source_item(row)[1] == f"{name}.jpg")
+    stages.view.run(of, str(every.sample_id(row)), as_json=True, near=True)
+    near = sorted(each["item"] for each in json.loads(capsys.readouterr().out)["near"])
+    assert near == [f"all: {name}-{end}.jpg" for end in ("cropped", "mirrored", "small")]
+    sure = make_config(tmp_path, *sizes, "data.resolution=256", "bucket.dedup=near")
+    left = Cache(of.cache).open_snapshot(stages.bucket.run(sure))
+    assert (len(every) - len(left), len(items(every)) - len(items(left))) == (18, 9)
+
+
+def test_the_progress_of_a_long_comparison_is_shown(
+    config: Callable[..., Config], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages.bucket.run(config("bucket.dedup=near"))
+    assert "compared" not in capsys.readouterr().err
+    monkeypatch.setattr(stages.bucket, "MANY", 1)
+    stages.bucket.run(config("bucket.dedup=near"))
+    assert re.search(r"hashes compared: (\d+)/\1, ", capsys.readouterr().err)
+
+
+def test_a_difference_names_hashes_that_only_one_snapshot_has(
+    config: Callable[..., Config], make_config: MakeConfig, source: Path, tmp_path: Path, capsys: Any
+) -> None:
+    with_hashes = stages.bucket.run(config())
+    plain = make_config(tmp_path)
+    stages.encode.run(plain, data=str(source))
+    without = stages.bucket.run(plain)
+    capsys.readouterr()
+    assert stages.snapshots.diff(plain, with_hashes, without) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == ["0 changed", "only A has records of the kind phash"]
+    assert stages.snapshots.diff(plain, without, with_hashes, as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)["signals"] == ["phash"]
+    assert stages.snapshots.diff(plain, with_hashes, with_hashes) == 0
 
 
 def test_tasks_and_a_changed_picture(source: Path, encoded: Path, make_config: MakeConfig, tmp_path: Path) -> None:

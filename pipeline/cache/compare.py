@@ -27,14 +27,16 @@ class Difference:
         removed: rows of the first.
         changed: (row of the second, what changed). What: `picture` (other records of it), `bucket` (another size),
             `captions` (other records, weights or order).
+        signals: kinds of records that only one of them has.
     """
 
     added: list[int]
     removed: list[int]
     changed: list[tuple[int, tuple[str, ...]]]
+    signals: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed)
+        return bool(self.added or self.removed or self.changed or self.signals)
 
 
 def listed(cache: Cache) -> list[dict[str, Any]]:
@@ -110,7 +112,8 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     ]
     removed = np.ones(len(old.sample_id), bool)
     removed[a] = False
-    return Difference(np.flatnonzero(~common).tolist(), np.flatnonzero(removed).tolist(), changed)
+    signals = tuple(sorted(set(first.pictures) ^ set(second.pictures)))
+    return Difference(np.flatnonzero(~common).tolist(), np.flatnonzero(removed).tolist(), changed, signals)
 
 
 class _Columns:

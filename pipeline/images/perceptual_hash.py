@@ -1,11 +1,11 @@
 """A hash of what a picture shows: near-duplicates differ in few of its bits, other pictures in about half of them.
 
 What: signs of the 128 lowest frequencies of a DCT of the luma, twice: of the whole picture, and of its inner 92.5 % by
-side, which is the whole of a cropped copy (with the whole alone no distance separated crops to 90 % from others).
+side, which is the whole of a cropped copy. By the whole alone, crops to 90 % were up to 48 bits away, others from 41.
 Why signs, where pHash and PDQ compare with the median: a mirrored picture has the same coefficients with the opposite
-sign in odd columns, so `flipped` is exact; with the median, mirrored photographs were up to 24 of 256 bits away. Other
-distances were equal. Why no library: pdqhash and imagehash have neither property, and hash in floating point; these
-integers are the same on every machine, in every batch and number of threads.
+sign in odd columns, so `flipped` is exact; with the median, mirrored photographs were up to 10 bits away. Why no
+library: pdqhash and imagehash have neither property, and hash in floating point; these integers are the same on every
+machine, in every batch and number of threads. Measured on 18 photographs that come with scikit-image.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ WORDS = 2 * VIEW_WORDS
 BITS = 16 * VIEW_WORDS
 """Of a view: the highest distance, and the highest quality."""
 INNER = 0.925
-"""Side of the inner part: centred crops from 0.89 to 0.97 have 15 bits or fewer of its hash changed."""
+"""Side of the inner part: centred crops from 0.90 to 0.95 have 15 bits or fewer of its hash changed."""
 
 CELLS = 64
 _LUMA = np.array([299, 587, 114], np.int64)  # thousandths, ITU-R BT.601
 _BASIS_BITS, _CELL_BITS = 18, 8
 _CLEAR = 12 << (2 * _BASIS_BITS + _CELL_BITS)
-"""12 gray levels: above, a line of text over the picture changes one sign in 30, and JPEG at quality 50 none. Gradients
-have at most 63 such coefficients, photographs 64 to 128 (without a smooth wall of bricks: 37)."""
+"""12 gray levels: above, a line of text over the picture changes one sign in 21, and JPEG at quality 50 none of 3,900.
+Of 3,000 gradients four have more than 63 such coefficients, at most 67; photographs have 78 to 123, a smooth wall of
+bricks 37."""
 
 # (row, column) frequencies, lowest sum first, without the mean. Word w holds numbers w, w + 8, ...: each word has low
 # and high frequencies, so differences spread over all words.
@@ -64,7 +65,7 @@ def hashes(pictures: np.ndarray) -> np.ndarray:
 
     Returns:
         uint16 (b, 17): 16 words of 16 bits; then the quality: how many of the 128 coefficients of the view that has
-        fewer are clearly not 0. Flat areas, gradients and empty frames have under 64 and say too little to compare.
+        fewer are clearly not 0. Flat areas, nearly all gradients and empty frames have under 64: too little to compare.
     """
     means = cells(pictures)
     words, quality = [], []

@@ -119,15 +119,18 @@ def _visits(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _alike(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """The largest groups of samples that look the same; [] without hashes, and of more than `COMPARED` samples."""
+    """The largest groups of pictures that look the same; [] without hashes, and of more than `COMPARED` samples."""
     if HashRecipe.kind not in snapshot.pictures or len(snapshot) > COMPARED:
         return []
     settings = BucketConfig.model_validate((snapshot.head.options or {}).get("bucket", {}))
-    member = near.groups(near_samples.hashes_of(snapshot), settings.dedup_distance)
+    names = pa.concat_tables([table.select(["source", "item"]) for table in snapshot.name_tables()])
+    rows = names.append_column("row", pa.array(np.arange(len(snapshot)))).group_by(["source", "item"])
+    first = np.sort(rows.aggregate([("row", "min")]).column("row_min").to_numpy())  # of several resolutions
+    member = near.groups(near_samples.hashes_of(snapshot)[first], settings.dedup_distance)
     sizes = np.bincount(member)
     largest = np.argsort(-sizes, kind="stable")[: near_samples.LARGEST]
     return [
-        {"samples": int(sizes[group]), "examples": _examples(snapshot, np.flatnonzero(member == group)[:SHOWN])}
+        {"pictures": int(sizes[group]), "examples": _examples(snapshot, first[member == group][:SHOWN])}
         for group in largest.tolist()
         if sizes[group] > 1
     ]

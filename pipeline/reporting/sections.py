@@ -172,8 +172,8 @@ def _visits(data: Figures) -> Iterator[Card]:
 
 def _alike(data: Figures) -> Iterator[Block]:
     if data["alike"]:
-        yield "Samples whose hashes differ in few bits (bucket.dedup_distance); bucket.dedup=near takes one of each."
-    yield from (_card(entry, f"{entry['samples']:,} samples look the same") for entry in data["alike"])
+        yield "Pictures whose hashes differ in few bits (bucket.dedup_distance); bucket.dedup=near takes one of each."
+    yield from (_card(entry, f"{entry['pictures']:,} pictures look the same") for entry in data["alike"])
 
 
 def _card(entry: Figures, title: str) -> Card:
@@ -400,7 +400,7 @@ SECTIONS = (
     Section("captions", "Caption lengths", "snapshot.captions", (_captions, table("per_sample", *_PER_SAMPLE))),
     Section("duplicates", "Duplicates", "snapshot", (lambda _: [_SAME], table("duplicates", *_DUPLICATES))),
     Section("visits", "Visits by weight", "snapshot", (_visits,)),
-    Section("alike", "Samples that look the same", "snapshot", (_alike,)),
+    Section("alike", "Pictures that look the same", "snapshot", (_alike,)),
     Section("rejects", "Rejects and samples left out", "snapshot", (table("left_out", *_LEFT_OUT), _rejects)),
     Section("storage", "Storage", "", (_storage, table("cache.stores", *_STORES)), needs="snapshot"),
     Section("gallery", "Decoded latents"),

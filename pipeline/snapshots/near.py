@@ -11,7 +11,7 @@ Price: about 300 bytes of memory a picture (2.8 GB for 10^7). Time grows with th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 import numpy as np
@@ -27,12 +27,17 @@ DENSE = 1 << 22  # comparisons of a range from which on blocks inside one group 
 WAITING = 1 << 20  # candidates that are verified at a time
 
 
-def groups(hashed: np.ndarray, distance: int) -> np.ndarray:
+Report = Callable[[int, int], object]
+"""Called with how many hashes have been compared with all others, and of how many."""
+
+
+def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, total: None) -> np.ndarray:
     """The group of each picture.
 
     Args:
         hashed: uint16 (n, 17), of different files.
         distance: bits of 128 in which near pictures may differ.
+        report: called some times a second.
 
     Returns:
         (n,) int64: the smallest row of the group. A picture without a near one, or below `MIN_QUALITY`, is alone.
@@ -41,11 +46,11 @@ def groups(hashed: np.ndarray, distance: int) -> np.ndarray:
     rows = np.flatnonzero(hashed[:, WORDS] >= MIN_QUALITY)
     if not len(rows):
         return result
-    words, member = _unique(hashed, rows)
-    forest = _Forest(len(words))
-    _Search(words, distance, forest).run()
-    member = forest.roots(np.arange(len(words)))[member]
-    smallest = np.full(len(words), len(hashed))
+    halves, member = _unique(hashed, rows)
+    forest = _Forest(len(halves))
+    _Search(halves, distance, forest).run(report)
+    member = forest.roots(np.arange(len(halves)))[member]
+    smallest = np.full(len(halves), len(hashed))
     np.minimum.at(smallest, member, rows)
     result[rows] = smallest[member]
     return result
@@ -63,18 +68,14 @@ def distances(one: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _unique(hashed: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Different hashes among some rows, (m, 16) uint16; and which of them each row has, (len(rows),)."""
-    words = hashed[rows, :WORDS]
-    order = np.lexsort(words.view(np.uint64).T)
-    ordered = words[order]
-    new = np.append(True, (ordered[1:] != ordered[:-1]).any(axis=1))
+    """Different hashes among some rows, (m, 4) uint64; and which of them each row has, (len(rows),)."""
+    halves = hashed[rows, :WORDS].view(np.uint64)
+    order = np.lexsort(halves.T)
+    halves = halves[order]
+    new = np.append(True, (halves[1:] != halves[:-1]).any(axis=1))
     member = np.empty(len(rows), np.int64)
     member[order] = np.cumsum(new) - 1
-    return ordered[new], member
-
-
-Views = tuple[np.ndarray, np.ndarray]
-"""Two hashes of each picture: (m, 8) uint16 each."""
+    return halves[new], member
 
 
 class _Forest:
@@ -103,110 +104,129 @@ class _Forest:
 
 
 class _Sorted:
-    """The hashes of two views from one bit on, sorted.
+    """The hashes from one bit on: those of whole pictures, sorted, then those of inner parts, sorted.
 
     Attributes:
         keys: (2 m,) uint64, the 64 bits from there on.
-        rows: (2 m,) 2 x row + view.
-        starts: (2^prefix + 1,) of the ranges whose first bits are equal.
+        hashes: (2 m,) uint32, of which hash: 2 x row + view.
+        starts: (2 x 2^prefix + 1,) of the ranges of a view whose first bits are equal.
     """
 
-    def __init__(self, views: Views, first: int, prefix: int):
-        keys = np.empty((len(views[0]), 2), np.uint64)
-        for number, view in enumerate(views):
-            halves = np.ascontiguousarray(view).view(np.uint64)
-            high, low = halves[:, first // 64], halves[:, 1 - first // 64]
-            shift = np.uint64(first % 64)
-            keys[:, number] = high << shift | low >> np.uint64(1) >> (np.uint64(63) - shift)
-        self.rows = np.argsort(keys.ravel())
-        self.keys = keys.ravel()[self.rows]
-        self.starts = np.searchsorted(self.keys >> np.uint64(64 - prefix), np.arange((1 << prefix) + 1, dtype="u8"))
+    def __init__(self, halves: np.ndarray, first: int, prefix: int):
+        count = len(halves)
+        self.keys, self.hashes = np.empty(2 * count, np.uint64), np.empty(2 * count, np.uint32)
+        prefixes, starts = np.arange(1 << prefix, dtype=np.uint64) << np.uint64(64 - prefix), list[np.ndarray]()
+        for view in range(2):
+            part = slice(view * count, (view + 1) * count)
+            keys = _from_bit(halves[:, 2 * view : 2 * view + 2], first)
+            order = np.argsort(keys)
+            self.keys[part], self.hashes[part] = keys[order], 2 * order + view
+            starts.append(view * count + np.searchsorted(self.keys[part], prefixes))
+        self.starts = np.concatenate([*starts, [2 * count]])
 
 
 class _Search:
-    """Finds near pairs of different hashes (m, 16), and joins them in a forest.
+    """Finds near pairs of different hashes (m, 4), and joins them in a forest.
 
-    The 128 bits are cut into as few words as leave one with at most `radius` differences.
+    The 128 bits are cut into as few words as leave one with at most `radius` differences. A mirrored hash is the hash
+    with fixed bits inverted, so it is in the range of another prefix.
     """
 
-    def __init__(self, words: np.ndarray, distance: int, forest: _Forest):
-        self._distance, self._forest = distance, forest
-        whole, inner = words[:, :VIEW_WORDS], words[:, VIEW_WORDS:]
-        self._left, self._right = (whole, flipped(whole)), (whole, inner)
+    def __init__(self, halves: np.ndarray, distance: int, forest: _Forest):
+        self._halves, self._distance, self._forest = halves, distance, forest
         radius = distance // VIEW_WORDS
         self._words = distance // (radius + 1) + 1
-        self._prefix = min(BITS // self._words, max(1, (2 * len(words) // IN_RANGE).bit_length() - 1), 20)
+        self._prefix = min(BITS // self._words, max(1, (2 * len(halves) // IN_RANGE).bit_length() - 1), 20)
         self._half = -(-self._words // 2) * distance // self._words  # differences in the words that 64 bits touch
         flips = (some for count in range(radius + 1) for some in combinations(range(self._prefix), count))
         self._masks = np.array([sum(1 << bit for bit in some) for some in flips])
+        self._mirror = flipped(np.zeros((1, VIEW_WORDS), np.uint16)).view(np.uint64)
         self._differing = np.empty(ROWS * COLUMNS, np.uint64)
         self._counts = np.empty(ROWS * COLUMNS, np.uint8)
         self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._many = 0
 
-    def run(self) -> None:
+    def run(self, report: Report) -> None:
+        count, total = 1 << self._prefix, len(self._halves)
         for word in range(self._words):
             first = word * BITS // self._words
-            left, right = (_Sorted(views, first, self._prefix) for views in (self._left, self._right))
-            for prefix in np.flatnonzero(np.diff(left.starts)).tolist():
+            by = _Sorted(self._halves, first, self._prefix)
+            mirror = _from_bit(self._mirror, first)
+            inverted = int(mirror[0] >> np.uint64(64 - self._prefix))
+            for prefix in np.flatnonzero(np.diff(by.starts[: count + 1])).tolist():
                 near = prefix ^ self._masks
-                columns = _ranges(right.starts[near], right.starts[near + 1])
-                if len(columns):
-                    rows = slice(left.starts[prefix], left.starts[prefix + 1])
-                    self._compare(left.keys[rows], left.rows[rows], right.keys[columns], right.rows[columns])
+                plain, mirrored = (
+                    _ranges(by.starts, np.concatenate([some[some >= prefix], some + count]))  # two wholes meet once
+                    for some in (near, near ^ inverted)
+                )
+                columns = np.concatenate([plain, mirrored])
+                keys = by.keys[columns]
+                keys[len(plain) :] ^= mirror
+                rows = slice(by.starts[prefix], by.starts[prefix + 1])
+                self._compare(by, rows, columns, keys, len(plain))
+                report((word * total + int(rows.stop)) // self._words, total)
             self._verify()
 
-    def _compare(self, left: np.ndarray, left_rows: np.ndarray, right: np.ndarray, right_rows: np.ndarray) -> None:
-        """Compare all keys of the left with all of the right."""
-        is_dense = len(left) * len(right) > DENSE
+    def _compare(self, by: _Sorted, of: slice, columns: np.ndarray, keys: np.ndarray, plain: int) -> None:
+        """Compare a range of whole pictures with other hashes: their keys, from number `plain` on mirrored."""
+        left, left_keys = by.hashes[of] // 2, by.keys[of]
+
+        def right(at: np.ndarray) -> np.ndarray:
+            return 2 * by.hashes[columns[at]].astype(np.int64) + (at >= plain)
+
+        is_dense = len(left) * len(keys) > DENSE
         for rows in _parts(len(left), ROWS):
-            for columns in _parts(len(right), COLUMNS * ROWS // min(ROWS, len(left))):
-                if is_dense and self._is_one_group(left_rows[rows], right_rows[columns]):
+            for some in _parts(len(keys), COLUMNS * ROWS // min(ROWS, len(left))):
+                if is_dense and self._is_one_group(left[rows], right(np.arange(len(keys))[some])):
                     continue
-                a, b = left[rows], right[columns]
+                a, b = left_keys[rows], keys[some]
                 shape, size = (len(a), len(b)), len(a) * len(b)
                 differing, counts = self._differing[:size].reshape(shape), self._counts[:size].reshape(shape)
                 np.bitwise_count(np.bitwise_xor(a[:, None], b, out=differing), out=counts)
                 at = np.flatnonzero(counts <= self._half)
                 if len(at):
-                    self._add(left_rows[rows][at // len(b)], right_rows[columns][at % len(b)])
+                    self._add(left[rows][at // len(b)], right(some.start + at % len(b)))
 
     def _is_one_group(self, left: np.ndarray, right: np.ndarray) -> bool:
         self._verify()
-        roots = self._forest.roots(np.concatenate([left, right]) // 2)
+        roots = self._forest.roots(np.concatenate([left, right // 4]))
         return bool((roots == roots[0]).all())
 
     def _add(self, left: np.ndarray, right: np.ndarray) -> None:
-        apart = left // 2 != right // 2
+        apart = left != right // 4
         self._waiting.append((left[apart], right[apart]))
         self._many += len(self._waiting[-1][0])
         if self._many >= WAITING:
             self._verify()
 
     def _verify(self) -> None:
-        """Join the candidates whose whole distance is small enough."""
+        """Join the candidates whose whole distance is small enough. right: 4 x row + 2 x view + mirrored."""
         if not self._many:
             self._waiting = []
             return
         left, right = (np.concatenate(some) for some in zip(*self._waiting, strict=True))
         self._waiting, self._many = [], 0
-        apart = self._forest.roots(left // 2) != self._forest.roots(right // 2)
+        apart = self._forest.roots(left) != self._forest.roots(right // 4)
         left, right = left[apart], right[apart]
-        differing = _view_words(self._left, left) ^ _view_words(self._right, right)
+        views = self._halves.reshape(-1, 2)
+        differing = views[2 * left] ^ views[right // 2] ^ self._mirror * (right % 2)[:, None].astype(np.uint64)
         near = np.bitwise_count(differing).sum(axis=1) <= self._distance
-        self._forest.join(left[near] // 2, right[near] // 2)
+        self._forest.join(left[near], right[near] // 4)
 
 
-def _view_words(views: Views, rows: np.ndarray) -> np.ndarray:
-    """(k, 8) uint16: the words of 2 x row + view."""
-    return np.where((rows % 2 == 0)[:, None], views[0][rows // 2], views[1][rows // 2])
+def _from_bit(halves: np.ndarray, first: int) -> np.ndarray:
+    """64 of 128 bits from one on, cyclically: (k,) uint64. halves: (k, 2)."""
+    shift = np.uint64(first % 64)
+    high, low = halves[:, first // 64], halves[:, 1 - first // 64]
+    return high << shift | low >> np.uint64(1) >> (np.uint64(63) - shift)
 
 
-def _ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+def _ranges(starts: np.ndarray, of: np.ndarray) -> np.ndarray:
     """All numbers of some ranges, one range after the other."""
-    lengths = stops - starts
+    begin, stops = starts[of], starts[of + 1]
+    lengths = stops - begin
     ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+    return np.arange(ends[-1]) + np.repeat(begin - ends + lengths, lengths)
 
 
 def _parts(count: int, size: int) -> Iterator[slice]:

@@ -51,13 +51,14 @@ class NearGroups:
 
 
 def near_groups(
-    joined: Joined, frame: Frame, records: EncodedRecords, caches: Sequence[Cache], distance: int
+    joined: Joined, frame: Frame, records: EncodedRecords, caches: Sequence[Cache], distance: int, report: near.Report
 ) -> NearGroups:
     """The groups of near-duplicates among samples (see `pipeline.snapshots.near`).
 
     Args:
         caches: those that `records` index, in the same order.
         distance: `bucket.dedup_distance`.
+        report: as of `near.groups`.
 
     Raises:
         IntegrityError: a hash is damaged.
@@ -71,7 +72,7 @@ def near_groups(
         first.add(rows[one])
     every, samples = digests.finish(), first.finish()
     hashed = _hashes(records, caches, frame.pictures[HashRecipe.kind][samples])
-    member = near.groups(hashed, distance)
+    member = near.groups(hashed, distance, report)
     sizes = np.bincount(member, minlength=len(every))
     largest = np.argsort(-sizes, kind="stable")[:LARGEST]
     shown = []
@@ -86,14 +87,22 @@ def near_groups(
     return NearGroups(of_samples.finish(), shown, int(several.sum()), int(sizes[several].sum()))
 
 
-def leaked(frame: Frame, records: EncodedRecords, caches: Sequence[Cache], part: Snapshot, distance: int) -> int:
-    """How many samples of a held-out part look like a sample of the training. frame: the training's.
+def leaked(
+    frame: Frame,
+    records: EncodedRecords,
+    caches: Sequence[Cache],
+    part: Snapshot,
+    distance: int,
+    report: near.Report,
+) -> int:
+    """How many samples of a held-out part look like a sample of the training. frame: the training's; report: as of
+    `near.groups`.
 
     Raises:
         IntegrityError: a hash is damaged.
     """
     trained = _hashes(records, caches, np.unique(frame.pictures[HashRecipe.kind]))
-    member = near.groups(np.concatenate([trained, hashes_of(part)]), distance)
+    member = near.groups(np.concatenate([trained, hashes_of(part)]), distance, report)
     return int(np.isin(member[len(trained) :], member[: len(trained)]).sum())
 
 
@@ -111,7 +120,7 @@ def hashes_of(snapshot: Snapshot) -> np.ndarray:
 
 
 def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
-    """The samples that look like one: (row, bits in which they differ), the nearest first. Reads all hashes.
+    """The pictures that look like a sample's: (row, bits in which they differ), the nearest first. Reads all hashes.
 
     Raises:
         ConfigError: the snapshot has no hashes.
@@ -127,7 +136,12 @@ def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
     bits = near.distances(every[row], every)
     bits[(every[:, WORDS] < near.MIN_QUALITY) | (every[row, WORDS] < near.MIN_QUALITY)] = 1 << 16
     rows = np.flatnonzero(bits <= distance)
-    return [(at, int(bits[at])) for at in rows[np.argsort(bits[rows], kind="stable")].tolist() if at != row]
+    seen, pictures = {snapshot.source_item(row)}, []
+    for at in rows[np.argsort(bits[rows], kind="stable")].tolist():
+        if (name := snapshot.source_item(at)) not in seen:  # else another resolution of it
+            seen.add(name)
+            pictures.append((at, int(bits[at])))
+    return pictures
 
 
 def _hashes(records: EncodedRecords, caches: Sequence[Cache], rows: np.ndarray) -> np.ndarray:
