@@ -22,13 +22,17 @@ from pipeline.errors import ConfigError
 from pipeline.gpus import GIB
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec
+from pipeline.options import value_at
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.search import MARGIN, Search
+from pipeline.training.remedies import changed
 
 FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
 _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
-_BESIDE = ("offload", "reduce_each_microbatch")
+_EACH = "parallel.reduce_each_microbatch"
+_DECIDED = (*(f"parallel.{name}" for name in (*_SIZES, "offload")), _EACH, "microbatch", "activation_checkpointing")
+"""What a search decides, as names below `train`."""
 
 
 def decide(
@@ -88,32 +92,24 @@ def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> 
     if train.parallel.reduce_each_microbatch is None and axes & {"parallel", "microbatch"}:
         axes.add("reduce")
     best = search.choose(train, axes)
-    parallel = {name.partition(".")[2]: value for name, value in best.changes.items() if name.startswith("parallel.")}
-    values = {
-        "parallel": {name: parallel[name] for name in (*_SIZES, *_BESIDE)},
-        "microbatch": best.train.microbatch,
-        "activation_checkpointing": best.train.activation_checkpointing,
-    }
     total, memory = best.prediction.total, search.machine.memory
     free = f"{MARGIN:.0%} and more stay" if total <= (1 - MARGIN) * memory else f"only {1 - total / memory:.1%} stay"
-    return values, f"{total / GIB:.1f} of {memory / GIB:.1f} GiB are predicted, {free} free"
+    return best.changes, f"{total / GIB:.1f} of {memory / GIB:.1f} GiB are predicted, {free} free"
 
 
 def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[str, Any]) -> TrainConfig:
-    parallel = train.parallel.model_dump()
-    each = parallel["reduce_each_microbatch"]
-    if each is None:
-        each = values["parallel"]["reduce_each_microbatch"]
+    """values: by the names of `_DECIDED`."""
+    chosen = {name: values[name] for name in _DECIDED if name == _EACH or name.partition(".")[0] in undecided}
     if "parallel" in undecided:
-        parallel |= {**values["parallel"], "sizes": "given"}
-    tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
-    tree["parallel"] = {**parallel, "reduce_each_microbatch": each}
+        chosen["parallel.sizes"] = "given"
+    if (each := train.parallel.reduce_each_microbatch) is not None:
+        chosen[_EACH] = each
     try:
-        return type(train).model_validate(tree)
+        return changed(train, chosen)
     except ValidationError as error:
         raise ConfigError(
             f"what the run began with does not go with this configuration: {error.errors()[0]['msg']}",
-            found=", ".join(f"train.{name}: {values[name]}" for name in undecided),
+            found=", ".join(f"train.{name}: {value}" for name, value in chosen.items()),
             fix="give these options values instead of auto",
         ) from None
 
@@ -121,19 +117,18 @@ def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[st
 def as_it_began(
     config: Config, earlier: dict[str, Any] | None, world: int, processes: int | None = None
 ) -> dict[str, Any] | None:
-    """The values in the checkpoint; None if it was made on another number of processes."""
+    """The values in the checkpoint by the names of `_DECIDED`; None if it was made on another number of processes."""
     if earlier is None or processes not in (None, world):
         return None
-    values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
-    values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, *_BESIDE)}
-    sizes = [values["parallel"][name] for name in _SIZES]
+    values = {name: value_at(earlier["train"], name) for name in _DECIDED}
+    sizes = {name: values[f"parallel.{name}"] for name in _SIZES}
     try:
-        before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True))), world)
+        before = check_sizes(ParallelConfig(**sizes), world)
         if "parallel" not in config.train.undecided and check_sizes(config.train.parallel, world) != before:
             return None
     except ConfigError:
         return None
-    return None if -1 in sizes and "parallel" in config.train.undecided else values
+    return None if -1 in sizes.values() and "parallel" in config.train.undecided else values
 
 
 def decide_compile(
@@ -150,7 +145,7 @@ def decide_compile(
     reason = reason or _uncompiled(device)
     if reason is None:
         try:
-            type(config.train).model_validate({**config.train.model_dump(), "compile": "block"})
+            changed(config.train, {"compile": "block"})
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
     value = "none" if reason else "block"
