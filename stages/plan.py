@@ -15,7 +15,7 @@ from pipeline.amounts import amount, duration, figure
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import UserError, print_error
-from pipeline.gpus import CARDS, CPU, GIB, UNNAMED, card, memory_of
+from pipeline.gpus import GIB
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
@@ -66,7 +66,7 @@ def run(config: Config, options: Options) -> int:
             f"the configuration has {len(config.phases)} phases: which one?",
             fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
         )
-    machine = machine_of(options)
+    machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
     data = Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
     shape = predicting.architecture(config, data)
     search = Search(shape, data, machine, config.bears)
@@ -146,27 +146,6 @@ def _described(candidate: Candidate) -> str:
     layout, each = candidate.prediction.layout, train.parallel.reduce_each_microbatch
     microbatch = f"microbatch {train.microbatch}" + (", gradients reduced after each" if each else "")
     return f"{layout}, checkpointing {train.activation_checkpointing}, {microbatch}{offload}"
-
-
-def machine_of(options: Options) -> Machine:
-    """The GPUs of the options.
-
-    Raises:
-        UserError: neither a card nor a memory size, an unknown card, nodes that do not divide the GPUs.
-    """
-    gpus, gpu, nodes = options.gpus, options.gpu, options.nodes
-    if nodes is None:
-        nodes = 1 if gpu == CPU else predicting.least_nodes(gpus)
-    if gpu is None and options.gpu_memory is None:
-        raise UserError("which GPU?", expected="--gpu NAME, or --gpu-memory 24GiB; NAME is one of " + ", ".join(CARDS))
-    if gpus % nodes:
-        raise UserError(
-            f"--gpus {gpus} (of all nodes together) cannot be divided by --nodes {nodes}",
-            expected="one of " + ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0) + " nodes",
-        )
-    chosen = card(gpu or UNNAMED)
-    memory = auto.usable(chosen, max(1, gpus // nodes)) if options.gpu_memory is None else memory_of(options.gpu_memory)
-    return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
 
 
 def _gpus(machine: Machine) -> str:

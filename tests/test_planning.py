@@ -298,9 +298,9 @@ def test_cost_is_that_of_all_gpus() -> None:
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (12, 2), (16, 2), (64, 8), (11, 11)])
 def test_nodes_have_eight_gpus_unless_said(gpus: int, nodes: int) -> None:
-    assert plan.machine_of(plan.Options(gpu="h100", gpus=gpus)).nodes == nodes
-    assert plan.machine_of(plan.Options(gpu="h100", gpus=gpus, nodes=1)).per_node == gpus
-    assert plan.machine_of(plan.Options(gpu="cpu", gpus=gpus)).nodes == 1
+    assert auto.named("h100", None, gpus).nodes == nodes
+    assert auto.named("h100", None, gpus, 1).per_node == gpus
+    assert auto.named("cpu", None, gpus).nodes == 1
 
 
 def test_a_batch_that_leaves_gpus_idle_is_named_with_a_better_one(made_up: MadeUp) -> None:
@@ -337,9 +337,9 @@ def test_a_run_is_shown_with_its_epochs_hours_and_checkpoints() -> None:
 
 
 def test_processes_of_a_node_share_half_of_its_main_memory() -> None:
-    machine = plan.machine_of(plan.Options(gpu="cpu", gpus=4, nodes=2))
+    machine = auto.named("cpu", None, 4, 2)
     assert machine.memory == gpus.processor().memory // 4
-    assert plan.machine_of(plan.Options(gpu="h100", gpus=4, nodes=2)).memory == gpus.card("h100").memory
+    assert auto.named("h100", None, 4, 2).memory == gpus.card("h100").memory
 
 
 def test_the_worst_bucket_has_the_most_tokens_of_a_forward_pass() -> None:

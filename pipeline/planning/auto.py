@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from pipeline import gpus
 from pipeline.config import Config, ParallelConfig, TrainConfig
-from pipeline.errors import ConfigError
-from pipeline.gpus import GIB
+from pipeline.errors import ConfigError, UserError
+from pipeline.gpus import CARDS, CPU, GIB, UNNAMED, Card, card, memory_of, of_device
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec
 from pipeline.options import value_at
 from pipeline.parallel.mesh import check_sizes
-from pipeline.planning.predict import Data, Machine
+from pipeline.planning.predict import Data, Machine, least_nodes
 from pipeline.planning.search import MARGIN, Search
 from pipeline.training.remedies import changed
 
@@ -164,14 +163,36 @@ def _uncompiled(device: torch.device) -> str | None:
 
 def present(device: torch.device, launch: Launch) -> Machine:
     """The machine of a launch whose processes each have a device like this."""
-    card = gpus.of_device(device)
-    nodes = max(1, launch.world // launch.local_world)
-    if card is None:  # its speed counts for the ranking only
+    here, nodes = of_device(device), max(1, launch.world // launch.local_world)
+    if here is None:  # its speed counts for the ranking only
         memory = torch.cuda.get_device_properties(device).total_memory
-        return Machine(gpus.card(gpus.UNNAMED), memory, launch.world, nodes, assumed=True)
-    return Machine(card, usable(card, launch.local_world), launch.world, nodes)
+        return Machine(card(UNNAMED), memory, launch.world, nodes, assumed=True)
+    return Machine(here, usable(here, launch.local_world), launch.world, nodes)
 
 
-def usable(card: gpus.Card, processes: int) -> int:
+def named(gpu: str | None, gpu_memory: str | None, gpus: int, nodes: int | None = None) -> Machine:
+    """The machine that a command line describes.
+
+    Args:
+        gpu, gpu_memory: the card, and memory that is not the card's. nodes: None: as `least_nodes`; of CPUs one.
+
+    Raises:
+        UserError: neither a card nor a memory size, an unknown card, nodes that do not divide the GPUs.
+    """
+    if gpu is None and gpu_memory is None:
+        raise UserError("which GPU?", expected=f"--gpu NAME, or --gpu-memory 24GiB; NAME is one of {', '.join(CARDS)}")
+    if nodes is None:
+        nodes = 1 if gpu == CPU else least_nodes(gpus)
+    if gpus % nodes:
+        raise UserError(
+            f"--gpus {gpus} (of all nodes together) cannot be divided by --nodes {nodes}",
+            expected="one of " + ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0) + " nodes",
+        )
+    chosen = card(gpu or UNNAMED)
+    memory = usable(chosen, max(1, gpus // nodes)) if gpu_memory is None else memory_of(gpu_memory)
+    return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
+
+
+def usable(of: Card, processes: int) -> int:
     """Bytes of a card for each of so many processes on its node: all of a GPU; half of main memory, shared."""
-    return card.memory if card.is_gpu else card.memory // (2 * processes)
+    return of.memory if of.is_gpu else of.memory // (2 * processes)
