@@ -35,7 +35,6 @@ from pipeline.images import buckets
 from pipeline.launch import Launch
 from pipeline.options import put, value_at, within
 from pipeline.planning import auto, extent, predict, recommend
-from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.recommend import Choice, Facts, Recommendation
 from pipeline.planning.search import Search
@@ -275,7 +274,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
         search = Search(shape, data, machine, config.bears)
         decided, lines = auto.decide(config, lambda: shape, data, machine, search=search)
         layout_of_run = predict.check(decided.train, shape, data, machine.gpus)
-        step = Time.of(search.candidate(decided.train, layout_of_run).prediction, data).step
+        step = search.candidate(decided.train, layout_of_run).time.step
     lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
     cache = sum(_cache_bytes(config, each) for each in looked)
     steps = extent.steps_of(config.train, data)

@@ -92,7 +92,7 @@ def _predict(config: Config, search: Search, options: Options) -> int:
         error, candidate = refused, refused.smallest
         decided = ["auto: nothing fits; the most frugal case:"]
     prediction = candidate.prediction
-    time = Time.of(prediction, data) if machine.card.is_gpu else None
+    time = candidate.time if machine.card.is_gpu else None
     if options.as_json:
         report: dict[str, Any] = {"prediction": prediction.as_dict()}
         report["time"] = None if time is None else time.as_dict(options.price)
@@ -103,7 +103,7 @@ def _predict(config: Config, search: Search, options: Options) -> int:
     else:
         run_lines = extent.lines(config.train, search.shape, data, None if time is None else time.step)
         if time is not None:
-            run_lines += batch_lines(candidate, time, search)
+            run_lines += batch_lines(candidate, search)
         memory, speed = memory_lines(prediction), time_lines(time, prediction, options.price)
         for line in (*decided, *memory, *speed, *run_lines):
             click.echo(line)
@@ -122,7 +122,7 @@ def _search(config: Config, search: Search, options: Options) -> int:
     if options.as_json:
         rows = [
             {
-                "images_per_s": candidate.images_per_s,
+                "images_per_s": candidate.time.images_per_s,
                 "total": round(candidate.prediction.total),
                 **{f"train.{name}": value for name, value in candidate.changes.items()},
             }
@@ -134,7 +134,7 @@ def _search(config: Config, search: Search, options: Options) -> int:
     click.echo(f"{'images/s':>9} {'GiB':>6}  strategy")
     for candidate in candidates:
         total = candidate.prediction.total / GIB
-        click.echo(f"{figure(candidate.images_per_s):>9} {total:6.1f}  {_described(candidate)}")
+        click.echo(f"{figure(candidate.time.images_per_s):>9} {total:6.1f}  {_described(candidate)}")
     sizes = {"parallel.sizes": "given"} if config.train.parallel.sizes == "auto" else {}
     click.echo(f"the first one: {flags({**sizes, **candidates[0].changes})}")
     return 0
@@ -153,10 +153,10 @@ def _gpus(machine: Machine) -> str:
     return f"{machine.gpus} x {amount(machine.memory)}{nodes}"
 
 
-def batch_lines(candidate: Candidate, time: Time, search: Search) -> list[str]:
+def batch_lines(candidate: Candidate, search: Search) -> list[str]:
     """A larger batch, where so few samples a GPU leave the GPUs idle; its speed is predicted."""
     layout = candidate.prediction.layout
-    if time.mfu >= LOW_MFU or candidate.prediction.share >= SHARE:
+    if candidate.time.mfu >= LOW_MFU or candidate.prediction.share >= SHARE:
         return []
     batch = SHARE * layout.data_world
     larger = Search(
@@ -165,12 +165,12 @@ def batch_lines(candidate: Candidate, time: Time, search: Search) -> list[str]:
     found = larger.candidate(changed(candidate.train, {"microbatch": SHARE}), layout)
     if not found.prediction.fits:
         found = larger.candidate(candidate.train, layout)
-    if found.images_per_s < 1.2 * candidate.images_per_s:
+    if found.time.images_per_s < 1.2 * candidate.time.images_per_s:
         return []
     return [
         f"note: {candidate.prediction.share} samples a GPU and step leave the GPUs idle: with bucket.batch={batch} "
-        f"{figure(found.images_per_s)} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more pictures a "
-        "step want fewer train.steps)"
+        f"{figure(found.time.images_per_s)} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more "
+        "pictures a step want fewer train.steps)"
     ]
 
 

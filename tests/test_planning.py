@@ -306,12 +306,12 @@ def test_nodes_have_eight_gpus_unless_said(gpus: int, nodes: int) -> None:
 def test_a_batch_that_leaves_gpus_idle_is_named_with_a_better_one(made_up: MadeUp) -> None:
     planner = searched(80, 64, nodes=8)
     candidate = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 64, 1))
-    time: Any = SimpleNamespace(mfu=0.02)
-    (line,) = plan.batch_lines(candidate, time, planner)
+    (line,) = plan.batch_lines(candidate, planner)
     assert "bucket.batch=512" in line
-    assert plan.batch_lines(candidate, SimpleNamespace(mfu=0.3), planner) == []  # type: ignore[arg-type]
+    busy: Any = SimpleNamespace(**{**vars(candidate.time), "mfu": 0.3})
+    assert plan.batch_lines(replace(candidate, time=busy), planner) == []
     full = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 8, 1))
-    assert plan.batch_lines(full, time, planner) == [], "eight samples a GPU"
+    assert plan.batch_lines(full, planner) == [], "eight samples a GPU"
 
 
 def test_figures_have_no_exponents() -> None:
@@ -369,7 +369,7 @@ def test_what_the_search_has_chosen_can_be_set(
     config = load("tiny", ["train.parallel=auto", "train.optim.betas=[0.8, 0.9]"])
     tree = config.train.model_dump() | {"microbatch": 3, "parallel": {"dp_shard": 2}}
     prediction: Any = SimpleNamespace(layout=Layout(1, 1, 2, 1), total=1e9, share=4)
-    best = search.Candidate(TrainConfig.model_validate(tree), prediction, 1.0)
+    best = search.Candidate(TrainConfig.model_validate(tree), prediction, SimpleNamespace(images_per_s=8.0))  # type: ignore[arg-type]
     monkeypatch.setattr(search.Search, "ranked", lambda *_: [best])
     assert plan.run(config, plan.Options(gpus=2, gpu="3090", search=True)) == 0
     *_, row, command = capsys.readouterr().out.splitlines()
@@ -411,7 +411,12 @@ class MadeUp:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked: list[TrainConfig] = []
         monkeypatch.setattr(search.predicting, "predict", self.predict)
-        monkeypatch.setattr(search.Time, "of", lambda p, data: SimpleNamespace(step=self.step(p.train)))
+        monkeypatch.setattr(search.Time, "of", self.time)
+
+    def time(self, prediction: Any, data: Data) -> Any:
+        step = self.step(prediction.train)
+        images_per_s = prediction.share * prediction.layout.data_world / step
+        return SimpleNamespace(step=step, images_per_s=images_per_s, mfu=0.02)
 
     def predict(self, train: TrainConfig, shape: Any, data: Data, machine: Machine, *, layout: Layout) -> Any:
         self.asked.append(train)
