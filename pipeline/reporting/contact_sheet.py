@@ -30,7 +30,7 @@ class SheetRow:
     pictures: tuple[Image.Image | None, ...]
 
 
-def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path, columns: int | None = None) -> None:
+def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path) -> None:
     """Write the sheet as one PNG, whole or not at all.
 
     Args:
@@ -38,12 +38,11 @@ def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path, 
             (bicubic) or down (Lanczos).
         titles: of the columns of pictures.
         path: the PNG.
-        columns: cards per row (default: 2 if there are more than 4 cards).
 
     Raises:
         ValueError: no cards, or a card with another number of pictures than there are titles.
     """
-    across = min(len(cards), columns or (2 if len(cards) > 4 else 1))
+    across = 2 if len(cards) > 4 else 1
     largest = max((max(p.size) for card in cards for p in card.pictures if p is not None), default=MIN_SIDE)
     side = min(max(largest, MIN_SIDE), MAX_SIDE)
     font = ImageFont.load_default(13)
