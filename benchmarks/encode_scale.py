@@ -42,11 +42,11 @@ from benchmarks import large_cache
 from benchmarks.report import finish, median, table
 from pipeline.cache import layout
 from pipeline.cache.root import Cache
+from pipeline.cache.scan_table import SCAN
 from pipeline.cache.status import status
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
-from pipeline.encoding.last_scan import SCAN
 from pipeline.processes import run_and_exit
 from pipeline.signals.latent import LatentRecipe
 from pipeline.work import engine

@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 
 from benchmarks import s3_listing
 from benchmarks.report import resident
-from pipeline.cache import arrow, audit, garbage, index, key_columns, layout, scratch
+from pipeline.cache import arrow, audit, garbage, index, key_columns, layout, scan_table, scratch
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe, records_schema
@@ -198,7 +198,7 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "where": pc.binary_join_element_wise(pa.array(offset).cast(pa.string()), "99999", "+"),
         "ignored": pa.nulls(count, pa.string()),
     }
-    return pa.table([columns[name] for name in last_scan.SCAN.names], last_scan.SCAN.names).cast(last_scan.SCAN)
+    return pa.table([columns[name] for name in scan_table.SCAN.names], scan_table.SCAN.names).cast(scan_table.SCAN)
 
 
 def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:

@@ -71,7 +71,7 @@ def build(
 ) -> Cache:
     """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join. Values are bf16
     between 1/8 and 1; recipes of Sana where none is given."""
-    from pipeline.encoding.last_scan import SCAN
+    from pipeline.cache.scan_table import SCAN
 
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)

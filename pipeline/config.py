@@ -207,6 +207,55 @@ class TagsConfig(_Section):
     """The first tags, such as a trigger word, that stay in front and are not left out."""
 
 
+class FurtherConfig(_Section):
+    """Where a further picture of each sample is: `suffix`, `folder`, `column` or `made`, one of them. It is cropped and
+    resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
+
+    suffix: str | None = None
+    """What its name has more than that of the picture: `.control` for `x.control.png` (in a tar, too) beside `x.jpg`,
+    `-masklabel` for `x-masklabel.png`."""
+    folder: Place | None = None
+    """The folder, relative to the data, that has it under the picture's name: with `edges`, `edges/x.png` is that of
+    `x.jpg` and of `photos/x.jpg`."""
+    column: str | None = None
+    """The column of a table or of metadata.jsonl that holds it, or its file name."""
+    required: bool = True
+    """Whether a sample without it is rejected. Otherwise it counts as a black control picture, or as a white mask."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        made = getattr(self, "made", None)
+        given = [name for name in ("suffix", "folder", "column", "made") if getattr(self, name, None)]
+        if len(given) != 1:
+            raise ValueError(f"give one of suffix, folder, column and made (given: {', '.join(given) or 'none'})")
+        if made is not None and not self.required:
+            raise ValueError("required: false goes with suffix, folder and column: what is made is never missing")
+        return self
+
+
+class ControlConfig(FurtherConfig):
+    """The control picture of a ControlNet."""
+
+    made: Literal["canny"] | None = None
+    """canny: the edges of the sample's picture, made by OpenCV (`pip install 'sana-pipe[control]'`)."""
+
+
+class MaskConfig(FurtherConfig):
+    """The mask of a masked loss: white is learned, black is not."""
+
+    made: Literal["alpha"] | None = None
+    """alpha: the transparency of the sample's picture; what is opaque is learned."""
+
+
+class FurtherPictures(_Section):
+    """Further pictures of each sample, which `encode` makes records of."""
+
+    control: ControlConfig | None = None
+    """The control picture; its latents train a ControlNet."""
+    mask: MaskConfig | None = None
+    """The mask; it weights the loss of each position of the latent."""
+
+
 class DataConfig(_Section):
     """Pictures, captions, and the pictures that are left out."""
 
@@ -249,6 +298,8 @@ class DataConfig(_Section):
     read with your credentials. all: both."""
     retry_links: bool = False
     """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
+    pictures: FurtherPictures = FurtherPictures()
+    """Further pictures of each sample."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     """Colour behind transparent pixels (red, green, blue)."""
     max_pixels: Positive = 200_000_000

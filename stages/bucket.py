@@ -648,7 +648,7 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> list[Recipe]:
         if without := [source for source, scan in scans.items() if kind not in scan.recipes]:
             click.echo(
                 f"note: the snapshot has no records of the kind {kind}, which source {', '.join(without)} lacks "
-                f"(sana-pipe encode with encode.signals adds them)",
+                f"(sana-pipe encode with the setting that asks for them adds them)",
                 err=True,
             )
             continue

@@ -498,7 +498,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     lead, *further = run.pictures
     work.plans[lead.name] = _plan_images(run, lead, lists[lead])
     for recipe in further:
-        if recipe.model_free:
+        if recipe.beside:
             planning.plan_beside(cache, recipe, work.plans[lead.name])
         work.plans[recipe.name] = _plan_images(run, recipe, lists[recipe])
     return _Planned(
@@ -637,7 +637,7 @@ Make = Callable[[Work, str], Made]
 
 def _further(run: _TextRun) -> Sequence[Recipe]:
     """The recipes whose records are made beside others."""
-    return [each for each in run.pictures[1:] if each.model_free] if isinstance(run, EncodeRun) else ()
+    return [each for each in run.pictures[1:] if each.beside] if isinstance(run, EncodeRun) else ()
 
 
 @contextmanager

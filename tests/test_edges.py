@@ -16,13 +16,14 @@ import torch
 import stages.bucket
 from pipeline.cache import codec, index, key_columns, layout, shard
 from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import BucketPart
 from pipeline.config import DataConfig, EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import unit_records
-from pipeline.encoding.last_scan import SCAN, unchanged_row
+from pipeline.encoding.last_scan import unchanged_row
 from pipeline.encoding.scan import check_unique
 from pipeline.errors import UserError
 from pipeline.images import buckets

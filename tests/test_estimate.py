@@ -17,13 +17,13 @@ import pytest
 from PIL import Image
 
 import stages.encode
-from pipeline.cache import layout
+from pipeline.cache import layout, scan_table
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordReject
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config, EncodeConfig, dump, load
-from pipeline.encoding import estimate, last_scan, scan_rows, unit_records
+from pipeline.encoding import estimate, scan_rows, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding.survey import survey
 from pipeline.errors import CacheError, NoSpaceError, RejectRateError
@@ -384,7 +384,7 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
     rows: list[dict[str, Any]] = []
     for number in range(120):
         height, width = table[rng.integers(3)]
-        row = dict.fromkeys(last_scan.SCAN.names) | {"item": f"{number:03d}.jpg", "height": height + 3, "width": width}
+        row = dict.fromkeys(scan_table.SCAN.names) | {"item": f"{number:03d}.jpg", "height": height + 3, "width": width}
         row["digest"] = layout.digest(str(rng.integers(60)))
         row["captions"] = [{"text": f"said {n}", "weight": 1.0} for n in rng.integers(0, 90, rng.integers(1, 4))]
         if number % 10 == 3:
@@ -394,9 +394,9 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
         elif number % 10 == 8:
             row |= {"digest": None, "height": None, "width": None}
         rows.append(row)
-    scan = pa.Table.from_pylist(rows, last_scan.SCAN)
+    scan = pa.Table.from_pylist(rows, scan_table.SCAN)
     cache = Cache(tmp_path / "cache", create=True)
-    half = pa.Table.from_pylist([row for row in rows[:60] if row["digest"]], last_scan.SCAN)
+    half = pa.Table.from_pylist([row for row in rows[:60] if row["digest"]], scan_table.SCAN)
     for recipe, work, plan, shape in (
         (latent, planning.image_work(half, "s", latent, table), planning.plan_images, (2, 2, 2)),
         (text, planning.caption_work(half, text), planning.plan_captions, (1, 3)),

@@ -20,8 +20,8 @@ import stages.bucket
 import stages.pack
 from pipeline.cache import layout
 from pipeline.cache.root import Cache
+from pipeline.cache.scan_table import SCAN
 from pipeline.encoding import plan as planning
-from pipeline.encoding.last_scan import SCAN
 from pipeline.launch import Launch
 from pipeline.training.trainer import fit
 from tests.support import synthetic

@@ -14,11 +14,11 @@ import stages.bucket
 from pipeline.cache import arrow, key_columns, layout, scratch, shard
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.root import Cache
+from pipeline.cache.scan_table import SCAN
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import scan_rows
-from pipeline.encoding.last_scan import SCAN
 from pipeline.errors import CacheError
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join

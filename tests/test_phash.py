@@ -186,7 +186,7 @@ def test_what_loads_a_model_is_made_in_a_pass_of_its_own(
     hashed: Path, photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process holds one model at a time."""
-    monkeypatch.setattr(HashRecipe, "model_free", False)
+    monkeypatch.setattr(HashRecipe, "beside", False)
     config = with_hashes(make_config, tmp_path)
     done = stages.encode.run(config, data=str(photos))
     assert done["images"] == done["hashes"] > 0

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from pipeline.cache.scan_table import SCAN
 from pipeline.config import DataConfig, load
-from pipeline.encoding.last_scan import SCAN
 from pipeline.encoding.reading import as_read, settled
 from pipeline.encoding.survey import fit_notes
 from tests.support.messages import naming

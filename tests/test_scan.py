@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pipeline.cache import audit, layout
+from pipeline.cache import audit, layout, scan_table
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.root import Cache
@@ -763,11 +763,11 @@ def test_rejects_that_came_from_failed_reads_are_tried_again(
     rows = truth.to_pylist()
     lost = [row for row in rows if row["part"] == "1.tar"]
     kept = [row for row in rows if row not in lost]
-    empty = dict.fromkeys(last_scan.SCAN.names)
+    empty = dict.fromkeys(scan_table.SCAN.names)
     kept[3:3] = [
         {**empty, "item": "1.tar", "captions": [], "reject": reason, "part": "1.tar", "stamp": lost[0]["stamp"]}
     ]
-    old = pa.Table.from_pylist(kept, last_scan.SCAN)
+    old = pa.Table.from_pylist(kept, scan_table.SCAN)
     source = CountedTars(tars)
     cache.add_scan(
         "photos", {"root": source.location, "table": cache.put_table(old), "recipes": {"latent": "l", "text": "t"}}

@@ -94,6 +94,7 @@ class PictureRecipe(Recipe, ABC):
     """Of records that belong to a picture at a target resolution.
 
     Attributes:
+        picture: the kind of the further picture that they are made of; "" for the sample's own.
         decoder, resize, crop, background: what decides the pixels; see `pipeline.images.decoding.load`.
     """
 
@@ -101,6 +102,10 @@ class PictureRecipe(Recipe, ABC):
     resize: str = ""
     crop: str = ""
     background: tuple[int, int, int] = (255, 255, 255)
+
+    @property
+    def picture(self) -> str:
+        return ""
 
     @abstractmethod
     def shape(self, height: int, width: int) -> tuple[int, ...]:

@@ -20,33 +20,13 @@ from pipeline.cache import arrow
 from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.key_columns import fixed, is_first
 from pipeline.cache.root import Cache
+from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
 from pipeline.sources.links import DEAD
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.source import Source
-
-SCAN = pa.schema(
-    [
-        ("item", pa.string()),
-        ("size", pa.int64()),
-        ("mtime_ns", pa.int64()),
-        ("digest", pa.binary(16)),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("captions", pa.list_(pa.struct([("text", pa.string()), ("weight", pa.float32())]))),
-        ("meta", pa.string()),
-        ("reject", pa.string()),
-        ("part", pa.string()),
-        ("stamp", pa.string()),
-        ("where", pa.string()),
-        ("ignored", pa.string()),
-    ]
-)
-"""`reject` is null for usable items. `part` and `where` are those of a `Place`, `stamp` is the part's; they are null
-for files. `ignored` of the first row of a part with a stamp, which an unchanged part is not listed for: what its
-listing skipped, a `Kinds` as JSON, or null."""
 
 UNREADABLE = "unreadable"
 """How the reasons of rejects begin that come from a failed read and not from the bytes."""

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import arrow
+from pipeline.cache import arrow, scan_table
 from pipeline.cache.arrow import batches, take_rows
 from pipeline.cache.index import committed
 from pipeline.cache.key_columns import SortedKeys, as_keys, binary, fixed, is_first
@@ -40,16 +40,13 @@ IMAGES = pa.schema(
     [
         ("key", pa.binary(16)),
         ("source", pa.string()),
-        ("item", pa.string()),
-        ("part", pa.string()),
-        ("where", pa.string()),
-        ("digest", pa.binary(16)),
+        *scan_table.PLACE,
         ("height", pa.int32()),
         ("width", pa.int32()),
     ]
 )
-"""`item`, `part` and `where` are those of a `pipeline.sources.source.Place`."""
-SCANNED = ["item", "part", "where", "digest", "height", "width", "reject"]
+"""Of each picture the place and the target resolution; `item` is null for one that a sample lacks."""
+SCANNED = ["item", "part", "where", "digest", "height", "width", "reject", "pictures"]
 """The columns of a scan that `image_work` reads."""
 CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 """`caption` is the caption as written; null marks the null record."""
@@ -63,7 +60,7 @@ def image_work(
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
 ) -> pa.Table:
-    """Rows of `IMAGES` for the usable items of a scan, in listing order; equal pictures once.
+    """Rows of `IMAGES` for the usable items of a scan that have the picture, in listing order; equal pictures once.
 
     Args:
         scratch: temporary storage.
@@ -74,9 +71,11 @@ def image_work(
     def records() -> Iterator[pa.Table]:
         for batch in batches(scan.select(SCANNED)):
             usable = batch.filter(pc.is_null(batch.column("reject"))).combine_chunks()
+            items = scan_table.places(usable, recipe.picture)
+            there = pc.is_valid(items.column("digest"))
+            usable, items = usable.filter(there), items.filter(there).combine_chunks()
             height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
             which = buckets.nearest_all(table, height, width)
-            items = usable.select(["item", "part", "where", "digest"])
             keys = recipe.keys(fixed(items.column("digest")), table, which)
             sides = np.array(table, np.int32).reshape(-1, 2)[which]
             sources = pa.repeat(pa.scalar(source, pa.string()), len(usable))
@@ -354,7 +353,8 @@ def with_current_places(cache: Cache, rows: pa.Table) -> pa.Table:
     for source in pc.unique(rows.column("source")).to_pylist():
         with suppress(IntegrityError):  # its table is damaged
             if (scan := cache.last_scan(source)) is not None:
-                for part in batches(cache.table(scan["table"], ["item", "part", "where", "digest"])):
+                for some in batches(cache.table(scan["table"], [*scan_table.PLACE.names, "pictures"])):
+                    part = pa.concat_tables([scan_table.places(some, ""), scan_table.further_places(some)])
                     same = part.filter(pc.is_in(part.column("digest"), value_set=wanted))
                     now |= {(source, row["digest"]): row for row in same.to_pylist()}
     placed = [{**row, **now.get((row["source"], row["digest"]), {})} for row in rows.to_pylist()]

@@ -27,6 +27,7 @@ GROUPS = (
     ("tags",),
     ("image_field",),
     ("image_root",),
+    ("pictures",),
     ("resolution", "buckets"),
 )
 """The options of `data` that are remembered. Those of one group replace each other, so they are given together. What

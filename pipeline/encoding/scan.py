@@ -25,11 +25,12 @@ from pipeline.cache.key_columns import binary, fixed, is_first
 from pipeline.cache.layout import Paths
 from pipeline.cache.many_keys import sample_ids
 from pipeline.cache.root import Cache
+from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding import scan_rows
 from pipeline.encoding.fragments import Fragments, Rows, ScanSuperseded
-from pipeline.encoding.last_scan import SCAN, LastScan, unchanged_row
+from pipeline.encoding.last_scan import LastScan, unchanged_row
 from pipeline.encoding.reading import as_read
 from pipeline.encoding.scan_rows import Look, RowMaker, Settings, Slice, from_bytes, mapped
 from pipeline.errors import UserError

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from pipeline.cache import layout
+from pipeline.cache import layout, scan_table
 from pipeline.cache.arrow import ROWS
-from pipeline.encoding.last_scan import SCAN, LastScan, RowsByItem, is_limited, unchanged_row
+from pipeline.cache.scan_table import SCAN
+from pipeline.encoding.last_scan import LastScan, RowsByItem, is_limited, unchanged_row
+from pipeline.errors import escaped
 from pipeline.images import decoding
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.links import DeadLink
@@ -173,20 +175,56 @@ class RowMaker:
         captions = [{"text": text, "weight": weight} for text, weight in item.captions]
         listed = {"captions": captions, "meta": item.meta_json, "where": item.where, "ignored": None}
         try:
-            stat = stats.get(item.key) or self.source.stat(item.place)
+            stat = stats.get(item.key) or self.source.stat_item(item)
             if isinstance(stat, Unreadable):
                 raise stat
         except OSError as error:
             return _row(item.key, **listed, reject=f"unreadable: {error}")
         before = unchanged_row(last, *stat)
+        if before is not None and before["reject"] is None and _further_of(before) != item.pictures:
+            before = None
         if before is not None and not self.settings.rehash:
             return {**before, **listed}
         read = self.settings.look(self.source, item.place, self.settings.max_pixels, self.settings.max_bytes)
         if before is not None and before["width"] is not None and "width" not in read and stat[0] < 0:
             return {**before, **listed}  # a link that died; its record may be in the cache
+        read |= self._further(item, read)
         if stat[0] >= 0:
             read["size"] = stat[0]
         return _row(item.key, mtime_ns=stat[1], **listed, **read)
+
+    def _further(self, item: Item, read: dict[str, Any]) -> dict[str, Any]:
+        """The columns that an item's further pictures decide. read: those of its own picture."""
+        if "reject" in read or not item.pictures:
+            return {}
+        rows, settings = list[dict[str, Any]](), self.settings
+        for kind, place in item.pictures:
+            if place is None:
+                rows.append({"kind": kind, "digest": scan_table.ABSENT})
+                continue
+            found = settings.look(self.source, place, settings.max_pixels, settings.max_bytes)
+            if reason := found.get("reject") or _another_shape(found, read):
+                name = escaped(place.item)
+                return {"reject": f"its {kind} picture {name}: {reason}", "width": None, "height": None}
+            rows.append({"kind": kind, **place._asdict(), "digest": found.get("digest")})
+        return {"pictures": rows}
+
+
+def _another_shape(further: dict[str, Any], picture: dict[str, Any]) -> str | None:
+    """Why a further picture cannot show the same area, or None; sides may be rounded. Both: `width` and `height`, or
+    nothing yet."""
+    if not ("width" in further and "width" in picture):
+        return None
+    (w, h), (width, height) = ((some["width"], some["height"]) for some in (further, picture))
+    if abs(w * height - width * h) <= max(w, h, width, height):
+        return None
+    return f"has {w}x{h} pixels, another aspect ratio than the picture's {width}x{height}"
+
+
+def _further_of(row: dict[str, Any]) -> tuple[tuple[str, Place | None], ...]:
+    """`Item.pictures` as a row of the last scan has them."""
+    every = row["pictures"] or ()
+    return tuple((one["kind"], Place(*(one[f] for f in Place._fields)) if one["item"] else None) for one in every)
 
 
 def _row(item: str, **values: Any) -> dict[str, Any]:

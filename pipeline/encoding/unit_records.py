@@ -27,12 +27,12 @@ import torch
 
 from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.index import Commit, RecordReject
-from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
+from pipeline.cache.recipes import CaptionRecipe, Recipe
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.frozen import NonFiniteOutputError
-from pipeline.signals import CaptionEncoder, PictureEncoder
+from pipeline.signals import CaptionEncoder, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules as captions
 from pipeline.sources.source import Place, Source
 
@@ -69,7 +69,7 @@ Made = tuple[list[EncodedRecord], list[RecordReject]]
 
 
 def image_records(
-    recipe: PictureRecipe,
+    recipe: PictureSignal,
     unit: Unit,
     rows: pa.Table,
     sources: dict[str, Source],
@@ -94,12 +94,13 @@ def image_records(
     limits = limits or Limits()
     batches = _batches(unit, rows, only)
     places: dict[str, list[Place]] = defaultdict(list)
-    for batch in batches:
-        for row in batch:
-            places[row["source"]].append(_place(row))
+    for row in (row for batch in batches for row in batch if row["item"] is not None):
+        places[row["source"]].append(_place(row))
 
     def decode(row: dict[str, Any]) -> np.ndarray | RecordReject:
-        key, item = row["key"].hex(), row["item"]
+        key, item, size = row["key"].hex(), row["item"], (row["height"], row["width"])
+        if item is None:
+            return np.full((*size, 3), recipe.blank, np.uint8)
         try:
             data = read[row["source"]](_place(row))
         except OSError as error:
@@ -107,8 +108,7 @@ def image_records(
         if layout.digest(data) != row["digest"]:
             return RecordReject(key, item, "changed since it was scanned", retry=True)
         try:
-            size = row["height"], row["width"]
-            return decoding.load(data, size, recipe.background, max_pixels, recipe.decoder, max_bytes)
+            return recipe.pixels(data, size, max_pixels, max_bytes)
         except decoding.ImageReject as reject:
             return RecordReject(key, item, str(reject))
 

@@ -38,6 +38,7 @@ __all__ = [
     "choose",
     "cover_box",
     "load",
+    "load_alpha",
     "pixel_fields",
     "probe",
     "require",
@@ -162,3 +163,12 @@ def load(
         if picture is None:
             picture = pillow_decoder.load(header, size, background)
         return np.array(picture, dtype=np.uint8)
+
+
+def load_alpha(
+    data: bytes, size: tuple[int, int], max_pixels: int = MAX_PIXELS, max_bytes: int = MAX_BYTES
+) -> np.ndarray:
+    """The transparency of a picture, cropped and resized as `load` does: uint8 (height, width), 255 where it is opaque.
+    Decoded by Pillow. Arguments and errors as in `load`."""
+    with pillow_decoder.rejecting():
+        return np.array(pillow_decoder.load_alpha(pillow_decoder.open_header(data, max_pixels, max_bytes), size))

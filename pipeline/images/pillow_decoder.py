@@ -124,6 +124,16 @@ def load(header: Header, size: tuple[int, int], background: tuple[int, int, int]
     return resize.fit(turn(_to_srgb(image, background), header.orientation), size)
 
 
+def load_alpha(header: Header, size: tuple[int, int]) -> Image.Image:
+    """The transparency of a picture as `load` gives its colours: L, 255 where it is opaque."""
+    image = header.image
+    image.load()
+    alpha = Image.new("L", image.size, 255)
+    if image.mode in ("LA", "La", "PA", "RGBA") or image.info.get("transparency") is not None:
+        alpha = (image.convert("LA") if image.mode == "La" else _with_8bit_key(image)).convert("RGBA").getchannel("A")
+    return resize.fit(turn(alpha, header.orientation), size)
+
+
 def turn(image: Image.Image, orientation: int) -> Image.Image:
     """The picture with EXIF `orientation` applied."""
     return image.transpose(_TRANSPOSES[orientation]) if orientation in _TRANSPOSES else image

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PictureEncoder(Protocol):
-    """uint8 (b, H, W, 3) to records, uint16 (b, *shape)."""
+    """`PictureSignal.pixels` of b pictures, uint8 (b, H, W, 3), to records, uint16 (b, *shape)."""
 
     def encode(self, images: np.ndarray) -> np.ndarray: ...
 
@@ -92,11 +92,26 @@ class PictureSignal(Signal, PictureRecipe):
     """Records of pictures.
 
     Attributes:
-        model_free: whether the encoder loads no model. Such records are made beside latents, from the same pixels;
-            others in a pass of their own, since a process holds one model at a time.
+        beside: whether the records are made beside latents, from the same pixels, by an encoder that loads no model;
+            others are made in a pass of their own, since a process holds one model at a time.
+        blank: the value of all pixels of a picture that a sample lacks and need not have.
     """
 
-    model_free: ClassVar[bool] = False
+    beside: ClassVar[bool] = False
+    blank: ClassVar[int] = 0
+
+    def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
+        """What the encoder is given of a picture: uint8 (H, W, 3).
+
+        Args:
+            data: the file. size: (height, width) in pixels. max_pixels, max_bytes: as in `decoding.load`.
+
+        Raises:
+            ImageReject: as in `decoding.load`.
+        """
+        from pipeline.images import decoding
+
+        return decoding.load(data, size, self.background, max_pixels, self.decoder, max_bytes)
 
     def footprint(self, config: Config, height: int, width: int) -> Footprint | None:
         """What the encoder needs for pictures of height x width pixels; None: no memory of a GPU."""

@@ -27,7 +27,7 @@ class HashRecipe(PictureSignal):
     kind: ClassVar[str] = "phash"
     noun: ClassVar[str] = "hashes"
     section: ClassVar[str] = "version of sana-pipe"
-    model_free: ClassVar[bool] = True
+    beside: ClassVar[bool] = True
     axes: ClassVar[tuple[str, ...]] = ("words",)
     bf16: ClassVar[bool] = False
     rule: str = ""

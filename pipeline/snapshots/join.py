@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.cache import scan_table
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.index import RecordIndex
@@ -344,8 +345,12 @@ def _with_pictures(
     bucket = buckets.nearest_all(resolution.table, height, width)
     pictures, stays = dict[str, np.ndarray](), np.ones(len(scan), bool)
     for recipe in records.pictures:
-        keys = recipe.keys(digest, resolution.table, bucket)
-        pictures[recipe.kind] = rows = records.indexes[recipe.kind].find(keys)
+        of_picture = scan_table.places(scan, recipe.picture).column("digest")
+        there = pc.is_valid(of_picture).to_numpy()
+        keys, rows = np.zeros(len(scan), "S16"), np.full(len(scan), -1, np.int64)
+        keys[there] = recipe.keys(fixed(of_picture.drop_null()), resolution.table, bucket[there])
+        rows[there] = records.indexes[recipe.kind].find(keys[there])
+        pictures[recipe.kind] = rows
         missing = np.flatnonzero(stays & (rows < 0))
         reasons = [missing_records.failed.get(key_bytes(key).hex()) for key in keys[missing]]
         missing_records.leave(

@@ -26,6 +26,7 @@ from pipeline.cache.root import as_source_name
 from pipeline.config import DataConfig
 from pipeline.errors import UserError, alternatives, not_permitted
 from pipeline.retrying import PATIENCE_S
+from pipeline.sources import further
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url, kind_of_file
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, mode_of, refuse_surrogates, suggestion
@@ -83,6 +84,8 @@ def open_source(
         for kind in pictures:
             del left_out.counts[kind]
     source.left_out = left_out
+    source.further = further.wanted(config.pictures)
+    further.check(source.further, source.further_by, chosen.name)
     source.named = filesystem.named if isinstance(filesystem, LocalFilesystem) else ()
     return source
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.item_rows import ItemRows
+from pipeline.cache.item_rows import ItemGroups, ItemRows
 from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
 from pipeline.cache.layout import digest
 from pipeline.cache.many_keys import item_keys
@@ -36,7 +36,8 @@ from pipeline.sources.filenames import (
     stem,
     unsafe_reason,
 )
-from pipeline.sources.filesystem import LEADS_OUT, Filesystem, LocalFilesystem, mode_of
+from pipeline.sources.filesystem import LEADS_OUT, Filesystem, LocalFilesystem, Unreadable, mode_of
+from pipeline.sources.further import Further
 from pipeline.sources.metadata_files import (
     FILE_COLUMN,
     METADATA_NAMES,
@@ -62,6 +63,7 @@ from pipeline.sources.source import (
     Reject,
     Source,
     Stats,
+    with_further,
 )
 from pipeline.sources.unread import explain
 
@@ -78,13 +80,15 @@ _TEXT, _OBJECT, _PREFIXED = range(3)
 _PICTURES = pa.schema([("item", pa.string())])
 FILES = pa.schema([("kind", pa.int8()), ("name", pa.string())])
 _SIDECARS = pa.schema([("row", pa.int64()), *FILES])
+_FURTHER = pa.schema([("item", pa.string()), ("name", pa.string())])
 
 
 class _Found:
-    """Files of a folder while it is listed. refused: pictures among the rejects."""
+    """Files of a folder while it is listed. refused: pictures among the rejects; further: by kind, for their owners."""
 
-    def __init__(self, scratch: Scratch):
+    def __init__(self, scratch: Scratch, further: Sequence[Further]):
         self.captions, self.rejects = scratch.row_writer(FILES), scratch.row_writer(REJECTS)
+        self.further = {one: scratch.row_writer(_FURTHER) for one in further if one.column is None}
         self.metadata: list[str] = []
         self.refused = 0
 
@@ -99,6 +103,7 @@ class Listing:
         rows: what the metadata files say about them; set before items are asked for.
 
     Attributes:
+        further: files by name, with the `Further.owner` of each. others: pictures that rows name as further pictures.
         rejects: ascending by item. orphans: caption files without a picture, by their ending. orphan_examples: some of
             them.
     """
@@ -111,6 +116,8 @@ class Listing:
         rows: Pictures | None = None,
     ):
         self.rows = rows
+        self.further: dict[Further, tuple[pa.Table, ItemGroups]] = {}
+        self.others: ItemRows | None = None
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
         self.orphans: Counter[str] = Counter()
@@ -149,6 +156,14 @@ class Listing:
         ):
             files[row - start].append((kind, name))
         return [[name for _, name in sorted(some)] for some in files]
+
+    def further_of(self, further: Further, keys: list[str]) -> list[list[str]]:
+        """The further pictures of some pictures, by name."""
+        table, groups = self.further[further]
+        owners = [further.owners(key) for key in keys]
+        rows = iter(groups.find(list(chain.from_iterable(owners))))
+        names = table.column("name")
+        return [[names[row].as_py() for _ in some for row in next(rows)] for some in owners]
 
     def rejected(self, start: int, stop: int) -> Iterator[Reject]:
         """Some rejects, by their position."""
@@ -253,6 +268,8 @@ class FolderSource(PrefetchedSource):
         self.name = name
         self.ignored = Kinds()
 
+    further_by = frozenset({"suffix", "folder", "column"})
+
     def items(self) -> Iterator[Item | Reject]:
         listing = self._list()  # errors of the whole folder are raised here, before the iteration
         return chain(listing.rejected(0, len(listing.rejects)), self._items(0, len(listing), listing))
@@ -274,7 +291,17 @@ class FolderSource(PrefetchedSource):
             )
 
     def _stats(self, start: int, stop: int, listing: Listing) -> Stats:
-        return self.filesystem.stat_many(listing.keys(start, stop))
+        keys = listing.keys(start, stop)
+        stats, every = self.filesystem.stat_many(keys), self._further_places(keys, listing.metadata(keys), listing)
+        names = {key: [place.item for places in found.values() for place in places] for key, found in every.items()}
+        others = self.filesystem.stat_many(sorted(set(chain.from_iterable(names.values()))))
+
+        def whole(key: str) -> tuple[int, int] | Unreadable:
+            some = [stats[key], *(others[name] for name in names[key])]
+            bad = next((stat for stat in some if isinstance(stat, Unreadable)), None)
+            return bad or with_further(some[0], some[1:])  # type: ignore[arg-type]
+
+        return {key: whole(key) for key in keys} if self.further else stats
 
     def _identity(self, start: int, stop: int, listing: Listing, stats: Stats) -> bytes:
         keys = listing.keys(start, stop)
@@ -284,7 +311,7 @@ class FolderSource(PrefetchedSource):
         def described(key: str, rows: PictureRows | None) -> str:
             return repr((key, stats[key], [(name, files[name]) for name in sidecars[key]], rows))
 
-        return digest("files", self.rule.identity(), *map(described, keys, listing.metadata(keys)))
+        return digest("files", self.rule.identity(), repr(self.further), *map(described, keys, listing.metadata(keys)))
 
     def stat(self, place: Place) -> tuple[int, int]:
         return self.filesystem.stat(place.item)
@@ -298,7 +325,7 @@ class FolderSource(PrefetchedSource):
         """All names by kind, with the contents of the metadata files."""
         self.filesystem.refresh()
         self._reset_ignored()
-        found, disk = _Found(self.scratch), self.filesystem
+        found, disk = _Found(self.scratch, self.further), self.filesystem
         if isinstance(disk, LocalFilesystem):
             files = self._walk(disk, found)
         else:
@@ -308,7 +335,8 @@ class FolderSource(PrefetchedSource):
         for kind, count in sorted(listing.orphans.items()):
             if count:
                 self._ignore(f".{kind} file without a picture", count, listing.orphan_examples[kind])
-        metadata = MetadataReader(self.filesystem, self.rule, self.scratch)
+        metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
+        self._assign_further(listing, found)
         if not len(listing) and not found.refused:
             what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
             kinds = "\n" + "\n".join(self.ignored.ranked().lines()) if self.ignored.total else "an empty folder"
@@ -325,8 +353,25 @@ class FolderSource(PrefetchedSource):
             assert rows is not None
             self._read_metadata(metadata, file, rows)
         _, listing.rows, rejects = metadata.finish()
+        listing.others = ItemRows(metadata.others.finish(), self.scratch) if metadata.column_names else None
         listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
         return listing
+
+    def _assign_further(self, listing: Listing, found: _Found) -> None:
+        """Take over the further pictures; those of no picture are ignored."""
+        pictures = self.scratch.row_writer(_PICTURES)
+        if found.further:
+            for key in (key for batch in batches(listing.pictures) for key in batch.column("item").to_pylist()):
+                for owner in {owner for one in found.further for owner in one.owners(key)}:
+                    pictures.add(owner)
+        owned = ItemRows(pictures.finish(), self.scratch) if found.further else None
+        for one, writer in found.further.items():
+            table = writer.finish()
+            listing.further[one] = table, ItemGroups(table, self.scratch)
+            for batch in batches(table):
+                assert owned is not None
+                for row in np.flatnonzero(owned.find(batch.column("item").to_pylist()) < 0).tolist():
+                    self._ignore(f"{one.kind} picture of no picture", 1, [batch.column("name")[row].as_py()])
 
     def _refuse_annotations(self, listing: Listing) -> None:
         """Raises a UserError if captions of another form lie among the pictures, which have none."""
@@ -365,6 +410,8 @@ class FolderSource(PrefetchedSource):
             found.metadata.append(key)
         elif kind in (*TEXT_ENDINGS, "json"):
             found.captions.add(_OBJECT if kind == "json" else _TEXT, key)
+        elif owned := next(((one, owner) for one in found.further if (owner := one.owner(key)) is not None), None):
+            found.further[owned[0]].add(owned[1], key)
         else:
             return True
         return False
@@ -406,9 +453,30 @@ class FolderSource(PrefetchedSource):
             sidecars = dict(zip(batch, listing.sidecars(start, stop), strict=True))
             names = sorted({name for files in sidecars.values() for name in files})
             data = dict(zip(names, self.filesystem.read_many(names, MAX_CAPTION_BYTES), strict=True))
-            for key, rows in zip(batch, listing.metadata(batch), strict=True):
+            every = listing.metadata(batch)
+            further = self._further_places(batch, every, listing)
+            others = None if listing.others is None else dict(zip(batch, listing.others.find(batch) >= 0, strict=True))
+            for key, rows in zip(batch, every, strict=True):
                 contents = {name: read_sidecar(name, data[name]) for name in sidecars[key]}
-                yield from self._item(key, contents, rows)
+                if others is not None and others[key] and rows is None and not contents:
+                    continue  # a further picture of another one
+                for item in self._item(key, contents, rows):
+                    yield self._with_further(item, further[key].__getitem__) if isinstance(item, Item) else item
+
+    def _further_places(
+        self, keys: list[str], rows: list[PictureRows | None], listing: Listing
+    ) -> dict[str, dict[Further, list[Place]]]:
+        """The further pictures of some pictures. rows: what metadata files say about them."""
+        every: dict[str, dict[Further, list[Place]]] = {key: {} for key in keys}
+        for one in self.further:
+            if one.column is None:
+                names = listing.further_of(one, keys)
+            else:
+                named = [None if row is None else row.meta.get(one.column) for row in rows]
+                names = [[name] if name else [] for name in named]
+            for key, some in zip(keys, names, strict=True):
+                every[key][one] = [Place(name) for name in some]
+        return every
 
     def _item(
         self, key: str, contents: dict[str, str | dict[str, Any] | Reject], rows: PictureRows | None

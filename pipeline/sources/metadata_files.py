@@ -11,7 +11,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -26,6 +26,7 @@ from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.further import Further
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
@@ -44,6 +45,7 @@ _MARKS = {
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
+_PICTURES = pa.schema([("item", pa.string())])
 _NAMED = pa.schema([("item", pa.string()), ("row", pa.large_binary())])
 REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 
@@ -88,11 +90,14 @@ class MetadataReader:
     """Reads metadata files of one source. Rows that name pictures and rejects are in temporary files.
 
     Attributes:
+        column_names: the columns that name further pictures. others: those, column `item`.
         columns: of the file that is read, in order of appearance, as far as its rows have been read.
     """
 
-    def __init__(self, filesystem: Filesystem, rule: CaptionRule, scratch: Scratch):
+    def __init__(self, filesystem: Filesystem, rule: CaptionRule, scratch: Scratch, further: Sequence[Further] = ()):
         self.filesystem, self.rule, self._scratch = filesystem, rule, scratch
+        self.column_names = [one.column for one in further if one.column is not None]
+        self.others = scratch.row_writer(_PICTURES)
         self._named, self._rejects = scratch.row_writer(_NAMED), scratch.row_writer(REJECTS)
         self.columns: dict[str, None] = {}
 
@@ -128,16 +133,31 @@ class MetadataReader:
             self.reject(file, "holds no row")
 
     def key(self, where: str, row: dict[str, Any], column: str, folder: str) -> str | None:
-        """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used."""
+        """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used. Names
+        of further pictures become keys in the row."""
         name = row.get(column)
         if not isinstance(name, str) or not name:
             self.reject(where, f"names no file ({column} is {short_repr(name)})")
             return None
         try:
+            for other in self.column_names:
+                row[other] = self._further(row.get(other), folder)
             return self.filesystem.key(name, folder)
         except ValueError as error:
             self.reject(where, f"names {shown(name)!r}: {error}")
             return None
+
+    def _further(self, name: Any, folder: str) -> str | None:
+        """The key of a further picture, if a row names one.
+
+        Raises:
+            ValueError: the name must not be used.
+        """
+        if not isinstance(name, str) or not name:
+            return None
+        key = self.filesystem.key(name, folder)
+        self.others.add(key)
+        return key
 
     def add(self, where: str, row: dict[str, Any], column: str, key: str) -> None:
         """Add a row to the picture `key`. column: names the file."""

@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import escaped, extension, kind_of_file
 from pipeline.sources.filesystem import Filesystem, Unreadable, or_unreadable
+from pipeline.sources.further import Further
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
 from pipeline.sources.reasons import Kinds, kind
 
@@ -38,9 +39,11 @@ _LISTED = pa.schema(
         ("meta", pa.string()),
         ("part", pa.string()),
         ("where", pa.string()),
+        ("pictures", pa.string()),
         ("reject", pa.string()),
     ]
 )
+"""`pictures` is JSON."""
 
 
 class Place(NamedTuple):
@@ -64,6 +67,7 @@ class Item:
     captions: (text, weight) candidates, at least one; weights are relative.
     meta: other columns of the source, JSON values by column name.
     part, where: as in `Place`.
+    pictures: (kind, place) of each further picture; a place is None if the sample lacks it and need not have it.
     """
 
     key: str
@@ -71,6 +75,7 @@ class Item:
     meta: dict[str, Any] = field(default_factory=dict)
     part: str | None = None
     where: str | None = None
+    pictures: tuple[tuple[str, Place | None], ...] = ()
 
     @property
     def place(self) -> Place:
@@ -94,14 +99,14 @@ class Part:
 
 
 Stats = dict[str, tuple[int, int] | Unreadable]
-"""Key -> the result of `Source.stat`."""
+"""Key -> the result of `Source.stat_item`."""
 
 
 @dataclass(frozen=True)
 class Fragment:
     """A range of a part that is listed, read and distributed separately. Its functions may run in any thread.
 
-    look: calls `stat` for the keys; takes as long as asking for every file's size.
+    look: calls `stat_item` for the items; takes as long as asking for every file's size.
     identity: result of `look` -> a digest of everything that decides what `items` yields and what the bytes are; as
         slow as `look`.
     items: lists the range.
@@ -157,6 +162,12 @@ class Source(ABC):
     requests: int = PARALLEL_REQUESTS
     """Reads that should be in flight at once, if it is remote."""
 
+    further: Sequence[Further] = ()
+    """The further pictures of each item that a listing looks for."""
+
+    further_by: frozenset[str] = frozenset()
+    """How it can find them: names of fields of `Further`."""
+
     left_out: Kinds = Kinds()
     """Files beside the source that are not part of it, by kind."""
 
@@ -202,6 +213,14 @@ class Source(ABC):
             Unreadable: the item no longer exists, or the place does not belong to this source.
         """
 
+    def stat_item(self, item: Item) -> tuple[int, int]:
+        """`stat` of an item with its further pictures: the size of its own, and a number that changes with each.
+
+        Raises:
+            Unreadable: as in `stat`, of any of them.
+        """
+        return with_further(self.stat(item.place), (self.stat(place) for _, place in item.pictures if place))
+
     def head(self, place: Place, length: int) -> bytes:
         """At least the first `length` bytes, or the whole item if it is shorter or cannot be read in part.
 
@@ -235,6 +254,19 @@ class Source(ABC):
         yield self.read
 
     # ------------------------------------------------------------ for subclasses
+
+    def _with_further(self, item: Item, found: Callable[[Further], Sequence[Place]]) -> Item | Reject:
+        """An item with its further pictures; a Reject if it lacks a required one, or has several of a kind."""
+        pictures = list[tuple[str, Place | None]]()
+        for further in self.further:
+            places = found(further)
+            if len(places) > 1:
+                names = ", ".join(escaped(place.item) for place in places[:3])
+                return Reject(item.key, f"has {len(places)} {further.kind} pictures: {names}")
+            if not places and further.required:
+                return Reject(item.key, f"has no {further.kind} picture ({further.option})")
+            pictures.append((further.kind, places[0] if places else None))
+        return replace(item, pictures=tuple(pictures)) if pictures else item
 
     def _reset_ignored(self) -> None:
         self.ignored = Kinds()
@@ -446,6 +478,14 @@ def divided(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list
     return sorted(chosen), others
 
 
+def with_further(stat: tuple[int, int], others: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """`Source.stat_item` from the `stat` of its pictures."""
+    size, number = stat
+    if every := list(others):
+        number = int.from_bytes(digest("pictures", repr((number, every)))[:7], "little")
+    return size, number
+
+
 class ListedItems:
     """Items of parts that only listing can tell, in one temporary table: as objects they would occupy a kilobyte each.
 
@@ -480,7 +520,7 @@ class ListedItems:
         stats: Stats = {}
         for entry in self._of(rows):
             if isinstance(entry, Item):
-                stats[entry.key] = or_unreadable(source.stat, entry.place)
+                stats[entry.key] = or_unreadable(source.stat_item, entry)
         return stats
 
     def _identity(self, rows: tuple[int, int], stats: Stats) -> bytes:
@@ -490,9 +530,10 @@ class ListedItems:
 def _columns(entry: Item | Reject) -> tuple[Any, ...]:
     """The row of `_LISTED` for an entry of a listing."""
     if isinstance(entry, Reject):
-        return entry.key, None, None, None, None, entry.reason
+        return entry.key, None, None, None, None, None, entry.reason
     captions = [{"text": text, "weight": weight} for text, weight in entry.captions]
-    return entry.key, captions, entry.meta_json, entry.part, entry.where, None
+    pictures = json.dumps(entry.pictures) if entry.pictures else None
+    return entry.key, captions, entry.meta_json, entry.part, entry.where, pictures, None
 
 
 def _entry(row: dict[str, Any]) -> Item | Reject:
@@ -500,4 +541,5 @@ def _entry(row: dict[str, Any]) -> Item | Reject:
     if row["reject"] is not None:
         return Reject(row["item"], row["reject"])
     captions = tuple((caption["text"], caption["weight"]) for caption in row["captions"])
-    return Item(row["item"], captions, json.loads(row["meta"]), row["part"], row["where"])
+    pictures = tuple((kind, place and Place(*place)) for kind, place in json.loads(row["pictures"] or "[]"))
+    return Item(row["item"], captions, json.loads(row["meta"]), row["part"], row["where"], pictures)

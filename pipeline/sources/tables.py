@@ -31,6 +31,7 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, shown, stem
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
+from pipeline.sources.further import Further
 from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns, no_column
 from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source, Stats
@@ -77,12 +78,14 @@ class ListingSource(FolderSource):
         self.files, self.format = sorted(set(files)), format
         self.image_field, self.image_root = given.config.image_field, given.config.image_root
 
+    further_by = frozenset({"column"})
+
     def _list(self) -> Listing:
         self.filesystem.refresh()
         self.filesystem.require(self.files)
         self._reset_ignored()
         self._stems, self.picture_columns = None, frozenset()
-        metadata = MetadataReader(self.filesystem, self.rule, self.scratch)
+        metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
         for file in self.files:
             self._read_listing(metadata, file)
         named, pictures, rejects = metadata.finish()
@@ -135,15 +138,18 @@ class ParquetSource(LinkTables):
 
     format = "parquet"
     WHERE = re.compile(
-        rf"=(?P<name>.*)|(?P<group>\d+):(?P<row>\d+)(\+(?P<size>\d+)|{ADDRESS}(?P<address>[0-9a-f]{{16}}))", re.DOTALL
+        r"=(?P<name>.*)|(?P<group>\d+):(?P<row>\d+)"
+        rf"(\+(?P<size>\d+)(/(?P<column>.*))?|{ADDRESS}(?P<address>[0-9a-f]{{16}}))",
+        re.DOTALL,
     )
+    further_by = frozenset({"column"})
 
     def __init__(self, given: Given, files: Iterable[str]):
         super().__init__(given, files)
         self._values: tuple[str, int, pa.Table] | None = None
         self._link_tables: dict[str, bool] = {}
         self._columns: dict[str, tuple[str, bool]] = {}
-        self._groups: OrderedDict[tuple[str, int], pa.Array] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, int, str], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
         self._lock = threading.RLock()
 
@@ -217,6 +223,7 @@ class ParquetSource(LinkTables):
                 table = self._file(name)
             column, _ = self._picture(name, table)
             rows, pictures = self._read_group(name, table, group, others, start, stop)
+            further = {one: self._group(name, group, one.column) for one in self.further}
         except (pa.ArrowException, OSError) as error:
             which = f"rows {first + start} to {first + stop - 1}"
             wrong = f"{which} cannot be read: {escaped(error_text(error))}"
@@ -231,7 +238,27 @@ class ParquetSource(LinkTables):
             if reasons:
                 yield Reject(at.item, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
             else:
-                yield self._item(at, values, picture, rule)
+                item = self._item(at, values, picture, rule)
+                if isinstance(item, Item) and further:
+                    item = self._with_pictures(item, at, {one: _value(every[row]) for one, every in further.items()})
+                yield item
+
+    def _with_pictures(self, item: Item, row: Place, values: dict[Further, Any]) -> Item | Reject:
+        """An item with its further pictures. row: its place without that of the picture; values: of their columns."""
+        found: dict[Further, list[Place]] = {}
+        for one, value in values.items():
+            data, file = _bytes_and_name(value)
+            assert row.part is not None
+            if data is not None:
+                where = f"{row.where}+{len(data)}/{one.column}"
+                found[one] = [Place(f"{row.item}/{one.column}", row.part, where)]
+                continue
+            try:
+                key = file and self.filesystem.key(file, _folder(row.part, self.image_root))
+            except ValueError as error:
+                return Reject(row.item, f"its {escaped(str(one.column))!r} names {shown(file or '')!r}: {error}")
+            found[one] = [Place(key, row.part, f"={key}")] if key else []
+        return self._with_further(item, found.__getitem__)
 
     def _other_columns(self, name: str, table: ParquetFile) -> list[str]:
         """The columns beside the picture.
@@ -331,6 +358,10 @@ class ParquetSource(LinkTables):
     def _find_picture(self, part: str, table: ParquetFile) -> tuple[str, bool]:
         schema = table.schema_arrow
         kinds = dict(zip(schema.names, schema.types, strict=True))
+        for one in self.further:
+            if kinds.pop(str(one.column), None) is None:
+                fix = f"--set data.pictures.{one.kind}.column=COLUMN"
+                raise no_column(self.filesystem, part, repr(one.column), schema.names, fix)
         twice = sorted({field for field in schema.names if schema.names.count(field) > 1})
         if twice:
             raise UserError(
@@ -381,11 +412,13 @@ class ParquetSource(LinkTables):
                 table = self._file(file)
         except (OSError, pa.ArrowException):
             return None
-        column, holds_bytes = self._picture(file, table)
-        decisive = (self.rule.identity(), str(self.image_field), *map(str, version))
+        column, _ = self._picture(file, table)
+        decisive = (self.rule.identity(), str(self.image_field), repr(self.further), *map(str, version))
         if self._names_links(file):
             return digest(RULE, self.link_rule, *decisive).hex()
-        return None if not holds_bytes or _nulls(table, column) else digest(RULE, *decisive).hex()
+        columns = [column, *(str(one.column) for one in self.further)]
+        names_files = any(not _holds_bytes(table.schema_arrow.field(c).type) or _nulls(table, c) for c in columns)
+        return None if names_files else digest(RULE, *decisive).hex()
 
     # ------------------------------------------------------------ reading
 
@@ -421,7 +454,7 @@ class ParquetSource(LinkTables):
         """The value of the picture's column in the row of a place."""
         part, where = self._located(place)
         try:
-            return _value(self._group(part, int(where["group"]))[int(where["row"])])
+            return _value(self._group(part, int(where["group"]), where["column"])[int(where["row"])])
         except (pa.ArrowException, IndexError, OSError) as error:
             raise Unreadable.of(place.item, error) from None
 
@@ -434,13 +467,13 @@ class ParquetSource(LinkTables):
                 self._open.popitem(last=False)
         return table
 
-    def _group(self, part: str, group: int) -> pa.Array:
-        """The pictures of a row group."""
+    def _group(self, part: str, group: int, column: str | None = None) -> pa.Array:
+        """The pictures of a row group. column: of further pictures."""
         with self._lock:
-            pictures = self._groups.get((part, group))
+            column = column or self._picture(part, self._file(part))[0]
+            pictures = self._groups.get((part, group, column))
             if pictures is None:
                 table = self._file(part)
-                column, _ = self._picture(part, table)
                 size = _size(table, group, column)
                 if size > MAX_GROUP_BYTES:
                     raise UserError(
@@ -450,11 +483,11 @@ class ParquetSource(LinkTables):
                         fix="write it again: pyarrow.parquet.write_table(table, file, row_group_size=256)",
                     )
                 pictures = table.read_row_group(group, columns=[column]).column(0).combine_chunks()
-                self._groups[part, group] = pictures
+                self._groups[part, group, column] = pictures
                 while len(self._groups) > 1 and sum(array.nbytes for array in self._groups.values()) > GROUP_BYTES:
                     self._groups.popitem(last=False)
             else:
-                self._groups.move_to_end((part, group))
+                self._groups.move_to_end((part, group, column))
             return pictures
 
 

@@ -17,6 +17,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, BinaryIO
 
 from pipeline.cache.layout import digest
@@ -33,6 +34,7 @@ from pipeline.sources.filenames import (
     unsafe_reason,
 )
 from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
+from pipeline.sources.further import Further
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reasons import Kinds
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, parse_json, read_sidecar
@@ -104,6 +106,7 @@ class TarSource(PrefetchedSource, FilesSource):
     """
 
     WHERE = re.compile(r"(?P<offset>\d+)\+(?P<size>\d+)")
+    further_by = frozenset({"suffix", "folder"})
 
     def __init__(
         self,
@@ -135,8 +138,9 @@ class TarSource(PrefetchedSource, FilesSource):
             tar.reject(name, unreadable_reason(name, error))
             whole = False
         columns = self._read_sidecars(tar) if tar.samples else {}
+        further = self._take_further(tar)
         for prefix, sample in tar.samples.items():
-            self._add_items(tar, prefix, sample, columns)
+            self._add_items(tar, prefix, sample, columns, further)
         if whole:
             self._check(tar)
         yield from sorted(tar.rejects, key=lambda reject: reject.key)
@@ -243,8 +247,34 @@ class TarSource(PrefetchedSource, FilesSource):
             sample.texts[key] = stream.read(min(member.size, MAX_CAPTION_BYTES + 1))
         return prefix
 
-    def _add_items(self, tar: _Tar, prefix: str, sample: _Sample, columns: dict[str, SampleColumns]) -> None:
-        """Add the items and rejects of a sample. columns: sample -> what the files beside the tar say."""
+    def _take_further(self, tar: _Tar) -> dict[tuple[Further, str], list[Place]]:
+        """Take the further pictures out of the samples: by kind and the name of the sample that they belong to."""
+        found: dict[tuple[Further, str], list[Place]] = {}
+        for prefix, sample in list(tar.samples.items()) if self.further else ():
+            for key, (name, offset, size) in list(sample.fields.items()):
+                for one in self.further if extension(name) in EXTENSIONS else ():
+                    if (owner := one.owner(name)) is not None:
+                        place = Place(f"{tar.name}/{name}", tar.name, f"{offset}+{size}")
+                        found.setdefault((one, owner), []).append(place)
+                        sample.fields.pop(key, None)
+            if not sample.fields and not sample.problems:
+                del tar.samples[prefix]
+        owners = {owner for prefix in tar.samples for one in self.further for owner in one.owners(f"{prefix}.png")}
+        for (one, owner), places in found.items():
+            if owner not in owners:
+                self._ignore(f"{one.kind} picture of no picture", len(places), [places[0].item])
+        return found
+
+    def _add_items(
+        self,
+        tar: _Tar,
+        prefix: str,
+        sample: _Sample,
+        columns: dict[str, SampleColumns],
+        further: Mapping[tuple[Further, str], list[Place]],
+    ) -> None:
+        """Add the items and rejects of a sample. columns: sample -> what the files beside the tar say; further: as of
+        `_take_further`."""
         pictures = [key for key in sample.fields if key in EXTENSIONS]
         tar.pictures += len(pictures)
         if sample.problems:
@@ -270,7 +300,10 @@ class TarSource(PrefetchedSource, FilesSource):
         for key in pictures:
             name, offset, size = sample.fields[key]
             if captions:
-                tar.items.append(Item(f"{tar.name}/{name}", captions, meta, tar.name, f"{offset}+{size}"))
+                item = Item(f"{tar.name}/{name}", captions, meta, tar.name, f"{offset}+{size}")
+                owned = partial(_owned, further, f"{prefix}.{key}")
+                entry = self._with_further(item, owned)
+                (tar.items if isinstance(entry, Item) else tar.rejects).append(entry)  # type: ignore[arg-type]
                 continue
             reason = "; ".join(problems)
             if not reason:
@@ -364,7 +397,12 @@ class TarSource(PrefetchedSource, FilesSource):
             return None
         count = [repr(self._sample_counts[file])] if file in self._sample_counts else []
         numbers = [str(number) for version in versions for number in version]
-        return digest(RULE, self.rule.identity(), *numbers, *count).hex()
+        return digest(RULE, self.rule.identity(), repr(self.further), *numbers, *count).hex()
+
+
+def _owned(further: Mapping[tuple[Further, str], list[Place]], name: str, one: Further) -> list[Place]:
+    """The further pictures of a kind of the picture with this name. further: as of `TarSource._take_further`."""
+    return [place for owner in one.owners(name) for place in further.get((one, owner), ())]
 
 
 class Webdataset(Format):

@@ -17,8 +17,8 @@ import pyarrow as pa
 from pipeline.cache import index, layout, shard
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit
+from pipeline.cache.scan_table import SCAN
 from pipeline.config import Config, load
-from pipeline.encoding.last_scan import SCAN
 from pipeline.images import buckets
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe

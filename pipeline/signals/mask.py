@@ -1,0 +1,81 @@
+"""Masks: how much of each position of a latent is to be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from pipeline.config import Config
+from pipeline.signals import PictureEncoder, PictureSignal
+
+
+@dataclass(frozen=True)
+class _Averages:
+    """Means of squares of pixels."""
+
+    side: int
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        import torch
+
+        from pipeline.models.frozen import bf16_bits
+
+        gray = images @ np.array([299, 587, 114], np.float64) / 255_000
+        count, height, width = gray.shape
+        squares = gray.reshape(count, height // self.side, self.side, width // self.side, self.side)
+        return bf16_bits(torch.from_numpy(squares.mean((2, 4)))[:, None])
+
+
+@dataclass(frozen=True)
+class MaskRecipe(PictureSignal):
+    """Values from 0 to 1: the mean brightness (ITU-R BT.601) of the pixels of each position of the latent, (1, H/f,
+    W/f). made: `alpha`: of the transparency of the sample's picture; "": of a further picture."""
+
+    kind: ClassVar[str] = "mask"
+    noun: ClassVar[str] = "masks"
+    section: ClassVar[str] = "vae"
+    axes: ClassVar[tuple[str, ...]] = ("channels", "height", "width")
+    blank: ClassVar[int] = 255
+    compression: int = 32
+    made: str = ""
+
+    @property
+    def picture(self) -> str:
+        return "" if self.made else self.kind
+
+    def shape(self, height: int, width: int) -> tuple[int, ...]:
+        return 1, height // self.compression, width // self.compression
+
+    @classmethod
+    def wanted(cls, config: Config) -> Self | None:
+        from pipeline.images.decoding import pixel_fields
+
+        given = config.data.pictures.mask
+        if given is None:
+            return None
+        return cls(**pixel_fields(config.data), **_compression(config), made=given.made or "")
+
+    def model(self, config: Config) -> dict[str, Any]:
+        return _compression(config)
+
+    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
+        return {}
+
+    def encoder(self, config: Config, device: Any) -> PictureEncoder:
+        return _Averages(self.compression)
+
+    def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
+        if not self.made:
+            return super().pixels(data, size, max_pixels, max_bytes)
+        from pipeline.images.decoding import load_alpha
+
+        return np.repeat(load_alpha(data, size, max_pixels, max_bytes)[..., None], 3, axis=2)
+
+
+def _compression(config: Config) -> dict[str, Any]:
+    from pipeline.models.encoders import vae_compression
+
+    return {"compression": vae_compression(config.vae)}

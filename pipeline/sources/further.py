@@ -1,0 +1,65 @@
+"""Further pictures of a sample (`data.pictures`): how a source finds them beside the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeline.config import FurtherConfig, FurtherPictures
+from pipeline.errors import UserError
+from pipeline.sources.filenames import base, composed
+
+
+@dataclass(frozen=True)
+class Further:
+    """A kind of further pictures. One of `suffix`, `folder` and `column` is set, as in `FurtherConfig`."""
+
+    kind: str
+    suffix: str | None
+    folder: str | None
+    column: str | None
+    required: bool
+
+    @property
+    def way(self) -> str:
+        """The field that is set."""
+        return next(name for name in ("suffix", "folder", "column") if getattr(self, name) is not None)
+
+    @property
+    def option(self) -> str:
+        """The setting, for messages."""
+        return f"data.pictures.{self.kind}.{self.way}: {getattr(self, self.way)}"
+
+    def owner(self, name: str) -> str | None:
+        """The `base` of the pictures that a file is the further picture of; None: it is none by its name."""
+        if self.folder is not None:
+            rest = name.removeprefix(f"{self.folder.strip('/')}/")
+            return base(rest) if rest != name else None
+        stem, suffix = base(name), composed(self.suffix or "")
+        picture = stem.removesuffix(suffix)
+        return base(f"{picture}.png") if suffix and picture not in (stem, "") else None
+
+    def owners(self, key: str) -> list[str]:
+        """What `owner` may give for the further picture of a picture."""
+        first, _, rest = base(key).partition("/")
+        return [base(key), rest] if self.folder is not None and rest else [base(key)]
+
+
+def wanted(pictures: FurtherPictures) -> tuple[Further, ...]:
+    """Those that a source has to find; what is made from the sample's picture is none of them."""
+    every: Iterable[tuple[str, FurtherConfig | None]] = pictures
+    return tuple(
+        Further(kind, given.suffix, given.folder, given.column, given.required)
+        for kind, given in every
+        if given is not None and (given.suffix or given.folder or given.column)
+    )
+
+
+def check(further: Iterable[Further], ways: frozenset[str], format: str) -> None:
+    """Raises a UserError if a source of this format cannot find one."""
+    for one in further:
+        if one.way not in ways:
+            raise UserError(
+                f"{one.option}: further pictures of a source of the format {format} are not found this way",
+                expected=" or ".join(f"data.pictures.{one.kind}.{way}" for way in sorted(ways)) or "none",
+            )
