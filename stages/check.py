@@ -19,7 +19,7 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.config import Config, Weights
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.models import encoders, hub
 from pipeline.models.adapters import adapter_of
@@ -58,7 +58,10 @@ def run(config: Config, as_json: bool = False) -> int:
     text = _inspect(_Part("text encoder", config.text, "encode"), text_width)
     parts = [vae, text, _tokenizer(config)]
     if config.vae.decoder is not None:
-        parts.append(_inspect(_Part("decoder", config.vae.decoder, "sample"), encoders.decoder_shape))
+        facts: Callable[[Path], Any] = encoders.decoder_shape
+        if vae.facts is not None:
+            facts = partial(encoders.check_decoder, hub.resolve(config.vae, ("config.json",)))
+        parts.append(_inspect(_Part("decoder", config.vae.decoder, "sample"), facts))
     shape: ModelSpec | None = None
     if (weights := config.model.weights) is not None:
         read = partial(spec_at, variant=weights.variant)
@@ -67,15 +70,6 @@ def run(config: Config, as_json: bool = False) -> int:
         shape = model.facts
     problems = [part.problem for part in parts if part.problem is not None]
     problems += _misfits(config, vae.facts, text.facts, shape)
-    if config.vae.decoder is not None and None not in (vae.facts, decoder := parts[3].facts) and decoder != vae.facts:
-        problems.append(
-            ConfigError(
-                "vae.decoder is for other latents than the VAE's",
-                expected="{} pixels per latent side, {} channels".format(*vae.facts),
-                found="{}, {}".format(*decoder),
-                fix="vae.decoder: null, or a decoder of this VAE",
-            )
-        )
     to_fetch = sum(part.to_fetch for part in parts)
     if as_json:
         click.echo(json.dumps(_report(parts, problems, to_fetch)))

@@ -30,11 +30,11 @@ from pipeline.cache.root import check_source_name
 from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated
 from pipeline.encoding import estimate, scan_rows, survey
 from pipeline.errors import UserError, escaped, writing
-from pipeline.gpus import CPU, GIB, UNNAMED, Card, card, memory_of, of_device
+from pipeline.gpus import CPU, GIB
 from pipeline.images import buckets
+from pipeline.launch import Launch
 from pipeline.options import put, value_at, within
 from pipeline.planning import auto, extent, predict, recommend
-from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.recommend import Choice, Facts, Recommendation
 from pipeline.planning.search import Search
@@ -167,17 +167,14 @@ def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
 
 def _machine(options: Options) -> Machine | None:
     """The cards that were asked for, else those that are here; None: no GPU."""
-    gpus = options.gpus or 1
-    nodes = predict.least_nodes(gpus)
+    if options.gpu == CPU:
+        return None
     if options.gpu is not None or options.gpu_memory is not None:
-        chosen = card(options.gpu or UNNAMED)
-        memory = chosen.memory if options.gpu_memory is None else memory_of(options.gpu_memory)
-        return Machine(chosen, memory, gpus, nodes, assumed=options.gpu is None) if options.gpu != CPU else None
+        return auto.named(options.gpu, options.gpu_memory, options.gpus or 1)
     if not torch.cuda.is_available():
         return None
-    here: Card | None = of_device(torch.device("cuda", 0))
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return Machine(here or card(UNNAMED), memory, options.gpus or torch.cuda.device_count(), assumed=here is None)
+    here = auto.present(torch.device("cuda", 0), Launch())
+    return replace(here, gpus=options.gpus or torch.cuda.device_count())
 
 
 def _override(made: Recommendation, overrides: tuple[str, ...]) -> None:
@@ -277,7 +274,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
         search = Search(shape, data, machine, config.bears)
         decided, lines = auto.decide(config, lambda: shape, data, machine, search=search)
         layout_of_run = predict.check(decided.train, shape, data, machine.gpus)
-        step = Time.of(search.candidate(decided.train, layout_of_run).prediction, data).step
+        step = search.candidate(decided.train, layout_of_run).time.step
     lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
     cache = sum(_cache_bytes(config, each) for each in looked)
     steps = extent.steps_of(config.train, data)

@@ -15,7 +15,7 @@ from pipeline.amounts import amount, duration, figure
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import UserError, print_error
-from pipeline.gpus import CARDS, CPU, GIB, UNNAMED, card, memory_of
+from pipeline.gpus import GIB
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
@@ -66,7 +66,7 @@ def run(config: Config, options: Options) -> int:
             f"the configuration has {len(config.phases)} phases: which one?",
             fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
         )
-    machine = machine_of(options)
+    machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
     data = Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
     shape = predicting.architecture(config, data)
     search = Search(shape, data, machine, config.bears)
@@ -92,7 +92,7 @@ def _predict(config: Config, search: Search, options: Options) -> int:
         error, candidate = refused, refused.smallest
         decided = ["auto: nothing fits; the most frugal case:"]
     prediction = candidate.prediction
-    time = Time.of(prediction, data) if machine.card.is_gpu else None
+    time = candidate.time if machine.card.is_gpu else None
     if options.as_json:
         report: dict[str, Any] = {"prediction": prediction.as_dict()}
         report["time"] = None if time is None else time.as_dict(options.price)
@@ -103,7 +103,7 @@ def _predict(config: Config, search: Search, options: Options) -> int:
     else:
         run_lines = extent.lines(config.train, search.shape, data, None if time is None else time.step)
         if time is not None:
-            run_lines += batch_lines(candidate, time, search)
+            run_lines += batch_lines(candidate, search)
         memory, speed = memory_lines(prediction), time_lines(time, prediction, options.price)
         for line in (*decided, *memory, *speed, *run_lines):
             click.echo(line)
@@ -122,7 +122,7 @@ def _search(config: Config, search: Search, options: Options) -> int:
     if options.as_json:
         rows = [
             {
-                "images_per_s": candidate.images_per_s,
+                "images_per_s": candidate.time.images_per_s,
                 "total": round(candidate.prediction.total),
                 **{f"train.{name}": value for name, value in candidate.changes.items()},
             }
@@ -134,7 +134,7 @@ def _search(config: Config, search: Search, options: Options) -> int:
     click.echo(f"{'images/s':>9} {'GiB':>6}  strategy")
     for candidate in candidates:
         total = candidate.prediction.total / GIB
-        click.echo(f"{figure(candidate.images_per_s):>9} {total:6.1f}  {_described(candidate)}")
+        click.echo(f"{figure(candidate.time.images_per_s):>9} {total:6.1f}  {_described(candidate)}")
     sizes = {"parallel.sizes": "given"} if config.train.parallel.sizes == "auto" else {}
     click.echo(f"the first one: {flags({**sizes, **candidates[0].changes})}")
     return 0
@@ -148,36 +148,15 @@ def _described(candidate: Candidate) -> str:
     return f"{layout}, checkpointing {train.activation_checkpointing}, {microbatch}{offload}"
 
 
-def machine_of(options: Options) -> Machine:
-    """The GPUs of the options.
-
-    Raises:
-        UserError: neither a card nor a memory size, an unknown card, nodes that do not divide the GPUs.
-    """
-    gpus, gpu, nodes = options.gpus, options.gpu, options.nodes
-    if nodes is None:
-        nodes = 1 if gpu == CPU else predicting.least_nodes(gpus)
-    if gpu is None and options.gpu_memory is None:
-        raise UserError("which GPU?", expected="--gpu NAME, or --gpu-memory 24GiB; NAME is one of " + ", ".join(CARDS))
-    if gpus % nodes:
-        raise UserError(
-            f"--gpus {gpus} (of all nodes together) cannot be divided by --nodes {nodes}",
-            expected="one of " + ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0) + " nodes",
-        )
-    chosen = card(gpu or UNNAMED)
-    memory = auto.usable(chosen, max(1, gpus // nodes)) if options.gpu_memory is None else memory_of(options.gpu_memory)
-    return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
-
-
 def _gpus(machine: Machine) -> str:
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
     return f"{machine.gpus} x {amount(machine.memory)}{nodes}"
 
 
-def batch_lines(candidate: Candidate, time: Time, search: Search) -> list[str]:
+def batch_lines(candidate: Candidate, search: Search) -> list[str]:
     """A larger batch, where so few samples a GPU leave the GPUs idle; its speed is predicted."""
     layout = candidate.prediction.layout
-    if time.mfu >= LOW_MFU or candidate.prediction.share >= SHARE:
+    if candidate.time.mfu >= LOW_MFU or candidate.prediction.share >= SHARE:
         return []
     batch = SHARE * layout.data_world
     larger = Search(
@@ -186,12 +165,12 @@ def batch_lines(candidate: Candidate, time: Time, search: Search) -> list[str]:
     found = larger.candidate(changed(candidate.train, {"microbatch": SHARE}), layout)
     if not found.prediction.fits:
         found = larger.candidate(candidate.train, layout)
-    if found.images_per_s < 1.2 * candidate.images_per_s:
+    if found.time.images_per_s < 1.2 * candidate.time.images_per_s:
         return []
     return [
         f"note: {candidate.prediction.share} samples a GPU and step leave the GPUs idle: with bucket.batch={batch} "
-        f"{figure(found.images_per_s)} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more pictures a "
-        "step want fewer train.steps)"
+        f"{figure(found.time.images_per_s)} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more "
+        "pictures a step want fewer train.steps)"
     ]
 
 

@@ -751,7 +751,7 @@ def test_sheet_shows_every_picture(tmp_path: Path) -> None:
 
 
 def test_sheet_refuses_a_card_with_a_gap_too_many(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="every card needs 2 pictures"):
+    with pytest.raises(ValueError, match="zip"):
         contact_sheet([SheetRow("x", (None,))], ("a", "b"), tmp_path / "sheet.png")
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="empty"):
         contact_sheet([], ("a",), tmp_path / "sheet.png")

@@ -42,9 +42,10 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.work": "config errors amounts terminal counters processes retrying launch cache metrics",
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors amounts launch cache signals sources images models work",
-        "pipeline.training": "config errors gpus amounts terminal counters processes retrying launch cache metrics"
-        " models loader parallel",
-        "pipeline.planning": "config errors gpus amounts launch cache signals images models loader parallel training",
+        "pipeline.training": "config errors options gpus amounts terminal counters processes retrying launch cache"
+        " metrics models loader parallel",
+        "pipeline.planning": "config errors options gpus amounts launch cache signals images models loader parallel"
+        " training",
         "pipeline.reporting": "config errors options amounts processes cache signals sources images models snapshots"
         " loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",

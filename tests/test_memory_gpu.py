@@ -45,17 +45,49 @@ def test_less_is_allocated(name: str) -> None:
     assert tiny_run.distance(actual, expected) <= (1e-3 if exact else 4e-2)
 
 
-def test_an_average_in_host_memory_is_the_average() -> None:
-    model = torch.nn.Linear(64, 64).cuda()
-    averages = [EMA(model, EmaConfig(decay=0.9, device=device)) for device in ("same", "cpu")]
-    for step in range(1, 4):
-        with torch.no_grad():
-            model.weight += 1
-        for average in averages:
-            average.update(step)
-    on_gpu, on_host = (average.values["weight"] for average in averages)
-    torch.testing.assert_close(on_gpu.cpu(), on_host)
-    assert on_host.device.type == "cpu"
+def occupy(times: int) -> None:
+    """Give the GPU work for some 20 ms each."""
+    matrix = torch.ones(8192, 8192, device="cuda")
+    for _ in range(times):
+        matrix = matrix @ matrix
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_in_host_memory_is_that_of_copied_weights(dtype: torch.dtype) -> None:
+    """Bit for bit, although the host goes on and each next step changes the weights at once."""
+    model = torch.nn.Linear(8192, 4096, device="cuda", dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    on_host = EMA(model, EmaConfig(decay=0.9, device="cpu"))
+    optimizer.register_step_pre_hook(lambda *_: on_host.await_copy())
+    reference = torch.nn.Linear(8192, 4096, dtype=dtype)
+    reference.load_state_dict(model.state_dict())
+    expected = EMA(reference, EmaConfig(decay=0.9))
+    history = []
+    for step in range(1, 6):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        if step % 2:
+            occupy(1)  # the weights are not yet those of this step when the copy is asked for
+        optimizer.step()
+        history.append({name: value.clone() for name, value in model.state_dict().items()})
+        on_host.update(step)
+    for step, weights in enumerate(history, 1):
+        reference.load_state_dict(weights)
+        expected.update(step)
+    assert all(torch.equal(value, expected.values[name]) for name, value in on_host.values.items())
+
+
+def test_the_host_does_not_wait_for_the_copy_of_an_average() -> None:
+    model = torch.nn.Linear(64, 64, device="cuda")
+    average = EMA(model, EmaConfig(decay=0.9, device="cpu"))
+    average.update(1)  # page-locks the memory
+    assert average.values
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    occupy(50)
+    done.record()
+    average.update(2)
+    assert not done.query()
 
 
 @pytest.mark.parametrize("fused", [False, True])

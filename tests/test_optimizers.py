@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -677,6 +680,60 @@ def test_the_average_is_the_formula() -> None:
         for name, value in average.values.items():
             torch.testing.assert_close(value, expected[name])
     assert not torch.equal(average.values["weight"], model.weight)
+
+
+class Stream:
+    """Of a GPU whose copies are done when `done` is set."""
+
+    log: ClassVar[list[tuple[str, str]]] = []
+    done = threading.Event()
+
+    def __init__(self, name: str = "copies"):
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append((self.name, other.name))
+
+    def synchronize(self) -> None:
+        assert self.done.wait(30)
+
+
+def test_an_average_in_host_memory_is_made_beside_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("passes"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: Mock(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
+    )
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    monkeypatch.setattr(Stream, "log", [])
+    monkeypatch.setattr(Stream, "done", threading.Event())
+    model = nn.Linear(3, 2)
+    on_host, expected = (EMA(model, EmaConfig(decay=0.9, device=device)) for device in ("cpu", "same"))
+    before, average = model.weight.detach().clone(), on_host.values["weight"]
+    for step in range(1, 4):
+        with torch.no_grad():
+            model.weight += step
+        expected.update(step)
+        on_host.update(step)
+        assert Stream.log == [("copies", "passes")], "the copy is of the weights after the step"
+        on_host.await_copy()
+        assert Stream.log.pop() == ("passes", "copies")
+        Stream.log.clear()
+        if step == 1:
+            assert torch.equal(average, before), "the host waits for no copy"
+            with torch.no_grad():
+                model.weight += 1
+            threading.Timer(0.1, Stream.done.set).start()
+        assert all(torch.equal(value, expected.values[name]) for name, value in on_host.values.items())
+
+
+def test_each_step_lets_the_average_copy_the_weights_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("await_copy", "update"):
+        monkeypatch.setattr(EMA, name, lambda *_, name=name: calls.append(name))
+    _fit(tiny_run.config(tmp_path / "run", steps=3, ema={}))
+    assert calls == ["await_copy", "update"] * 3
 
 
 def test_an_average_of_bf16_weights_is_kept_in_fp32() -> None:

@@ -23,6 +23,7 @@ from pipeline.config import Config, ParallelConfig, TrainConfig, load
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.hub import ModelError
+from pipeline.options import flat
 from pipeline.parallel.mesh import open_mesh
 from pipeline.planning import auto, expectation, predict, search
 from pipeline.planning.expectation import Expectation
@@ -224,13 +225,15 @@ def test_a_resume_on_other_processes_decides_anew() -> None:
     sizes = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1}
     of_one = {**sizes, "offload": "none", "reduce_each_microbatch": None}
     earlier = {"train": {**stored, "parallel": of_one}}
-    assert auto.as_it_began(config, earlier, 1) == earlier["train"]
+    assert auto.as_it_began(config, earlier, 1) == dict(flat(earlier["train"]))
     assert auto.as_it_began(config, earlier, 2) is None
     rest = {"train": {**stored, "parallel": {**of_one, "dp_shard": -1}}}
-    assert auto.as_it_began(config, rest, 2) == rest["train"], "explicit values, on whatever number of processes"
+    assert auto.as_it_began(config, rest, 2) == dict(flat(rest["train"])), (
+        "explicit values, on whatever number of processes"
+    )
     assert auto.as_it_began(tiny_run.config(microbatch="auto", parallel="auto"), rest, 2) is None
     assert auto.as_it_began(config, None, 1) is None
-    assert auto.as_it_began(config, rest, 2, processes=2) == rest["train"]
+    assert auto.as_it_began(config, rest, 2, processes=2) == dict(flat(rest["train"]))
     assert auto.as_it_began(config, rest, 2, processes=4) is None
 
 

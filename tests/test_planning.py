@@ -306,20 +306,20 @@ def test_cost_is_that_of_all_gpus() -> None:
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (12, 2), (16, 2), (64, 8), (11, 11)])
 def test_nodes_have_eight_gpus_unless_said(gpus: int, nodes: int) -> None:
-    assert plan.machine_of(plan.Options(gpu="h100", gpus=gpus)).nodes == nodes
-    assert plan.machine_of(plan.Options(gpu="h100", gpus=gpus, nodes=1)).per_node == gpus
-    assert plan.machine_of(plan.Options(gpu="cpu", gpus=gpus)).nodes == 1
+    assert auto.named("h100", None, gpus).nodes == nodes
+    assert auto.named("h100", None, gpus, 1).per_node == gpus
+    assert auto.named("cpu", None, gpus).nodes == 1
 
 
 def test_a_batch_that_leaves_gpus_idle_is_named_with_a_better_one(made_up: MadeUp) -> None:
     planner = searched(80, 64, nodes=8)
     candidate = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 64, 1))
-    time: Any = SimpleNamespace(mfu=0.02)
-    (line,) = plan.batch_lines(candidate, time, planner)
+    (line,) = plan.batch_lines(candidate, planner)
     assert "bucket.batch=512" in line
-    assert plan.batch_lines(candidate, SimpleNamespace(mfu=0.3), planner) == []  # type: ignore[arg-type]
+    busy: Any = SimpleNamespace(**{**vars(candidate.time), "mfu": 0.3})
+    assert plan.batch_lines(replace(candidate, time=busy), planner) == []
     full = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 8, 1))
-    assert plan.batch_lines(full, time, planner) == [], "eight samples a GPU"
+    assert plan.batch_lines(full, planner) == [], "eight samples a GPU"
 
 
 def test_figures_have_no_exponents() -> None:
@@ -345,9 +345,9 @@ def test_a_run_is_shown_with_its_epochs_hours_and_checkpoints() -> None:
 
 
 def test_processes_of_a_node_share_half_of_its_main_memory() -> None:
-    machine = plan.machine_of(plan.Options(gpu="cpu", gpus=4, nodes=2))
+    machine = auto.named("cpu", None, 4, 2)
     assert machine.memory == gpus.processor().memory // 4
-    assert plan.machine_of(plan.Options(gpu="h100", gpus=4, nodes=2)).memory == gpus.card("h100").memory
+    assert auto.named("h100", None, 4, 2).memory == gpus.card("h100").memory
 
 
 def test_the_worst_bucket_has_the_most_tokens_of_a_forward_pass() -> None:
@@ -377,7 +377,7 @@ def test_what_the_search_has_chosen_can_be_set(
     config = load("tiny", ["train.parallel=auto", "train.optim.betas=[0.8, 0.9]"])
     tree = config.train.model_dump() | {"microbatch": 3, "parallel": {"dp_shard": 2}}
     prediction: Any = SimpleNamespace(layout=Layout(1, 1, 2, 1), total=1e9, share=4)
-    best = search.Candidate(TrainConfig.model_validate(tree), prediction, 1.0)
+    best = search.Candidate(TrainConfig.model_validate(tree), prediction, SimpleNamespace(images_per_s=8.0))  # type: ignore[arg-type]
     monkeypatch.setattr(search.Search, "ranked", lambda *_: [best])
     assert plan.run(config, plan.Options(gpus=2, gpu="3090", search=True)) == 0
     *_, row, command = capsys.readouterr().out.splitlines()
@@ -419,7 +419,12 @@ class MadeUp:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked: list[TrainConfig] = []
         monkeypatch.setattr(search.predicting, "predict", self.predict)
-        monkeypatch.setattr(search.Time, "of", lambda p, data: SimpleNamespace(step=self.step(p.train)))
+        monkeypatch.setattr(search.Time, "of", self.time)
+
+    def time(self, prediction: Any, data: Data) -> Any:
+        step = self.step(prediction.train)
+        images_per_s = prediction.share * prediction.layout.data_world / step
+        return SimpleNamespace(step=step, images_per_s=images_per_s, mfu=0.02)
 
     def predict(self, train: TrainConfig, shape: Any, data: Data, machine: Machine, *, layout: Layout) -> Any:
         self.asked.append(train)

@@ -733,7 +733,8 @@ def test_check_sees_parts_that_do_not_fit(
     settings = json.loads((tmp_path / "vae" / "config.json").read_text())
     (tmp_path / "vae" / "config.json").write_text(json.dumps({**settings, "latent_channels": 8}))
     assert check.run(config(f"vae.decoder={tmp_path / 'vae'}")) == 2
-    assert "vae.decoder is for other latents" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "a decoder of other latents" in said and "latent channels: 16 | 8" in said and "vae.decoder: null" in said
     assert check.run(config("data.buckets=[[60, 64]]")) == 2
     assert check.run(config("text.tokenizer_subfolder=scheduler")) == 2
     assert "no tokenizer" in capsys.readouterr().err

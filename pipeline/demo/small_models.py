@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.errors import UserError
 from pipeline.models.hub import no_progress_bars
 from pipeline.models.sampler import scheduler
 
@@ -60,22 +59,14 @@ def make_vae(
     square of the latents, as DC-AE defines it.
 
     Args:
-        images: uint8 (H, W, 3) pictures of any size; may be empty when `steps` is 0.
+        images: uint8 (H, W, 3) pictures of any size; may be empty only when `steps` is 0.
         steps: optimizer steps; 0 leaves the random initialisation (scaling factor measured on noise if there are no
             images).
         sizes: (height, width), multiples of 8.
 
     Returns:
         parameters, scaling_factor, psnr (dB, mean over the pictures, at their size; nan without images).
-
-    Raises:
-        UserError: a size that is not a multiple of 8; steps without images.
     """
-    for height, width in sizes:
-        if height % COMPRESSION or width % COMPRESSION or height < COMPRESSION or width < COMPRESSION:
-            raise UserError(f"the size {height}x{width} does not fit the VAE", expected=f"multiples of {COMPRESSION}")
-    if steps and not images:
-        raise UserError("there are no pictures to fit the VAE to", fix="give pictures")
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
         model = _new_vae()
@@ -401,9 +392,6 @@ def make_all(
 
     Returns:
         What `make_vae` and `make_text` report, under "vae" and "text".
-
-    Raises:
-        UserError: see `make_vae`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vae = make_vae(folder / "vae", images, steps=steps, sizes=sizes)

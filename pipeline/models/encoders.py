@@ -335,8 +335,8 @@ class LatentDecoder:
                 _half_autoencoder(config, "decoder", config.dtype, _layout(config), device), config, scale, config.dtype
             )
         other = resolve(config.decoder)
+        check_decoder(folder, other)
         theirs = _decoder_settings(other)
-        _check_decoder(folder, settings, other, theirs)
         model = _half_autoencoder(config.decoder, "decoder", config.decoder.dtype, _layout(config), device)
         tiny = theirs["_class_name"] == "AutoencoderTiny"
         return cls(model, config, float(theirs.get("scaling_factor", 1)) if tiny else scale, config.decoder.dtype)
@@ -364,8 +364,10 @@ class LatentDecoder:
         return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
-def _check_decoder(folder: Path, vae: dict[str, Any], other: Path, decoder: dict[str, Any]) -> None:
-    """ModelError unless a decoder is for latents like those of the VAE."""
+def check_decoder(folder: Path, other: Path) -> None:
+    """ModelError unless the decoder whose `config.json` is in `other` is for latents like those of the VAE in
+    `folder`."""
+    vae, decoder = _vae_settings(folder), _decoder_settings(other)
     names = ("pixels per latent side", "latent channels", "scaling factor")
     ours = [*vae_shape(folder), vae.get("scaling_factor")]
     theirs = [*decoder_shape(other), decoder.get("scaling_factor")]

@@ -16,19 +16,22 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from pipeline import gpus
 from pipeline.config import Config, ParallelConfig, TrainConfig
-from pipeline.errors import ConfigError
-from pipeline.gpus import GIB
+from pipeline.errors import ConfigError, UserError
+from pipeline.gpus import CARDS, CPU, GIB, UNNAMED, Card, card, memory_of, of_device
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec
+from pipeline.options import value_at
 from pipeline.parallel.mesh import check_sizes
-from pipeline.planning.predict import Data, Machine
+from pipeline.planning.predict import Data, Machine, least_nodes
 from pipeline.planning.search import MARGIN, Search
+from pipeline.training.remedies import changed
 
 FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
 _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
-_BESIDE = ("offload", "reduce_each_microbatch")
+_EACH = "parallel.reduce_each_microbatch"
+_DECIDED = (*(f"parallel.{name}" for name in (*_SIZES, "offload")), _EACH, "microbatch", "activation_checkpointing")
+"""What a search decides, as names below `train`."""
 
 
 def decide(
@@ -88,32 +91,24 @@ def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> 
     if train.parallel.reduce_each_microbatch is None and axes & {"parallel", "microbatch"}:
         axes.add("reduce")
     best = search.choose(train, axes)
-    parallel = {name.partition(".")[2]: value for name, value in best.changes.items() if name.startswith("parallel.")}
-    values = {
-        "parallel": {name: parallel[name] for name in (*_SIZES, *_BESIDE)},
-        "microbatch": best.train.microbatch,
-        "activation_checkpointing": best.train.activation_checkpointing,
-    }
     total, memory = best.prediction.total, search.machine.memory
     free = f"{MARGIN:.0%} and more stay" if total <= (1 - MARGIN) * memory else f"only {1 - total / memory:.1%} stay"
-    return values, f"{total / GIB:.1f} of {memory / GIB:.1f} GiB are predicted, {free} free"
+    return best.changes, f"{total / GIB:.1f} of {memory / GIB:.1f} GiB are predicted, {free} free"
 
 
 def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[str, Any]) -> TrainConfig:
-    parallel = train.parallel.model_dump()
-    each = parallel["reduce_each_microbatch"]
-    if each is None:
-        each = values["parallel"]["reduce_each_microbatch"]
+    """values: by the names of `_DECIDED`."""
+    chosen = {name: values[name] for name in _DECIDED if name == _EACH or name.partition(".")[0] in undecided}
     if "parallel" in undecided:
-        parallel |= {**values["parallel"], "sizes": "given"}
-    tree = {**train.model_dump(), **{name: values[name] for name in undecided}}
-    tree["parallel"] = {**parallel, "reduce_each_microbatch": each}
+        chosen["parallel.sizes"] = "given"
+    if (each := train.parallel.reduce_each_microbatch) is not None:
+        chosen[_EACH] = each
     try:
-        return type(train).model_validate(tree)
+        return changed(train, chosen)
     except ValidationError as error:
         raise ConfigError(
             f"what the run began with does not go with this configuration: {error.errors()[0]['msg']}",
-            found=", ".join(f"train.{name}: {values[name]}" for name in undecided),
+            found=", ".join(f"train.{name}: {value}" for name, value in chosen.items()),
             fix="give these options values instead of auto",
         ) from None
 
@@ -121,19 +116,18 @@ def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[st
 def as_it_began(
     config: Config, earlier: dict[str, Any] | None, world: int, processes: int | None = None
 ) -> dict[str, Any] | None:
-    """The values in the checkpoint; None if it was made on another number of processes."""
+    """The values in the checkpoint by the names of `_DECIDED`; None if it was made on another number of processes."""
     if earlier is None or processes not in (None, world):
         return None
-    values = {name: earlier["train"][name] for name in ("microbatch", "activation_checkpointing")}
-    values["parallel"] = {name: earlier["train"]["parallel"][name] for name in (*_SIZES, *_BESIDE)}
-    sizes = [values["parallel"][name] for name in _SIZES]
+    values = {name: value_at(earlier["train"], name) for name in _DECIDED}
+    sizes = {name: values[f"parallel.{name}"] for name in _SIZES}
     try:
-        before = check_sizes(ParallelConfig(**dict(zip(_SIZES, sizes, strict=True))), world)
+        before = check_sizes(ParallelConfig(**sizes), world)
         if "parallel" not in config.train.undecided and check_sizes(config.train.parallel, world) != before:
             return None
     except ConfigError:
         return None
-    return None if -1 in sizes and "parallel" in config.train.undecided else values
+    return None if -1 in sizes.values() and "parallel" in config.train.undecided else values
 
 
 def decide_compile(
@@ -150,7 +144,7 @@ def decide_compile(
     reason = reason or _uncompiled(device)
     if reason is None:
         try:
-            type(config.train).model_validate({**config.train.model_dump(), "compile": "block"})
+            changed(config.train, {"compile": "block"})
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
     value = "none" if reason else "block"
@@ -169,14 +163,36 @@ def _uncompiled(device: torch.device) -> str | None:
 
 def present(device: torch.device, launch: Launch) -> Machine:
     """The machine of a launch whose processes each have a device like this."""
-    card = gpus.of_device(device)
-    nodes = max(1, launch.world // launch.local_world)
-    if card is None:  # its speed counts for the ranking only
+    here, nodes = of_device(device), max(1, launch.world // launch.local_world)
+    if here is None:  # its speed counts for the ranking only
         memory = torch.cuda.get_device_properties(device).total_memory
-        return Machine(gpus.card(gpus.UNNAMED), memory, launch.world, nodes, assumed=True)
-    return Machine(card, usable(card, launch.local_world), launch.world, nodes)
+        return Machine(card(UNNAMED), memory, launch.world, nodes, assumed=True)
+    return Machine(here, usable(here, launch.local_world), launch.world, nodes)
 
 
-def usable(card: gpus.Card, processes: int) -> int:
+def named(gpu: str | None, gpu_memory: str | None, gpus: int, nodes: int | None = None) -> Machine:
+    """The machine that a command line describes.
+
+    Args:
+        gpu, gpu_memory: the card, and memory that is not the card's. nodes: None: as `least_nodes`; of CPUs one.
+
+    Raises:
+        UserError: neither a card nor a memory size, an unknown card, nodes that do not divide the GPUs.
+    """
+    if gpu is None and gpu_memory is None:
+        raise UserError("which GPU?", expected=f"--gpu NAME, or --gpu-memory 24GiB; NAME is one of {', '.join(CARDS)}")
+    if nodes is None:
+        nodes = 1 if gpu == CPU else least_nodes(gpus)
+    if gpus % nodes:
+        raise UserError(
+            f"--gpus {gpus} (of all nodes together) cannot be divided by --nodes {nodes}",
+            expected="one of " + ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0) + " nodes",
+        )
+    chosen = card(gpu or UNNAMED)
+    memory = usable(chosen, max(1, gpus // nodes)) if gpu_memory is None else memory_of(gpu_memory)
+    return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
+
+
+def usable(of: Card, processes: int) -> int:
     """Bytes of a card for each of so many processes on its node: all of a GPU; half of main memory, shared."""
-    return card.memory if card.is_gpu else card.memory // (2 * processes)
+    return of.memory if of.is_gpu else of.memory // (2 * processes)

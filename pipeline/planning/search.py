@@ -37,15 +37,11 @@ CHECKPOINTING = ("full", "selective", "none")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the configuration on a machine. step: seconds."""
+    """A way to run the configuration on a machine."""
 
     train: TrainConfig
     prediction: Prediction
-    step: float
-
-    @property
-    def images_per_s(self) -> float:
-        return self.prediction.share * self.prediction.layout.data_world / self.step
+    time: Time
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -149,7 +145,7 @@ class Search:
             error = NothingFitsError("nothing fits")
             error.smallest = min(seen, key=lambda candidate: candidate.prediction.total)
             raise error
-        return sorted(found, key=lambda candidate: (candidate.step, candidate.prediction.total))
+        return sorted(found, key=lambda candidate: (candidate.time.step, candidate.prediction.total))
 
     def _layouts(self, train: TrainConfig, axes: Collection[str]) -> list[Layout]:
         """The layouts that the batch allows, the one with the most shards first."""
@@ -219,7 +215,7 @@ class Search:
         key = json.dumps(tree), layout
         if key not in self._made:
             prediction = predicting.predict(train, self.shape, self.data, self.machine, layout=layout)
-            self._made[key] = Candidate(train, prediction, Time.of(prediction, self.data).step)
+            self._made[key] = Candidate(train, prediction, Time.of(prediction, self.data))
         return self._made[key]
 
     # ------------------------------------------------------------------------------------------------------ what helps
@@ -244,7 +240,7 @@ class Search:
             for name, value in best.changes.items()
             if value != smallest.changes[name] and name.partition(".")[0] not in train.undecided
         }
-        return [f"{flags(values)}   (the same result, {figure(best.images_per_s)} images/s)"]
+        return [f"{flags(values)}   (the same result, {figure(best.time.images_per_s)} images/s)"]
 
     def _rungs(self, smallest: Candidate) -> list[str]:
         taken, reasons, base, lines = dict[str, Any](), list[str](), smallest, list[str]()

@@ -6,6 +6,7 @@ built-in font, which has Latin letters only; the full text is in `samples.jsonl`
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class SheetRow:
     pictures: tuple[Image.Image | None, ...]
 
 
-def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path, columns: int | None = None) -> None:
+def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path) -> None:
     """Write the sheet as one PNG, whole or not at all.
 
     Args:
@@ -37,16 +38,11 @@ def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path, 
             (bicubic) or down (Lanczos).
         titles: of the columns of pictures.
         path: the PNG.
-        columns: cards per row (default: 2 if there are more than 4 cards).
 
     Raises:
         ValueError: no cards, or a card with another number of pictures than there are titles.
     """
-    if not cards:
-        raise ValueError("a contact sheet needs at least one card")
-    if any(len(card.pictures) != len(titles) for card in cards):
-        raise ValueError(f"every card needs {len(titles)} pictures: {', '.join(titles)}")
-    across = min(len(cards), columns or (2 if len(cards) > 4 else 1))
+    across = 2 if len(cards) > 4 else 1
     largest = max((max(p.size) for card in cards for p in card.pictures if p is not None), default=MIN_SIDE)
     side = min(max(largest, MIN_SIDE), MAX_SIDE)
     font = ImageFont.load_default(13)
@@ -64,11 +60,11 @@ def contact_sheet(cards: Sequence[SheetRow], titles: Sequence[str], path: Path, 
     for number, card in enumerate(cards):
         left = MARGIN + number % across * (card_width + 2 * MARGIN)
         top = LINE + 2 * MARGIN + number // across * (card_height + MARGIN)
-        for i, title in enumerate(titles):
+        for i, (title, picture) in enumerate(zip(titles, card.pictures, strict=True)):
             x = left + i * (side + MARGIN)
             if number < across:
                 draw.text((x, MARGIN), title, _PALE, font)
-            _paste(sheet, draw, card.pictures[i], (x, top), side, font)
+            _paste(sheet, draw, picture, (x, top), side, font)
         for i, line in enumerate(captions[number]):
             draw.text((left, top + side + 4 + i * LINE), line, _INK, font)
     with replacing(path) as work:
@@ -98,30 +94,7 @@ def _paste(
 
 
 def _wrap(text: str, width: int, font: _Font) -> list[str]:
-    """At most CAPTION_LINES lines that fit; an ellipsis marks a cut."""
-    lines: list[str] = []
-    rest = " ".join(text.split())
-    while rest and len(lines) < CAPTION_LINES:
-        count = _fitting(rest, width, font)
-        if count < len(rest):
-            count = rest.rfind(" ", 0, count + 1) if " " in rest[: count + 1] else count
-        lines.append(rest[: max(count, 1)])
-        rest = rest[max(count, 1) :].lstrip()
-    if rest:
-        last = lines[-1] + "..."
-        while len(last) > 3 and font.getlength(last) > width:
-            last = last[:-4] + "..."
-        lines[-1] = last
-    return lines
-
-
-def _fitting(text: str, width: int, font: _Font) -> int:
-    """How many characters fit, by bisection: captions may be a megabyte long."""
-    low, high = 0, min(len(text), width)  # a letter is at least a pixel wide
-    while low < high:
-        middle = (low + high + 1) // 2
-        if font.getlength(text[:middle]) <= width:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """At most CAPTION_LINES lines that fit, by the mean width of a letter; an ellipsis marks a cut."""
+    text = " ".join(text.split())[: CAPTION_LINES * width]  # a letter is at least a pixel wide
+    letters = int(0.9 * width * len(text) / max(1.0, font.getlength(text)))
+    return textwrap.wrap(text, max(4, letters), max_lines=CAPTION_LINES, placeholder="...")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -21,6 +21,7 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 44
 SERIES = 8
 """Distinct styles of lines; further series repeat them."""
 BAR, LABEL = 22, 128
+_STEPS = "optimizer step"
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,12 @@ def line_plot(
     title: str,
     lines: Sequence[Line],
     y_label: str,
-    x_label: str = "optimizer step",
     *,
     marks: Sequence[tuple[float, str]] = (),
     until: float | None = None,
     width: int = WIDTH,
 ) -> Markup:
-    """Curves over one another.
+    """Curves over optimizer steps.
 
     Args:
         title: unique on the page with the width.
@@ -57,7 +57,7 @@ def line_plot(
         return Markup("")
     across = _Axis.of([0, until] if until else [x for line in lines for x in line.x], LEFT, width - RIGHT)
     up = _Axis.of([y for line in lines for y in (*line.y, *line.low, *line.high)], HEIGHT - BOTTOM, TOP)
-    nodes = [*_grid(across, up, x_label, y_label, width), *_marks(across, marks)]
+    nodes = [*_grid(across, up, _STEPS, y_label, width), *_marks(across, marks)]
     for number, line in enumerate(lines):
         style, points = number % SERIES, _points(line.x, line.y, across, up)
         if len(line.low):
@@ -74,7 +74,7 @@ def line_plot(
         for line in lines
     )
     keys = [line.name for line in lines] if len(lines) > 1 else []
-    return _figure(title, f"{y_label} against {x_label}. {described}.", (width, HEIGHT), nodes, keys)
+    return _figure(title, f"{y_label} against {_STEPS}. {described}.", (width, HEIGHT), nodes, keys)
 
 
 def column_plot(title: str, edges: Sequence[float], counts: Sequence[float], x_label: str, y_label: str) -> Markup:
@@ -96,12 +96,9 @@ def column_plot(title: str, edges: Sequence[float], counts: Sequence[float], x_l
     return _figure(title, description, (WIDTH, HEIGHT), nodes)
 
 
-def bar_plot(
-    title: str, labels: Sequence[str], series: Mapping[str, Sequence[float]], text: Callable[[float], str] | None = None
-) -> Markup:
-    """Horizontal bars, the series stacked. series: by name, a value for each label; text: of a value; None: a
-    number."""
-    text, totals = text or number_text, [sum(values) for values in zip(*series.values(), strict=True)]
+def bar_plot(title: str, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> Markup:
+    """Horizontal bars, the series stacked. series: by name, a value for each label."""
+    totals = [sum(values) for values in zip(*series.values(), strict=True)]
     if not any(totals):
         return Markup("")
     scale, nodes = (WIDTH - LABEL - 62) / max(totals), []
@@ -112,9 +109,9 @@ def bar_plot(
         for number, values in enumerate(series.values()):
             nodes.append(_bar(number, x, y + 3, values[row] * scale, BAR - 6))
             x += values[row] * scale
-        numbers = " + ".join(text(values[row]) for values in series.values())
+        numbers = " + ".join(number_text(values[row]) for values in series.values())
         nodes.append(_node("text", numbers, x=x + 5, y=y + 15))
-    described = "; ".join(f"{label}: {text(total)}" for label, total in zip(labels, totals, strict=True))
+    described = "; ".join(f"{label}: {number_text(total)}" for label, total in zip(labels, totals, strict=True))
     size = WIDTH, len(labels) * BAR + 8
     return _figure(title, f"{', '.join(series)}. {described}.", size, nodes, list(series))
 

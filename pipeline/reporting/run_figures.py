@@ -113,12 +113,12 @@ def _curve(rows: list[dict[str, Any]], *path: str) -> Curve | None:
     return thinned(steps, values) if len(steps) else None
 
 
-def thinned(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> Curve:
-    """`step` and `value`. Above `points` points each is the mean of equally many neighbours, with `low` and `high`, at
+def thinned(steps: np.ndarray, values: np.ndarray) -> Curve:
+    """`step` and `value`. Above `POINTS` points each is the mean of equally many neighbours, with `low` and `high`, at
     their last step."""
-    if len(steps) <= points:
+    if len(steps) <= POINTS:
         return {"step": steps.tolist(), "value": values.tolist()}
-    first = np.arange(points) * len(steps) // points
+    first = np.arange(POINTS) * len(steps) // POINTS
     counts = np.diff(np.append(first, len(steps)))
     return {
         "step": steps[first + counts - 1].tolist(),

@@ -82,22 +82,13 @@ def _rows(snapshot: Snapshot, text: str, compare: Callable[[Any, str], Any]) -> 
         mask = chosen.to_numpy()
         if digits and compare is not pc.equal:
             for kind in snapshot.pictures:
-                mask = mask | _begins(picture_keys(samples, kind), digits)
+                keys = np.frombuffer(picture_keys(samples, kind).tobytes().hex().encode(), "S32")
+                mask = mask | np.char.startswith(keys, digits.encode())
         rows += (first + np.flatnonzero(mask)).tolist()
         first += samples.num_rows
         if len(rows) > SHOWN:
             break
     return rows
-
-
-def _begins(keys: np.ndarray, digits: str) -> np.ndarray:
-    """Which 16-byte keys begin with these hex digits: (n,) bool."""
-    if len(digits) > 32:
-        return np.zeros(len(keys), bool)
-    raw = np.frombuffer(keys.tobytes(), np.uint8).reshape(-1, 16)
-    whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
-    chosen = (raw[:, : len(whole)] == whole).all(1)
-    return chosen & (raw[:, len(whole)] >> 4 == int(digits[-1], 16)) if len(digits) % 2 else chosen
 
 
 def _scan(cache: Cache, snapshot: Snapshot, source: str) -> pa.Table | None:

@@ -116,4 +116,6 @@ def assemble(
     placed(model)
     optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
     ema = EMA(model.module, train.ema) if train.ema is not None else None
+    if ema is not None:
+        optimizer.register_step_pre_hook(lambda *_: ema.await_copy())
     return model, optimizer, ema, step(model, trainable.recipe, optimizer, train, device, names)

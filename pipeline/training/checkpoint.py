@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +44,7 @@ from pipeline.models.adapters import Adapter
 from pipeline.models.spec import ModelSpec, spec_of
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
 from pipeline.parallel.parallelize import EXTRA
-from pipeline.training.host_copy import HostCopy
+from pipeline.training.host_copy import HostCopy, thread_of_this_device
 from pipeline.training.lock import Lock
 from pipeline.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata, unreadable
 
@@ -142,7 +142,7 @@ class Saver:
         self._root, self._identity, self._config, self._log = root, identity, config, log
         self._lock, self._began_from = lock, began_from
         self._earlier_leftovers = leftovers(root)  # of earlier attempts: no later one begins during the lock
-        self._thread = _thread_of_this_device() if config.train.async_save else None
+        self._thread = thread_of_this_device("checkpoint") if config.train.async_save else None
         self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
         timeout = timedelta(seconds=config.train.parallel.timeout_s)
@@ -270,14 +270,6 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, more: Sect
     weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
     state = {name: value for name, value in moments.items() if name.startswith("state.")}
     return {"model": weights, "optim": state, **(more or {})}
-
-
-def _thread_of_this_device() -> ThreadPoolExecutor:
-    """One thread that uses this process's GPU. A new thread's GPU is number 0: each call of CUDA there would open a
-    context on the GPU of another process."""
-    if not torch.cuda.is_initialized():
-        return ThreadPoolExecutor(1, "checkpoint")
-    return ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
 def _writing(place: Path) -> contextlib.AbstractContextManager[None]:

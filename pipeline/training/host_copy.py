@@ -1,4 +1,4 @@
-"""Copies of a process's tensors in host memory, for checkpoints that are written while training goes on.
+"""Copies of a process's tensors in host memory, for checkpoints and averages that are made while training goes on.
 
 torch's `StateDictStager` copies each storage into one of exactly its size, page-locks it for tensors of a GPU, and
 reuses it at the next save. (torch's allocator of pinned memory would round every block up to a power of two.) Wrapper
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -31,8 +32,12 @@ class HostCopy:
         self._log, self._stager = log, StateDictStager()
         self._may_lock = True
 
-    def of(self, tree: Any) -> Any:
-        """The tree of dictionaries with every tensor copied. The next call overwrites the copies."""
+    def of(self, tree: Any, *, wait: bool = True) -> Any:
+        """The tree of dictionaries with every tensor copied. The next call overwrites the copies.
+
+        Args:
+            wait: until the copies from the GPU are done; else they are when the current stream has done them.
+        """
         parts = [part for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) for part in _plain_parts(leaf)]
         on_gpu = any(part.is_cuda for part in parts)
         self._stager.pin_memory = on_gpu and self._may_lock
@@ -45,10 +50,18 @@ class HostCopy:
             self._log(f"note: {error}: memory cannot be page-locked, so checkpoints copy slower")
             self._may_lock = self._stager.pin_memory = False
             staged = self._stager.stage(parts, non_blocking=on_gpu)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()  # until the copies from the GPU are done
+        if on_gpu and wait:
+            torch.cuda.current_stream().synchronize()
         copies = iter(staged)
         return tree_map_only(Tensor, lambda tensor: _rebuilt(tensor, copies), tree)
+
+
+def thread_of_this_device(name: str) -> ThreadPoolExecutor:
+    """One thread that uses this process's GPU. A new thread's GPU is number 0: each call of CUDA there would open a
+    context on the GPU of another process."""
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(1, name)
+    return ThreadPoolExecutor(1, name, torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch.distributed as dist
 
@@ -59,6 +58,10 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     def has_ended(self) -> bool:
         """Whether the process ran on this machine and has ended; False for another machine's, which is not known."""
@@ -166,7 +169,8 @@ class _Candidate:
             described = "an unknown process" if owner is None else f"{owner}, for {duration(now - owner.since)}"
             ended = owner is not None and (owner.has_ended() or ours.follows(owner))
             if ended or now - touched >= STALE_S:
-                _replace(self.path, ours)
+                with replacing(self.path) as fresh:
+                    fresh.write_text(ours.text, encoding="utf-8")
                 return None if _owner(self.path) == ours else ""
         except FileNotFoundError:  # released meanwhile
             return ""
@@ -207,22 +211,13 @@ def _create(path: Path, owner: Owner) -> bool:
         return False
     try:
         with file:
-            _write(file, owner)
+            file.write(owner.text)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError:
         path.unlink(missing_ok=True)  # a lock without an owner would hold up the next attempt
         raise
     return True
-
-
-def _replace(path: Path, owner: Owner) -> None:
-    with replacing(path) as fresh, fresh.open("w", encoding="utf-8") as file:
-        _write(file, owner)
-
-
-def _write(file: TextIO, owner: Owner) -> None:
-    file.write(json.dumps(asdict(owner), indent=1) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _owner(path: Path) -> Owner | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from pipeline.config import TrainConfig, setting
+from pipeline.options import value_at
 from pipeline.parallel.mesh import check_sizes
 
 Changes = dict[str, Any]
@@ -120,11 +121,8 @@ def changed(train: TrainConfig, changes: Changes) -> TrainConfig:
     """A configuration with options below `train` replaced. Raises ValidationError as `train` would."""
     tree = train.model_dump()
     for option, value in changes.items():
-        *sections, name = option.split(".")
-        node = tree
-        for section in sections:
-            node = node[section]
-        node[name] = value
+        section, _, name = option.rpartition(".")
+        (value_at(tree, section) if section else tree)[name] = value
     return TrainConfig.model_validate(tree)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pipeline.parallel.shards import local, sharding_groups
-from pipeline.training.optimizers.stochastic_rounding import Noise, placement_of, scaled, to_bf16
+from pipeline.training.optimizers.stochastic_rounding import Noise, placement_of, scaled, spread, to_bf16
 
 BETAS = (0.9, 0.999, 0.9999)
 EPS = (1e-30, 1e-16)
@@ -70,7 +70,8 @@ class _Stack:
         self.vector = "exp_avg_sq" in self._stored[0]
         self.values = [_matrix(local(member.parameter)) for member in members]
         self.momenta = [_matrix(local(stored["exp_avg"])) for stored in self._stored]
-        gradients = torch.stack([_matrix(_local_gradient(member.parameter)) for member in members])
+        every = (member.parameter.grad for member in members)
+        gradients = torch.stack([_matrix(local(grad).contiguous()) for grad in every if grad is not None])
         self.update = scaled(gradients, factor)
         self.state = {name: torch.stack(self._locals(name)) for name in self._stored[0] if name not in _OTHER_STATE}
         self.momentum = self.update
@@ -316,26 +317,12 @@ def _sum(tensors: list[Tensor], groups: list[Groups]) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in members])
         for group in its_groups:
             dist.all_reduce(flat, group=group)
-        for tensor, part in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local(gradient).contiguous()
+        spread(flat, members)
 
 
 def _matrix(tensor: Tensor) -> Tensor:
     """(out, all other dimensions), sharing memory; a vector stays one. Sizes are explicit because of empty shards."""
     return tensor.view(tensor.shape[0], tensor.shape[1:].numel()) if tensor.ndim > 1 else tensor
-
-
-def _dimension(placement: Placement) -> int | None:
-    """The dimension that a placement shards, also a strided one (FSDP2 over tensor parallelism)."""
-    return getattr(placement, "dim", None)
 
 
 def _zeros(parameter: Tensor, side: int) -> Tensor:
@@ -356,8 +343,9 @@ def _zeros(parameter: Tensor, side: int) -> Tensor:
 
 
 def _reduced_placement(placement: Placement, side: int) -> Placement:
-    """The placement of a parameter's row means (side 0) or column means (1)."""
-    if _dimension(placement) != side:
+    """The placement of a parameter's row means (side 0) or column means (1); also of a strided one (FSDP2 over tensor
+    parallelism)."""
+    if getattr(placement, "dim", None) != side:
         return Replicate()
     if side == 0 or isinstance(placement, Shard):
         return placement if side == 0 else Shard(0)

@@ -140,19 +140,19 @@ class AdamW(RoundingAdamW):
         gradient = scaled(_flat([local(p.grad) for p in parameters if p.grad is not None]), self.gradient_factor)
         mean = _flat(means).lerp_(gradient, 1 - beta1)
         square = _flat(squares).lerp_(gradient.square(), 1 - beta2)
-        _spread(to_bf16(mean, generator), means)
-        _spread(to_bf16(square, generator), squares)
+        spread(to_bf16(mean, generator), means)
+        spread(to_bf16(square, generator), squares)
         root = square.div_(1 - beta2**count).sqrt_().add_(group["eps"])
         value = _flat(values).mul_(1 - rate * group["weight_decay"])
         value.addcdiv_(mean, root, value=-rate / (1 - beta1**count))
-        _spread(to_bf16(value, generator), values)
+        spread(to_bf16(value, generator), values)
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).float()
 
 
-def _spread(flat: Tensor, tensors: list[Tensor]) -> None:
+def spread(flat: Tensor, tensors: list[Tensor]) -> None:
     """Write a flat tensor back."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
