@@ -681,6 +681,7 @@ def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
         "sana-pipe sample --count 4",
         "sana-pipe sample --snapshot round2.heldout --set sample.guidance=6.0",
         "sana-pipe sample --prompt 'a red cube' --prompt 'a lighthouse at sea' --ema",
+        "sana-pipe sample --prompt 'a lighthouse at sea' --control edges.png",
         "sana-pipe sample --watch ./runs/sana_1600m_1024 --set encode.device=cpu",
     ]
 )
@@ -700,7 +701,7 @@ def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
     "--adapter-scale",
     "scale",
     type=float,
-    help="Of an adapter's change: 0 is the base. Default: 1.",
+    help="Of an adapter's change, or of what a ControlNet adds: 0 is the base. Default: 1.",
 )
 @click.option(
     "--base/--no-base",
@@ -710,6 +711,7 @@ def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
 )
 @click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
+@click.option("--control", metavar="FILE", help="With --prompt: the control picture of a ControlNet.")
 @click.option(
     "--watch",
     metavar="RUN",
@@ -731,6 +733,7 @@ def sample(
     base: bool,
     height: int | None,
     width: int | None,
+    control: str | None,
     watch: str | None,
     once: bool,
 ) -> Any:
@@ -748,8 +751,13 @@ def sample(
         config = given.load()
         from stages import sample as stage
 
-        size = {"height": height, "width": width}
-        return stage.run_prompts(config, checkpoint, prompts, local_path(out), ema=ema, scale=scale, base=base, **size)
+        given_control = None if control is None else local_path(control)
+        shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": given_control}
+        return stage.run_prompts(config, checkpoint, prompts, local_path(out), height=height, width=width, **shared)
+    if control is not None:
+        raise click.UsageError(
+            "--control is for --prompt: captions are drawn with the control pictures of the snapshot"
+        )
     if height is not None or width is not None:
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
     config = given.load()

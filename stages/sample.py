@@ -28,7 +28,7 @@ from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import resolve_device, set_tf32
-from pipeline.models.adapters import adapter_from
+from pipeline.models.adapters import Adapter, adapter_from
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import listed, open_tensors, resolve
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
@@ -42,7 +42,7 @@ from pipeline.training.base_weights import first_weights, whole_weights
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
 _FIX = "--snapshot or --config with this model's encoders"
-RECONSTRUCTION, BASE, DRAWN = "reconstruction", "base", "drawn"
+CONTROL, RECONSTRUCTION, BASE, DRAWN = "control", "reconstruction", "base", "drawn"
 T = TypeVar("T")
 
 
@@ -83,10 +83,15 @@ def run(
     out = Path(out)
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
-    document = _drawable(folder)
+    document = checkpoints.read_document(folder)
     config = checkpoints.as_trained(config.at(folder), document.config)
     cache = Cache.of(config)
-    opened = cache.open_snapshot(snapshot)
+    opened, controlled = cache.open_snapshot(snapshot), _controlled(document)
+    if controlled is not None and CONTROL not in opened.pictures:
+        raise ConfigError(
+            f"{folder} holds {controlled}, and snapshot {opened.id[:12]} has no control pictures",
+            fix="--snapshot NAME of one with them, or --prompt TEXT --control FILE",
+        )
     stored = checkpoints.ModelTensors(folder, ema=ema)
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
     channels, text_width = opened.recipe(LatentRecipe).channels, opened.recipe(TextRecipe).width
@@ -97,11 +102,15 @@ def run(
     _make(out)
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
     chosen, device = spread(len(opened), wanted), resolve_device(config.train.device)
-    by_title = _drawn(
-        columns, lambda weights: draw_latents.draw_for(config, architecture, weights, opened, chosen, device)
-    )
+
+    def draw(title: str, weights: dict[str, Tensor]) -> list[DrawnLatent]:
+        adapter = controlled if title == DRAWN and scale != 0 else None
+        return draw_latents.draw_for(config, architecture, weights, opened, chosen, device, adapter)
+
+    by_title = _drawn(columns, draw)
     drawn = by_title[DRAWN]
-    latents = {RECONSTRUCTION: [each.cached for each in drawn]}
+    controls = [each.control for each in drawn if each.control is not None]
+    latents = {**({CONTROL: controls} if controls else {}), RECONSTRUCTION: [each.cached for each in drawn]}
     latents |= {title: [each.latent for each in column] for title, column in by_title.items()}
     hits = draw_latents.nearest(drawn)
     for line in likeness(drawn, hits, by_title.get(BASE)):
@@ -122,16 +131,10 @@ def run(
     return Result(sheet, len(drawn), sum(hits))
 
 
-def _drawable(folder: Path) -> checkpoints.Document:
-    """The document of a checkpoint, which draws without a control picture."""
-    document = checkpoints.read_document(folder)
+def _controlled(document: checkpoints.Document) -> Adapter | None:
+    """The ControlNet of a checkpoint; None: it has none."""
     adapter = adapter_from(document.adapter)
-    if adapter is not None and adapter.stays:
-        raise ConfigError(
-            f"{folder} holds {adapter}, which draws with a control picture",
-            fix="sana-pipe export --out DIR; the README in DIR has the call of diffusers' pipeline",
-        )
-    return document
+    return adapter if adapter is not None and adapter.stays else None
 
 
 def _columns(
@@ -155,13 +158,13 @@ def _first_weights(stored: checkpoints.ModelTensors) -> Mapping[str, Tensor] | N
 
 
 def _drawn(
-    columns: Mapping[str, Callable[[], Mapping[str, Tensor] | None]], draw: Callable[[dict[str, Tensor]], list[T]]
+    columns: Mapping[str, Callable[[], Mapping[str, Tensor] | None]], draw: Callable[[str, dict[str, Tensor]], list[T]]
 ) -> dict[str, list[T]]:
-    """What is drawn by the columns that have weights; one model is in memory at a time."""
+    """What is drawn by the columns that have weights; one model is in memory at a time. draw: (title, weights)."""
     drawn = {}
     for title, read in columns.items():
         if (weights := read()) is not None:
-            drawn[title] = draw(dict(weights))
+            drawn[title] = draw(title, dict(weights))
         del weights
         gc.collect()
     return drawn
@@ -209,6 +212,7 @@ def run_prompts(
     base: bool = True,
     height: int | None = None,
     width: int | None = None,
+    control: Path | None = None,
 ) -> Path:
     """Encode new prompts, draw and decode them, each in a separate process; returns the contact sheet.
 
@@ -216,6 +220,7 @@ def run_prompts(
         checkpoint, out, ema, scale, base: as in `run`.
         prompts: equal ones (after the text recipe's normalisation) are drawn once.
         height, width: of the pictures in pixels (None: `data.resolution`).
+        control: the control picture of a ControlNet, a file; it is cropped as those of a data set.
 
     Raises:
         UserError: no checkpoint; encoders that do not fit it; sides that the model cannot draw.
@@ -224,8 +229,11 @@ def run_prompts(
     set_tf32(config.train.tf32)
     folder = checkpoints.find(config, checkpoint)
     config = config.at(folder)
-    document = _drawable(folder)
-    config = checkpoints.as_trained(config, document.config)
+    document = checkpoints.read_document(folder)
+    config, controlled = checkpoints.as_trained(config, document.config), _controlled(document)
+    if (controlled is None) != (control is None):
+        held = "a ControlNet, which draws with a control picture" if control is None else "no ControlNet"
+        raise ConfigError(f"{folder} holds {held}", fix="--control FILE" if control is None else "leave --control out")
     latent, text = recipes_of(config, document.state.snapshot)
     compression, channels = (
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
@@ -234,7 +242,7 @@ def run_prompts(
     document.architecture.check_sides(*size, compression, "--{name} {value}")
     _make(out)
     with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-        encoded = encoder_process.encode_prompts(config, prompts, Path(work))
+        encoded, drawn_from = encoder_process.encode_prompts(config, prompts, Path(work), control, size)
         if text is not None and text != (configured := replace(encoded.recipe, storage=text.storage)):
             raise ConfigError(
                 f"{folder} was trained with another text recipe (trained | configured)",
@@ -248,10 +256,14 @@ def run_prompts(
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
         shape = channels, size[0] // compression, size[1] // compression
         device = resolve_device(config.train.device)
-        latents = _drawn(
-            columns,
-            lambda weights: draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device),
-        )
+
+        def draw(title: str, weights: dict[str, Tensor]) -> list[Tensor]:
+            given = (controlled, drawn_from) if title == DRAWN and scale != 0 else ()
+            return draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device, *given)
+
+        latents = _drawn(columns, draw)
+        if drawn_from is not None:
+            latents = {CONTROL: [drawn_from] * len(encoded), **latents}
         shared = {"height": size[0], "width": size[1], "seed": config.sample.seed}
         rows = [{"caption": text, **shared} for text in encoded.texts]
         return publish(config, latents, rows, stored, Path(work), out)

@@ -21,8 +21,8 @@ from pipeline.config import Config
 if TYPE_CHECKING:
     from diffusers import DPMSolverMultistepScheduler
 
-Predict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(latents, captions, mask, timesteps) -> flow, as `SanaTransformer.forward`."""
+Predict = Callable[..., Tensor]
+"""(latents, captions, mask, timesteps) -> flow, as `SanaTransformer.forward`; with controls a fifth argument."""
 INPUTS = "latents", "captions", "mask", "timesteps"
 """Their names, in the order of `Predict`."""
 SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -85,7 +85,12 @@ class Sampling:
 
 @torch.no_grad()
 def sample(
-    predict: Predict, rows: Sequence[Tensor], null: Tensor, noise: Tensor, settings: Sampling = Sampling()
+    predict: Predict,
+    rows: Sequence[Tensor],
+    null: Tensor,
+    noise: Tensor,
+    settings: Sampling = Sampling(),
+    controls: Tensor | None = None,
 ) -> Tensor:
     """Draw one latent per caption.
 
@@ -94,6 +99,7 @@ def sample(
         rows: (n, D) text rows of each caption, in the dtype and on the device of the model's inputs.
         null: (m, D) rows of the empty caption that its mask shows.
         noise: (N, C, h, w) standard normal, the solver's start.
+        controls: (N, C, h, w) latents of the control pictures, for both halves of the guidance; None: there are none.
 
     Returns:
         (N, C, h, w) float32 latents on the device of `rows`, still multiplied by the autoencoder's scaling factor.
@@ -103,10 +109,13 @@ def sample(
         captions = list(rows[first : first + size])
         text, mask = pad_rows([*([null.to(captions[0])] * len(captions) if guided else []), *captions])
         latents, solver = noise[first : first + size].to(text.device, torch.float32), scheduler(settings.flow_shift)
+        given = (
+            [] if controls is None else [controls[first : first + size].to(text).repeat(2 if guided else 1, 1, 1, 1)]
+        )
         solver.set_timesteps(settings.steps, device=text.device)
         for timestep in solver.timesteps:
             inputs = (torch.cat([latents, latents]) if guided else latents).to(text.dtype)
-            flow = predict(inputs, text, mask, timestep.to(torch.float32).expand(len(inputs))).float()
+            flow = predict(inputs, text, mask, timestep.to(torch.float32).expand(len(inputs)), *given).float()
             if guided:
                 unconditional, conditional = flow.chunk(2)
                 flow = unconditional + settings.guidance * (conditional - unconditional)

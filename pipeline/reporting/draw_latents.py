@@ -17,6 +17,7 @@ from pipeline.cache.prompts import PromptSet
 from pipeline.cache.snapshot import Caption, Sample, Snapshot, TextPlace
 from pipeline.config import Config
 from pipeline.loader.loader import bf16
+from pipeline.models.adapters import Adapter
 from pipeline.models.sampler import Sampling, noise_of, prompt_noise, sample
 from pipeline.models.spec import ModelSpec
 from pipeline.signals.text import TextRecipe
@@ -33,6 +34,7 @@ class DrawnLatent:
         bucket: (height, width) in pixels.
         cached: (C, h, w) float32, latent of the sample's picture.
         latent: (C, h, w) float32, drawn.
+        control: (C, h, w) float32, latent of the control picture; None without a ControlNet.
     """
 
     row: int
@@ -43,6 +45,7 @@ class DrawnLatent:
     bucket: tuple[int, int]
     cached: torch.Tensor
     latent: torch.Tensor
+    control: torch.Tensor | None = None
 
 
 def draw_for(
@@ -52,6 +55,7 @@ def draw_for(
     snapshot: Snapshot,
     rows: list[int],
     device: torch.device,
+    adapter: Adapter | None = None,
 ) -> list[DrawnLatent]:
     """Draw a latent for the first of the most probable captions of each row.
 
@@ -60,23 +64,27 @@ def draw_for(
     Args:
         config: with the numerics of the training (`training.checkpoint.as_trained`).
         weights: of `architecture`, in our layout; the model takes them over without a copy.
+        adapter: whose parameters are beside the model's in `weights`: a ControlNet, which is given the samples'
+            controls.
     """
-    model, records = _model(config, architecture, weights, device), SnapshotTensors(snapshot)
+    model, records = _model(config, architecture, weights, device, adapter), SnapshotTensors(snapshot)
     drawn, texts = list[DrawnLatent](), dict[int, torch.Tensor]()
     for row in rows:
         entry = snapshot.sample(row)
         at = max(range(len(entry.captions)), key=lambda i: entry.captions[i].weight)
         caption, bucket = snapshot.captions(row, records.texts)[at], snapshot.buckets[entry.bucket]
         place, cached = snapshot.source_item(row), records.latent(entry)
-        size = bucket.height, bucket.width
-        drawn.append(DrawnLatent(row, entry.sample_id, caption, *place, size, cached, torch.empty(0)))
+        size, control = (bucket.height, bucket.width), records.latent(entry, "control") if adapter is not None else None
+        drawn.append(DrawnLatent(row, entry.sample_id, caption, *place, size, cached, torch.empty(0), control))
         texts[row] = records.text(entry, at)
     null, latents = records.null(), dict[int, torch.Tensor]()
     for size in sorted({each.bucket for each in drawn}):
         group = [each for each in drawn if each.bucket == size]
         channels, height, width = group[0].cached.shape
         noise = torch.cat([noise_of(each.sample_id, (channels, height, width), config.sample.seed) for each in group])
-        made = _draw(config, model, [texts[each.row] for each in group], null, noise)
+        controls = [each.control for each in group if each.control is not None]
+        given = torch.stack(controls) if controls else None
+        made = _draw(config, model, [texts[each.row] for each in group], null, noise, given)
         latents.update({each.row: latent for each, latent in zip(group, made, strict=True)})
     return [replace(each, latent=latents[each.row]) for each in drawn]
 
@@ -88,33 +96,46 @@ def draw_prompts(
     prompts: PromptSet,
     shape: tuple[int, int, int],
     device: torch.device,
+    adapter: Adapter | None = None,
+    control: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Draw a latent of `shape` (C, h, w) for each prompt, float32. The noise of a picture depends on `sample.seed` and
     the prompt alone, as in training.
 
     Args:
-        config, weights: as in `draw_for`.
+        config, weights, adapter: as in `draw_for`.
+        control: (C, h, w), latent of the control picture of all prompts.
     """
     null, mask = prompts.null()
     rows = [bf16(prompts.rows(number)) for number in range(len(prompts))]
     noise = prompt_noise(prompts.texts, shape, config.sample.seed)
-    model = _model(config, architecture, weights, device)
-    return list(_draw(config, model, rows, bf16(null)[torch.from_numpy(mask)], noise))
+    model = _model(config, architecture, weights, device, adapter)
+    controls = None if control is None else control.expand(len(rows), *control.shape)
+    return list(_draw(config, model, rows, bf16(null)[torch.from_numpy(mask)], noise, controls))
 
 
 def _model(
-    config: Config, architecture: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device
+    config: Config,
+    architecture: ModelSpec,
+    weights: dict[str, torch.Tensor],
+    device: torch.device,
+    adapter: Adapter | None,
 ) -> nn.Module:
-    model = architecture.loaded(weights, config.train)
+    model = architecture.loaded(weights, config.train, *([] if adapter is None else [adapter.apply]))
     return model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
 
 
 def _draw(
-    config: Config, model: nn.Module, rows: list[torch.Tensor], null: torch.Tensor, noise: torch.Tensor
+    config: Config,
+    model: nn.Module,
+    rows: list[torch.Tensor],
+    null: torch.Tensor,
+    noise: torch.Tensor,
+    controls: torch.Tensor | None,
 ) -> torch.Tensor:
     """(N, C, h, w) latents on the CPU, in the precision of the model's parameters."""
     rows = [each.to(next(model.parameters())) for each in rows]
-    return sample(model, rows, null, noise, Sampling.of(config, config.train.drawn_at_once)).cpu()
+    return sample(model, rows, null, noise, Sampling.of(config, config.train.drawn_at_once), controls).cpu()
 
 
 def nearest(drawn: list[DrawnLatent]) -> list[bool]:
@@ -133,12 +154,12 @@ class SnapshotTensors:
     def __init__(self, snapshot: Snapshot):
         snapshot.check_shards()
         self.snapshot = snapshot
-        self.latents = snapshot.reader("latent")
+        self.readers = {kind: snapshot.reader(kind) for kind in snapshot.pictures}
         self.texts = snapshot.reader("text")
 
-    def latent(self, sample: Sample) -> torch.Tensor:
-        into, place = np.empty(self.snapshot.shape("latent", sample.bucket), np.uint16), sample.pictures["latent"]
-        self.latents.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
+    def latent(self, sample: Sample, kind: str = "latent") -> torch.Tensor:
+        into, place = np.empty(self.snapshot.shape(kind, sample.bucket), np.uint16), sample.pictures[kind]
+        self.readers[kind].read(place.shard, place.offset, place.key, place.checksum, into, place.length)
         return bf16(into).float()
 
     def text(self, sample: Sample, at: int) -> torch.Tensor:

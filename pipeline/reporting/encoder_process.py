@@ -7,18 +7,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save
 
+from pipeline.cache.key_columns import key_bytes
 from pipeline.cache.prompts import NAME, PromptSet, newest
 from pipeline.cache.root import Cache
-from pipeline.config import Config, dump
+from pipeline.cache.shard import ShardReader
+from pipeline.config import Config, DataConfig, dump
 from pipeline.errors import NoSpaceError, UserError
+from pipeline.loader.loader import bf16
 from pipeline.processes import command
+from pipeline.signals.latent import LatentRecipe
 
 
 class DecodeError(UserError):
@@ -44,24 +50,58 @@ def decode(config: Config, tensors: dict[str, torch.Tensor], work: Path) -> Path
     return pictures
 
 
-def encode_prompts(config: Config, prompts: Sequence[str], work: Path) -> PromptSet:
-    """Encode prompts into a temporary cache; equal ones (after normalisation) once.
+def encode_prompts(
+    config: Config, prompts: Sequence[str], work: Path, picture: Path | None = None, size: tuple[int, int] = (0, 0)
+) -> tuple[PromptSet, torch.Tensor | None]:
+    """Encode prompts, and perhaps a picture, into a temporary cache; equal prompts (after normalisation) once.
 
     Args:
         work: a folder for files of this call; the set reads its records there.
+        picture: a file, cropped and resized as those of a data set to `size` (height, width).
+
+    Returns:
+        The prompts, and the picture's latent (C, h, w) float32.
 
     Raises:
+        UserError: the picture cannot be read.
         DecodeError: the encoding process failed.
     """
-    storage = config.encode.storage.model_copy(update={"text": "bf16"})  # read once: nothing is gained by a storage
+    storage = config.encode.storage.model_copy(
+        update={"text": "bf16", "latent": "bf16"}
+    )  # read once: nothing is gained by a storage
     encoding = config.encode.model_copy(update={"storage": storage})
     config = config.model_copy(update={"cache": str(work / "cache"), "encode": encoding})
     file = work / "prompts.json"
     file.write_text(json.dumps(list(prompts)), encoding="utf-8")
-    _run(config, work, "encode", "--prompts", str(file), what="the process that encodes the prompts")
-    made = newest(Cache.of(config), NAME)
+    words = ["--prompts", str(file)]
+    if picture is not None:
+        folder = work / "picture"
+        folder.mkdir()
+        try:
+            shutil.copy(picture, folder / f"control{picture.suffix}")
+        except OSError as error:
+            raise UserError(f"--control {picture}: cannot be read", found=error.strerror or str(error)) from None
+        data = DataConfig(
+            buckets=[size], caption="none", background=config.data.background, decoder=config.data.decoder
+        )
+        config = config.model_copy(update={"data": data})
+        words += ["--data", str(folder), "--format", "folder"]
+    _run(config, work, "encode", *words, what="the process that encodes the prompts")
+    cache = Cache.of(config)
+    made = newest(cache, NAME)
     assert made is not None
-    return made
+    return made, None if picture is None else _latent(cache, size)
+
+
+def _latent(cache: Cache, size: tuple[int, int]) -> torch.Tensor:
+    """The only latent of a cache. size: (height, width) in pixels."""
+    [recipe] = (one for one in cache.recipes("latent") if isinstance(one, LatentRecipe))
+    index = cache.index(recipe.name)
+    key, checksum = key_bytes(index.keys[0]), key_bytes(index.columns["checksum"][0])
+    shard, offset = index.shards[int(index.columns["shard"][0])], int(index.columns["offset"][0])
+    values = np.empty(recipe.shape(*size), np.uint16)
+    ShardReader(cache.files, recipe.name).read(shard, offset, key, checksum, values)
+    return bf16(values).float()
 
 
 def _run(config: Config, work: Path, *words: str, what: str) -> None:
