@@ -233,14 +233,14 @@ class FurtherConfig(_Section):
         return self
 
 
-class ControlConfig(FurtherConfig):
+class ControlPictureConfig(FurtherConfig):
     """The control picture of a ControlNet."""
 
     made: Literal["canny"] | None = None
     """canny: the edges of the sample's picture, made by OpenCV (`pip install 'sana-pipe[control]'`)."""
 
 
-class MaskConfig(FurtherConfig):
+class MaskPictureConfig(FurtherConfig):
     """The mask of a masked loss: white is learned, black is not."""
 
     made: Literal["alpha"] | None = None
@@ -250,9 +250,9 @@ class MaskConfig(FurtherConfig):
 class FurtherPictures(_Section):
     """Further pictures of each sample, which `encode` makes records of."""
 
-    control: ControlConfig | None = None
+    control: ControlPictureConfig | None = None
     """The control picture; its latents train a ControlNet."""
-    mask: MaskConfig | None = None
+    mask: MaskPictureConfig | None = None
     """The mask; it weights the loss of each position of the latent."""
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +17,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 import stages.bucket
 import stages.encode
+import stages.verify
 from pipeline.cache import audit
 from pipeline.cache.root import Cache
+from pipeline.cache.shard import ShardReader
 from pipeline.config import Config
+from pipeline.encoding import unit_records
 from pipeline.errors import ConfigError, RejectRateError, UserError
 from pipeline.images import decoding
 from pipeline.loader.loader import Loader
@@ -30,6 +36,7 @@ from pipeline.models.frozen import from_bits
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
 from tests.support.loading import loader_settings
+from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
 SIDES = [(96, 64), (64, 96), (80, 80), (130, 90)]
@@ -175,3 +182,270 @@ def test_every_layout_gives_the_same_records(
         assert again["images"] == again["controls"] == again["masks"] == 0 and again["reused"]["masks"] == len(SIDES)
         stages.bucket.run(config)
         assert sorted(Cache.of(config).open_snapshot().pictures) == ["control", "latent", "mask"]
+
+
+@pytest.fixture(scope="module")
+def made(samples: Samples, make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
+    """A folder with `data` (layout `suffix`) and its `cache`. Do not write into it: take `copied`."""
+
+    def make(folder: Path) -> None:
+        data, options = laid_out(samples, "suffix", folder)
+        config = configured(make_config, folder, *options)
+        stages.encode.run(config, data)
+        stages.bucket.run(config)
+
+    return made_once("further", make)
+
+
+SUFFIXES = ("data.pictures.control.suffix=.control", "data.pictures.mask.suffix=-masklabel")
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copied"))
+
+
+def rejects(config: Config) -> dict[str, str]:
+    with Path(config.cache, "reports/rejects-data.csv").open() as sheet:
+        return {row["item"]: row["reason"] for row in csv.DictReader(sheet)}
+
+
+def test_records_are_of_the_pixels_at_the_buckets_of_the_pictures(
+    samples: Samples, made: Path, make_config: MakeConfig
+) -> None:
+    config = configured(make_config, made, *SUFFIXES)
+    snapshot, vae = Cache.of(config).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
+    sizes = {}
+    for row in range(len(snapshot)):
+        bucket = snapshot.buckets[snapshot.sample(row).bucket]
+        sizes[snapshot.source_item(row)[1]] = bucket.height, bucket.width
+    assert len(set(sizes.values())) > 2
+    controls, masks, recipe = values(config, "control"), values(config, "mask"), snapshot.recipe(ControlRecipe)
+    side = snapshot.recipe(MaskRecipe).compression
+    for name, _, control, mask, _ in samples:
+        item, size = f"{name}.png", sizes[f"{name}.png"]
+        pixels = decoding.load(control, size, decoder=recipe.decoder)
+        assert from_bits(controls[item]).float().allclose(from_bits(vae.encode(pixels[None])[0]).float(), atol=0.02)
+        gray = decoding.load(mask, size, decoder=recipe.decoder)[..., 0].astype(np.float64) / 255
+        cells = gray.reshape(size[0] // side, side, size[1] // side, side).mean((1, 3))
+        assert from_bits(masks[item])[0].float().numpy() == pytest.approx(cells, abs=2**-8)
+
+
+def test_a_loader_reads_what_is_asked_for(made: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, real = list[str](), ShardReader.read_batch
+
+    def read_batch(self: ShardReader, *args: Any, **options: Any) -> Any:
+        read.append(self.recipe)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(ShardReader, "read_batch", read_batch)
+    config = configured(make_config, made)
+    snapshot = Cache.of(config).open_snapshot()
+    plain = [batch for step, _ in Loader(snapshot, loader_settings(stop_step=4)) for batch in step]
+    assert {recipe.split("-")[0] for recipe in read} == {"latent", "text"} and not plain[0].pictures
+    asking = Loader(snapshot, loader_settings(stop_step=4, pictures=("control", "mask")))
+    batches = [batch for step, _ in asking for batch in step]
+    stored = {kind: values(config, kind) for kind in ("control", "mask")}
+    items = {snapshot.sample(row).sample_id: snapshot.source_item(row)[1] for row in range(len(snapshot))}
+    for batch, other in zip(batches, plain, strict=True):
+        assert batch.sample_ids == other.sample_ids and batch.latents.equal(other.latents)
+        for kind, of_kind in batch.pictures.items():
+            for sample_id, record in zip(batch.sample_ids, of_kind, strict=True):
+                assert record.equal(from_bits(stored[kind][items[sample_id]]))
+
+
+def test_a_sample_without_a_required_picture_is_rejected_with_the_reason(
+    copied: Path, make_config: MakeConfig, samples: Samples
+) -> None:
+    data = copied / "data"
+    (data / "00.control.png").unlink()
+    (data / "01.control.png").write_bytes(b"no picture")
+    (data / "02.control.png").write_bytes(encoded(np.zeros((40, 80, 3), np.uint8)))
+    (data / "03-masklabel.jpg").write_bytes(encoded(np.zeros((65, 45), np.uint8), "JPEG"))
+    config = configured(make_config, copied, *SUFFIXES, "encode.max_shrink=1")
+    with pytest.raises(RejectRateError):
+        stages.encode.run(config, str(data))
+    reasons = rejects(config)
+    assert reasons["00.png"] == "has no control picture (data.pictures.control.suffix: .control)"
+    assert reasons["01.png"].startswith("its control picture 01.control.png: not a picture")
+    assert "has 80x40 pixels, another aspect ratio than the picture's 80x80" in reasons["02.png"]
+    assert reasons["03.png"] == "has 2 mask pictures: 03-masklabel.jpg, 03-masklabel.png"
+    with pytest.raises(RejectRateError):
+        stages.encode.dry_run(config, str(data), probe=False)
+    for name, _, control, _, _ in samples:
+        (data / f"{name}.control.png").write_bytes(control)
+    (data / "03-masklabel.jpg").unlink()
+    done = stages.encode.run(config, str(data))
+    assert done["rejects"] == done["controls"] == done["images"] == 0 and done["reused"]["controls"] == len(SIDES)
+
+
+def test_a_sample_may_lack_a_picture_that_is_not_required(
+    copied: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = copied / "data"
+    for name in ("00.control.png", "00-masklabel.png", "01-masklabel.png"):
+        (data / name).unlink()
+    relaxed = [f"data.pictures.{kind}.required=false" for kind in ("control", "mask")]
+    config = configured(make_config, copied, *SUFFIXES, *relaxed)
+    done = stages.encode.run(config, str(data))
+    assert done["rejects"] == done["left"] == done["images"] == 0 and done["controls"] == 1 and done["masks"] == 2
+    stages.bucket.run(config)
+    assert (from_bits(values(config, "mask")["00.png"]) == 1).all()
+    vae, snapshot = LatentEncoder.load(config.vae, torch.device("cpu")), Cache.of(config).open_snapshot()
+    control = values(config, "control")["00.png"]
+    black = np.zeros((1, *(side * snapshot.recipe(ControlRecipe).compression for side in control.shape[1:]), 3))
+    assert from_bits(control).float().allclose(from_bits(vae.encode(black.astype(np.uint8))[0]).float(), atol=0.02)
+
+    before = files(Path(config.cache))
+    for path in Path(config.cache).glob("shards/mask-*/*/*.tar"):
+        content = bytearray(path.read_bytes())
+        content[1024:1600] = bytes(b ^ 1 for b in content[1024:1600])
+        path.write_bytes(content)
+    assert list(audit.verify(Cache.of(config))) and stages.verify.run(config, repair=True) == 0
+    assert files(Path(config.cache)) == before
+
+
+def test_only_what_has_changed_is_made_again(copied: Path, make_config: MakeConfig, samples: Samples) -> None:
+    data, config = copied / "data", configured(make_config, copied, *SUFFIXES)
+    (data / "00.control.png").write_bytes(samples.pictures[0])
+    done = stages.encode.run(config, str(data))
+    assert done["images"] == done["masks"] == 0 and done["controls"] == 1
+    before = values(config, "control")
+    stages.bucket.run(config)
+    changed = [item for item, record in values(config, "control").items() if (record != before[item]).any()]
+    assert changed == ["00.png"]
+
+
+def test_a_cache_gets_further_pictures_without_latents(
+    samples: Samples, made: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """A source is read as before, so that the settings need not be given again."""
+    plain, data = configured(make_config, tmp_path), tmp_path / "data"
+    data.mkdir()
+    for name, picture, _, _, caption in samples:
+        (data / f"{name}.png").write_bytes(picture)
+        (data / f"{name}.txt").write_text(caption)
+    stages.encode.run(plain, str(data))
+    samples.suffix(data)
+    done = stages.encode.run(configured(make_config, tmp_path, *SUFFIXES), str(data))
+    assert done["images"] == done["captions"] == done["rejects"] == 0 and done["controls"] == done["masks"] == len(
+        SIDES
+    )
+    again = stages.encode.run(plain, str(data))
+    assert again["rejects"] == again["controls"] == 0 and again["reused"]["controls"] == len(SIDES)
+    assert keys(plain, "mask") == keys(configured(make_config, made), "mask")
+
+
+def test_killed_work_is_finished_byte_for_byte(
+    samples: Samples, made: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    data, options = laid_out(samples, "suffix", tmp_path)
+    config, real, calls = configured(make_config, tmp_path, *options), unit_records.UnitWriter.commit, list[int]()
+
+    def killed(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) % 2:
+            return real(self, *args)
+        raise Killed
+
+    monkeypatch.setattr(unit_records.UnitWriter, "commit", killed)
+    for _ in range(40):
+        try:
+            stages.encode.run(config, data)
+            break
+        except Killed:
+            pass
+    shards = lambda folder: {p.name: p.read_bytes() for p in (folder / "cache").glob("shards/*/*/*.tar")}  # noqa: E731
+    assert shards(tmp_path) == shards(made) and len(calls) > 6
+
+
+def test_two_tasks_share_the_scan_and_the_units(samples: Samples, make_config: MakeConfig, tmp_path: Path) -> None:
+    for layout in ("suffix", "imagefolder", "webdataset", "parquet"):
+        data, options = laid_out(samples, layout, tmp_path / layout)
+        config = configured(make_config, tmp_path / layout, *options)
+        done = [stages.encode.run(config, data, task_index=task, task_count=2) for task in (0, 1)]
+        assert sum(one["controls"] for one in done) == sum(one["masks"] for one in done) == len(SIDES)
+        assert stages.encode.run(config, data)["controls"] == 0
+
+
+def test_pictures_of_no_picture_are_counted(
+    copied: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "data/other.control.png").write_bytes((copied / "data/00.control.png").read_bytes())
+    stages.encode.run(configured(make_config, copied, *SUFFIXES), str(copied / "data"))
+    assert "1  control picture of no picture" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["../data/mask/00.png", "/etc/passwd", "mask/none.png", ""])
+def test_a_column_that_names_no_file_of_the_source(
+    samples: Samples, name: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    data, options = laid_out(samples, "imagefolder", tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "data/metadata.jsonl").read_text().splitlines()]
+    rows[0]["mask"] = name
+    (tmp_path / "data/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = configured(make_config, tmp_path, *options, "encode.max_reject_rate=0.9")
+    done = stages.encode.run(config, data)
+    assert done["masks"] == done["images"] == len(SIDES) - 1 and done["rejects"] >= 1
+
+
+def test_masks_of_the_transparency(samples: Samples, make_config: MakeConfig, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    alpha = np.zeros((64, 64), np.uint8)
+    alpha[:, 32:] = 255
+    rgba = np.dstack([np.full((64, 64, 3), 90, np.uint8), alpha])
+    for name, pixels in (("half", rgba), ("opaque", rgba[..., :3])):
+        (data / f"{name}.png").write_bytes(encoded(pixels))
+        (data / f"{name}.txt").write_text(name)
+    config = configured(make_config, tmp_path, "data.pictures.mask.made=alpha")
+    assert stages.encode.run(config, str(data))["masks"] == 2
+    stages.bucket.run(config)
+    masks = {item: from_bits(record)[0].float() for item, record in values(config, "mask").items()}
+    width = masks["half.png"].shape[1]
+    assert (masks["opaque.png"] == 1).all()
+    assert (masks["half.png"][:, : width // 2 - 1] == 0).all() and (masks["half.png"][:, width // 2 + 1 :] == 1).all()
+
+
+def test_controls_of_the_edges(samples: Samples, make_config: MakeConfig, tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2")
+    data, _ = laid_out(samples, "suffix", tmp_path)
+    for path in Path(data).glob("*[-.]*l*.png"):
+        path.unlink()
+    config = configured(make_config, tmp_path, "data.pictures.control.made=canny")
+    assert stages.encode.run(config, data)["controls"] == len(SIDES)
+    stages.bucket.run(config)
+    snapshot, vae = Cache.of(config).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
+    recipe, stored = snapshot.recipe(ControlRecipe), values(config, "control")
+    for name, picture, *_ in samples:
+        record = stored[f"{name}.png"]
+        pixels = decoding.load(picture, tuple(s * recipe.compression for s in record.shape[1:]), decoder=recipe.decoder)
+        edges = np.repeat(cv2.Canny(pixels, 100, 200)[..., None], 3, axis=2)
+        assert from_bits(record).float().allclose(from_bits(vae.encode(edges[None])[0]).float(), atol=0.02)
+
+
+def test_edges_need_opencv(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    config = configured(make_config, tmp_path, "data.pictures.control.made=canny")
+    with pytest.raises(UserError, match="needs OpenCV") as error:
+        ControlRecipe.wanted(config)
+    assert "sana-pipe[control]" in str(error.value.fix)
+
+
+def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeConfig, tmp_path: Path) -> None:
+    for options, message in {
+        ("control.suffix=.a", "control.column=b"): "one of suffix, folder, column and made",
+        ("control.required=false",): "one of suffix, folder, column and made",
+        ("mask.made=alpha", "mask.required=false"): "required: false goes with",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            configured(make_config, tmp_path, *(f"data.pictures.{option}" for option in options))
+    data, _ = laid_out(samples, "webdataset", tmp_path)
+    with pytest.raises(UserError, match=r"data\.pictures\.control\.column: edges: further pictures of a source"):
+        stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
+    data, _ = laid_out(samples, "parquet", tmp_path / "table")
+    with pytest.raises(UserError, match="has no column 'edges'"):
+        stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)

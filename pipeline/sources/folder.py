@@ -292,7 +292,10 @@ class FolderSource(PrefetchedSource):
 
     def _stats(self, start: int, stop: int, listing: Listing) -> Stats:
         keys = listing.keys(start, stop)
-        stats, every = self.filesystem.stat_many(keys), self._further_places(keys, listing.metadata(keys), listing)
+        stats = self.filesystem.stat_many(keys)
+        if not self.further:
+            return stats
+        every = self._further_places(keys, listing.metadata(keys), listing)
         names = {key: [place.item for places in found.values() for place in places] for key, found in every.items()}
         others = self.filesystem.stat_many(sorted(set(chain.from_iterable(names.values()))))
 
@@ -301,7 +304,7 @@ class FolderSource(PrefetchedSource):
             bad = next((stat for stat in some if isinstance(stat, Unreadable)), None)
             return bad or with_further(some[0], some[1:])  # type: ignore[arg-type]
 
-        return {key: whole(key) for key in keys} if self.further else stats
+        return {key: whole(key) for key in keys}
 
     def _identity(self, start: int, stop: int, listing: Listing, stats: Stats) -> bytes:
         keys = listing.keys(start, stop)
