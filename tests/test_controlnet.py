@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import stages.bucket
+import stages.encode
+import stages.train
 from pipeline.config import Config, TrainConfig
 from pipeline.demo import small_models
 from pipeline.errors import ConfigError
@@ -323,7 +327,7 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
 
 def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> None:
     def validated(name: str, **train: Any) -> list[dict[str, Any]]:
-        given = run_settings(tmp_path / name, validation={"every": 40}, steps=40, **train)
+        given = run_settings(tmp_path / name, validation={"every": 40, "levels": 2}, **train)
         held_out = [(copied(batch), count) for batch, count in tiny_run.held_out(given)]
         task = tiny_run.task(given, touch=lambda step: copied(tiny_run.global_batch(step)))
         fit(given, replace(task, validation=lambda layout: held_out), Launch(), log=lambda line: None)
@@ -333,10 +337,10 @@ def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> 
         """The batch with its latents as controls, which tell the noise."""
         return replace(batch, pictures={"control": batch.latents})
 
-    before, after = validated("two")
+    before, after = validated("two", steps=40, microbatch=8)
     assert before["parts"] == {"shuffled_control": pytest.approx(before["loss"])}, "the first step is the base's"
     assert after["parts"]["shuffled_control"] > 1.02 * after["loss"] and after["loss"] < before["loss"]
-    assert "parts" not in validated("one", microbatch=1)[0], "one sample has no other"
+    assert "parts" not in validated("one", steps=1, microbatch=1)[0], "one sample has no other"
     batch = tiny_run.global_batch(0)
     other = recipe_of(settings()).contrasted(batch).pictures["control"]
     assert torch.equal(other[1:], batch.pictures["control"][:-1]) and torch.equal(
@@ -382,3 +386,26 @@ def test_a_plan_counts_base_and_controlnet() -> None:
     assert traced.parameters == sum(count.values()) + added
     assert traced.peak["parameters"] == pytest.approx(2 * sum(count.values()) + 4 * added, rel=0.01)
     assert predict.checkpoint_bytes(BASE, train) == 12 * added
+
+
+# ----------------------------------------------------------------------------------------------------- from the cache
+
+
+def test_edges_go_from_the_cache_to_an_export(
+    small_cache_copy: Path, photos: Path, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    pytest.importorskip("cv2")
+    options = ["data.pictures.control.made=canny", "train.controlnet={control_drop: 0.2}", "train.steps=2"]
+    options += ["train.device=cpu", "train.precision=fp32", "train.compile=none", "train.ema={}", "train.log_every=1"]
+    options += ["bucket.heldout=0.3", "train.validation={levels: 2}", "train.optim.warmup_steps=0"]
+    config = make_config(tmp_path, *options)
+    assert stages.encode.run(config, str(photos))["images"] == 0, "only the controls are made"
+    stages.bucket.run(config)
+    stages.train.run(config, log=lambda line: None)
+    more = make_config(tmp_path, *options, "train.steps=3")
+    stages.train.run(more, resume="auto", log=lambda line: None)
+    assert [row["step"] for row in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    validations = metrics.read_events(tmp_path / "run/metrics.jsonl")["validation"]
+    assert all("shuffled_control" in row["parts"] and "shuffled_control" in row["ema_parts"] for row in validations)
+    export.run(more, "auto", tmp_path / "out", ema=True)
+    assert (tmp_path / "out/controlnet/config.json").is_file()
