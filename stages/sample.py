@@ -263,7 +263,7 @@ def run_prompts(
 
         latents = _drawn(columns, draw)
         if drawn_from is not None:
-            latents = {CONTROL: [drawn_from] * len(encoded), **latents}
+            latents = {CONTROL: [drawn_from.clone() for _ in range(len(encoded))], **latents}
         shared = {"height": size[0], "width": size[1], "seed": config.sample.seed}
         rows = [{"caption": text, **shared} for text in encoded.texts]
         return publish(config, latents, rows, stored, Path(work), out)

@@ -109,9 +109,9 @@ def sample(
         captions = list(rows[first : first + size])
         text, mask = pad_rows([*([null.to(captions[0])] * len(captions) if guided else []), *captions])
         latents, solver = noise[first : first + size].to(text.device, torch.float32), scheduler(settings.flow_shift)
-        given = (
-            [] if controls is None else [controls[first : first + size].to(text).repeat(2 if guided else 1, 1, 1, 1)]
-        )
+        given = []
+        if controls is not None:
+            given = [controls[first : first + size].to(text).repeat(2 if guided else 1, 1, 1, 1)]
         solver.set_timesteps(settings.steps, device=text.device)
         for timestep in solver.timesteps:
             inputs = (torch.cat([latents, latents]) if guided else latents).to(text.dtype)

@@ -20,7 +20,7 @@ from pipeline.cache.key_columns import key_bytes
 from pipeline.cache.prompts import NAME, PromptSet, newest
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
-from pipeline.config import Config, DataConfig, dump
+from pipeline.config import Config, DataConfig, StorageConfig, dump
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.loader.loader import bf16
 from pipeline.processes import command
@@ -66,10 +66,7 @@ def encode_prompts(
         UserError: the picture cannot be read.
         DecodeError: the encoding process failed.
     """
-    storage = config.encode.storage.model_copy(
-        update={"text": "bf16", "latent": "bf16"}
-    )  # read once: nothing is gained by a storage
-    encoding = config.encode.model_copy(update={"storage": storage})
+    encoding = config.encode.model_copy(update={"storage": StorageConfig()})  # read once: nothing is gained by another
     config = config.model_copy(update={"cache": str(work / "cache"), "encode": encoding})
     file = work / "prompts.json"
     file.write_text(json.dumps(list(prompts)), encoding="utf-8")
@@ -81,9 +78,8 @@ def encode_prompts(
             shutil.copy(picture, folder / f"control{picture.suffix}")
         except OSError as error:
             raise UserError(f"--control {picture}: cannot be read", found=error.strerror or str(error)) from None
-        data = DataConfig(
-            buckets=[size], caption="none", background=config.data.background, decoder=config.data.decoder
-        )
+        decoding = {"background": config.data.background, "decoder": config.data.decoder}
+        data = DataConfig.model_validate({"buckets": [size], "caption": "none", **decoding})
         config = config.model_copy(update={"data": data})
         words += ["--data", str(folder), "--format", "folder"]
     _run(config, work, "encode", *words, what="the process that encodes the prompts")
