@@ -87,7 +87,9 @@ class _Joined:
 
 def recipe_of(train: TrainConfig, prompts: Sequence[Tensor] = ()) -> Recipe:
     """The recipe of a configuration. prompts: text rows of `train.preserve.prompt`."""
-    return Flow(train.flow) if train.preserve is None else Preserving(train.flow, train.preserve, prompts)
+    if train.preserve is not None:
+        return Preserving(train.flow, train.preserve, prompts, train.mask)
+    return Flow(train.flow, train.mask)
 
 
 def assemble(

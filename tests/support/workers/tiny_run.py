@@ -21,8 +21,8 @@ from pipeline.parallel.mesh import Layout
 from pipeline.parallel.microbatch import Outputs
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import optimizers
+from pipeline.training.assemble import recipe_of
 from pipeline.training.optimizers import in_backward
-from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 from pipeline.training.task import DrawnPrompts, TrainingTask
 
@@ -88,21 +88,33 @@ def global_batch(step: int, seed: int = 0, *, logit: float | None = None) -> Bat
     mask = torch.arange(rows)[None] < lengths[:, None]
     captions = normal(GLOBAL_BATCH, rows, TEXT_WIDTH) * mask[..., None]
     times = normal(GLOBAL_BATCH)
+    latents, noise = (normal(GLOBAL_BATCH, CHANNELS, height, width) for _ in range(2))
+    masks = normal(GLOBAL_BATCH, 1, height, width).clamp(0, 1)
+    masks[1] = 0
     return Batch(
-        latents=normal(GLOBAL_BATCH, CHANNELS, height, width).bfloat16(),
+        latents=latents.bfloat16(),
         captions=captions.bfloat16(),
         mask=mask,
-        noise=normal(GLOBAL_BATCH, CHANNELS, height, width),
+        noise=noise,
         logit=times if logit is None else torch.full_like(times, logit) + 0.2 * times,
         sample_ids=tuple(step * 1000 + i for i in range(GLOBAL_BATCH)),
         bucket=(height * 8, width * 8),
+        pictures={"mask": masks},
+    )
+
+
+def taken(batch: Batch, rows: Tensor) -> Batch:
+    """The samples of a batch with these numbers."""
+    tensors = {name: getattr(batch, name)[rows] for name in ("latents", "captions", "mask", "noise", "logit")}
+    pictures = {kind: each[rows] for kind, each in batch.pictures.items()}
+    return replace(
+        batch, **tensors, pictures=pictures, sample_ids=tuple(batch.sample_ids[row] for row in rows.tolist())
     )
 
 
 def part(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start` to `stop` of a batch."""
-    tensors = {name: getattr(batch, name)[start:stop] for name in ("latents", "captions", "mask", "noise", "logit")}
-    return replace(batch, **tensors, sample_ids=batch.sample_ids[start:stop])
+    return taken(batch, torch.arange(start, stop))
 
 
 def packed(batch: Batch) -> Batch:
@@ -132,10 +144,7 @@ def held_out(settings: Config, rank: int = 0, world: int = 1) -> Iterator[tuple[
         whole = global_batch(1000 + bucket, settings.train.validation.seed if settings.train.validation else 0)
         for first in range(rank * size, -(-count // (size * world)) * size * world, size * world):
             rows = torch.arange(first, first + size).clamp(max=count - 1)
-            names = ("latents", "captions", "mask", "noise", "logit")
-            tensors = {name: getattr(whole, name)[rows] for name in names}
-            ids = tuple(whole.sample_ids[row] for row in rows.tolist())
-            yield replace(whole, **tensors, sample_ids=ids), max(0, min(size, count - first))
+            yield taken(whole, rows), max(0, min(size, count - first))
 
 
 class HeldOut:
@@ -228,7 +237,7 @@ def train_step(
     """A step on the CPU. Without an optimizer it only records the gradients."""
     parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
     optimizer = optimizer or Recorder(parallel_model.module)
-    return TrainStep(parallel_model, Flow(train.flow), optimizer, train, torch.device("cpu"), **options)
+    return TrainStep(parallel_model, recipe_of(train), optimizer, train, torch.device("cpu"), **options)
 
 
 def losses(step: TrainStep, batch: Batch) -> Tensor:
