@@ -709,6 +709,14 @@ class PreserveConfig(_Section):
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
 
 
+class MaskConfig(_Section):
+    """Learn the masked part of each picture: the snapshot has masks (`data.pictures`), one value a latent cell."""
+
+    outside: Share = 0.0
+    """Weight of the cells whose mask is 0; the weight of a cell is outside + (1 - outside) mask. A sample's loss is its
+    weighted mean, so that it does not depend on the masked area."""
+
+
 class ParallelConfig(_Section):
     """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
     launch."""
@@ -893,6 +901,8 @@ class TrainConfig(_Section):
     """Train a ControlNet and freeze the model; null: none, {}: with its defaults."""
     preserve: PreserveConfig | None = None
     """On a share of the samples, learn the prediction of the base; with `adapter`. null: not, {}: with its defaults."""
+    mask: MaskConfig | None = None
+    """Weight the loss by the masks of the snapshot; null: not, {}: with its defaults."""
     ema: EmaConfig | None = None
     """EMA weights, a moving average; null: none, {}: with its defaults."""
     validation: ValidationConfig | None = None

@@ -18,16 +18,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipeline.config import FlowConfig, ParallelConfig
+from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.models.sana_stage import SanaStage
 from pipeline.parallel import pipeline_parallel
-from pipeline.parallel.microbatch import Microbatch
-from pipeline.training.recipes import StepLoss
-from pipeline.training.recipes.flow import Flow
 from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
@@ -299,13 +296,6 @@ def test_parameters_stay_gathered_in_a_pipeline() -> None:
     assert ParallelConfig().reshards(2) and not ParallelConfig(pp_size=2).reshards(2)
     assert not ParallelConfig().reshards(1) and ParallelConfig(offload="all").reshards(1)
     assert ParallelConfig(pp_size=2, reshard_after_forward=True).reshards(1)
-
-
-def test_several_targets_are_refused(one_of_many: Any) -> None:
-    pipeline = first_of_two(one_of_many)
-    several = [Microbatch(inputs(), dict.fromkeys(("flow", "other"), inputs()["latents"]))]
-    with pytest.raises(ValueError, match="flow, other"):
-        pipeline.forward_backward(several, StepLoss(Flow(FlowConfig())), 2)
 
 
 def test_one_schedule_per_shape_and_no_more_than_a_few(one_of_many: Any) -> None:

@@ -70,13 +70,23 @@ class FlowMatching:
         """The target of the prediction, noise - latents, float32."""
         return noise.float() - latents.float()
 
-    def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
+    def loss(self, prediction: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mean squared error of each sample, (B,) float32. Samples of one batch share a shape, so their mean over
         the global batch is the mean over all elements.
+
+        Args:
+            weights: (B, 1, h, w) float32, not negative: of each cell, for all channels. The mean of a sample is then
+                sum(w e) / sum(w), so that its level does not depend on the area of the weights; 0 if all are 0.
 
         Raises:
             ValueError: shapes differ (broadcasting would hide it).
         """
         if prediction.shape != target.shape:
             raise ValueError(f"prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape")
-        return (prediction.float() - target.float()).square().flatten(1).mean(1)
+        errors = (prediction.float() - target.float()).square()
+        if weights is None:
+            return errors.flatten(1).mean(1)
+        if weights.shape != (len(target), 1, *target.shape[2:]):
+            raise ValueError(f"weights {tuple(weights.shape)} are not those of cells of {tuple(target.shape)}")
+        total = weights.sum((1, 2, 3)) * target.shape[1]
+        return (errors * weights).sum((1, 2, 3)) / total.where(total > 0, 1)

@@ -161,34 +161,33 @@ class Pipeline:
         """Accumulate the gradient of sum(losses[0]) / samples over all microbatches in this process's stages.
 
         Args:
-            microbatches, loss: as in `ParallelModel.forward_backward`, of one shape (see `check`) and with one target;
-                the same on every process.
+            microbatches, loss: as in `ParallelModel.forward_backward`, of one shape (see `check`); the same on every
+                process.
 
         Returns:
             The losses of each microbatch, detached, on every process.
         """
-        inputs, named, _ = zip(*microbatches, strict=True)
-        name = _only_name(named[0])
-        targets = [each[name] for each in named]
+        given = list(microbatches)
+        inputs = [each.inputs for each in given]
         args, kwargs = self._stage.split({key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
         per_microbatch: list[Tensor] = []
 
-        def scaled_loss(prediction: Tensor, target: Tensor) -> Tensor:
-            losses = loss(Outputs(prediction, {}, {}), {name: target})
+        def scaled_loss(prediction: Tensor, _: Tensor) -> Tensor:  # in the order of the microbatches
+            losses = loss(Outputs(prediction, {}, {}), given[len(per_microbatch)].targets)
             per_microbatch.append(losses.detach())
             return losses[0].sum() / samples
 
         self._loss = scaled_loss
         schedule = self.schedule_for(len(inputs), inputs[0])
         first = args if 0 in self.numbers else ()
-        target = torch.cat(targets) if self.total - 1 in self.numbers else None
+        target = torch.empty(len(given)) if self.total - 1 in self.numbers else None  # torch wants one tensor
         schedule.step(*first, target=target, return_outputs=False, **kwargs)
         self._loss = None
-        sizes = [len(target) for target in targets]
+        sizes, device = [each.samples for each in given], _device(inputs[0])
         if per_microbatch:
             losses = torch.cat(per_microbatch, dim=1)
         else:
-            losses = targets[0].new_empty(loss.rows, sum(sizes), dtype=torch.float32)
+            losses = torch.empty(loss.rows, sum(sizes), dtype=torch.float32, device=device)
         dist.broadcast(losses, group=self.group, group_src=self.last)
         return list(losses.split(sizes, dim=1))
 
@@ -199,11 +198,10 @@ class Pipeline:
         Every process runs its stages in the order of (microbatch, stage), so that no two wait for each other.
         """
         results = []
-        for inputs, targets, _ in microbatches:
-            output = self._forward(inputs)
-            target = targets[_only_name(targets)]
-            unknown = torch.empty(loss.rows, len(target), dtype=torch.float32, device=target.device)
-            results.append(unknown if output is None else loss(Outputs(output, {}, {}), targets))
+        for each in microbatches:
+            output, device = self._forward(each.inputs), _device(each.inputs)
+            unknown = torch.empty(loss.rows, each.samples, dtype=torch.float32, device=device)
+            results.append(unknown if output is None else loss(Outputs(output, {}, {}), each.targets))
         joined = torch.cat(results, dim=1)
         dist.broadcast(joined, group=self.group, group_src=self.last)
         return list(joined.split([losses.shape[1] for losses in results], dim=1))
@@ -267,13 +265,6 @@ class Pipeline:
         takes_list = self.schedule == "interleaved_1f1b"
         given = stages if takes_list else stages[0]
         return schedule(given, count, loss_fn=lambda *tensors: self._loss(*tensors), scale_grads=False)
-
-
-def _only_name(targets: Mapping[str, Tensor]) -> str:
-    """torch's schedules pass one target on."""
-    if len(targets) != 1:
-        raise ValueError(f"a pipeline takes one target, not {', '.join(targets)}")
-    return next(iter(targets))
 
 
 def _device(inputs: Inputs) -> torch.device:

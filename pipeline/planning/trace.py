@@ -171,7 +171,7 @@ def trace(
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
         recorder = Recorder(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
         with recorder:
-            plain = train.model_copy(update={"preserve": None})  # the base's pass saves nothing
+            plain = train.model_copy(update={"preserve": None, "mask": None})  # neither saves a tensor of a block
             trainable = Trainable(architecture, recipe_of(plain), adapter_of(train, architecture, start=False))
 
             def placed(model: ParallelModel) -> None:

@@ -89,8 +89,10 @@ class _Joined:
 def recipe_of(train: TrainConfig, prompts: Sequence[Tensor] = ()) -> Recipe:
     """The recipe of a configuration. prompts: text rows of `train.preserve.prompt`."""
     if train.controlnet is not None:
-        return Controlled(train.flow, train.controlnet.control_drop)
-    return Flow(train.flow) if train.preserve is None else Preserving(train.flow, train.preserve, prompts)
+        return Controlled(train.flow, train.controlnet.control_drop, train.mask)
+    if train.preserve is not None:
+        return Preserving(train.flow, train.preserve, prompts, train.mask)
+    return Flow(train.flow, train.mask)
 
 
 def assemble(

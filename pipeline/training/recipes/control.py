@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.config import FlowConfig
+from pipeline.config import FlowConfig, MaskConfig
 from pipeline.loader.loader import Batch
 from pipeline.parallel.microbatch import Microbatch
 from pipeline.training.recipes import ToDevice, visit_chosen
@@ -24,8 +24,8 @@ class Controlled(Flow):
     pictures = ("control",)
     contrast = "shuffled_control"
 
-    def __init__(self, flow: FlowConfig, drop: float = 0.0):
-        super().__init__(flow)
+    def __init__(self, flow: FlowConfig, drop: float = 0.0, mask: MaskConfig | None = None):
+        super().__init__(flow, mask)
         self.drop = drop
 
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:

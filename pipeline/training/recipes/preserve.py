@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import FlowConfig, PreserveConfig
+from pipeline.config import FlowConfig, MaskConfig, PreserveConfig
 from pipeline.loader.loader import Batch
 from pipeline.parallel.microbatch import REFERENCE, Microbatch, Outputs
 from pipeline.training.recipes import ToDevice, visit_chosen, visit_hashes
@@ -27,10 +27,17 @@ _PRESERVED, _ROWS = "preserved", "rows"
 
 class Preserving(Flow):
     """The flow, and on a share of the samples the base's prediction. A validation measures the flow of all samples.
-    prompts: (n, D) text rows of each of `train.preserve.prompt`; none: samples keep their captions."""
+    prompts: (n, D) text rows of each of `train.preserve.prompt`; none: samples keep their captions. mask: of the flow
+    alone; the base's prediction is preserved in all cells."""
 
-    def __init__(self, flow: FlowConfig, preserve: PreserveConfig, prompts: Sequence[Tensor] = ()):
-        super().__init__(flow)
+    def __init__(
+        self,
+        flow: FlowConfig,
+        preserve: PreserveConfig,
+        prompts: Sequence[Tensor] = (),
+        mask: MaskConfig | None = None,
+    ):
+        super().__init__(flow, mask)
         self.share, self.prompts = preserve.share, prompts
         self.parts: Mapping[str, float] = {"flow": 1.0, "preserve": preserve.weight}
 

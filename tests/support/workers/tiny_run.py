@@ -21,8 +21,8 @@ from pipeline.parallel.mesh import Layout
 from pipeline.parallel.microbatch import Outputs
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training import optimizers
+from pipeline.training.assemble import recipe_of
 from pipeline.training.optimizers import in_backward
-from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
 from pipeline.training.task import DrawnPrompts, TrainingTask
 
@@ -88,15 +88,18 @@ def global_batch(step: int, seed: int = 0, *, logit: float | None = None) -> Bat
     mask = torch.arange(rows)[None] < lengths[:, None]
     captions = normal(GLOBAL_BATCH, rows, TEXT_WIDTH) * mask[..., None]
     times, shape = normal(GLOBAL_BATCH), (GLOBAL_BATCH, CHANNELS, height, width)
+    latents, noise, control = (normal(*shape) for _ in range(3))
+    masks = normal(GLOBAL_BATCH, 1, height, width).clamp(0, 1)
+    masks[1] = 0
     return Batch(
-        latents=normal(*shape).bfloat16(),
+        latents=latents.bfloat16(),
         captions=captions.bfloat16(),
         mask=mask,
-        noise=normal(*shape),
+        noise=noise,
         logit=times if logit is None else torch.full_like(times, logit) + 0.2 * times,
         sample_ids=tuple(step * 1000 + i for i in range(GLOBAL_BATCH)),
         bucket=(height * 8, width * 8),
-        pictures={"control": normal(*shape).bfloat16()},
+        pictures={"control": control.bfloat16(), "mask": masks},
     )
 
 
@@ -233,7 +236,7 @@ def train_step(
     """A step on the CPU. Without an optimizer it only records the gradients."""
     parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
     optimizer = optimizer or Recorder(parallel_model.module)
-    return TrainStep(parallel_model, Flow(train.flow), optimizer, train, torch.device("cpu"), **options)
+    return TrainStep(parallel_model, recipe_of(train), optimizer, train, torch.device("cpu"), **options)
 
 
 def losses(step: TrainStep, batch: Batch) -> Tensor:

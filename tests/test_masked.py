@@ -1,0 +1,141 @@
+"""Masked training: what the mask leaves out reaches no gradient, and a sample's loss does not depend on its area."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import FlowConfig, MaskConfig, PreserveConfig
+from pipeline.errors import ConfigError
+from pipeline.launch import Launch
+from pipeline.models.objective import FlowMatching
+from pipeline.parallel.microbatch import Outputs
+from pipeline.training import metrics
+from pipeline.training.assemble import recipe_of
+from pipeline.training.recipes import visit_chosen
+from pipeline.training.recipes.preserve import Preserving
+from pipeline.training.trainer import fit
+from tests.support.launched import results_by_case
+from tests.support.workers import masked, tiny_run
+
+SHAPE = (3, 4, 6, 8)
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def values(seed: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def half() -> torch.Tensor:
+    """The left half of each sample; of the last one nothing."""
+    mask = torch.zeros(3, 1, 6, 8)
+    mask[:2, :, :, :4] = 1
+    return mask
+
+
+def test_masked_cells_have_no_gradient_and_do_not_change_the_loss() -> None:
+    flow, target, mask = FlowMatching(FlowConfig()), values(1), half()
+    prediction = values(0).requires_grad_()
+    loss = flow.loss(prediction, target, mask)
+    loss.sum().backward()
+    assert prediction.grad is not None
+    assert torch.equal(prediction.grad != 0, (mask > 0).expand(SHAPE)), "also none of the sample without a mask"
+    expected = flow.loss(prediction[:2, :, :, :4], target[:2, :, :, :4])
+    torch.testing.assert_close(loss, torch.cat([expected, torch.zeros(1)]))
+    other = torch.where(mask > 0, prediction.detach(), 1e10)
+    assert torch.equal(flow.loss(other, target, mask), loss)
+
+
+def test_the_level_of_the_loss_does_not_depend_on_the_area() -> None:
+    flow, mask = FlowMatching(FlowConfig()), half()
+    prediction, target = torch.full(SHAPE, 2.0), torch.zeros(SHAPE)
+    assert flow.loss(prediction, target, 0.3 * mask)[:2].tolist() == pytest.approx([4, 4])
+    torch.testing.assert_close(flow.loss(values(0), values(1), torch.ones(3, 1, 6, 8)), flow.loss(values(0), values(1)))
+    with pytest.raises(ValueError, match="cells"):
+        flow.loss(prediction, target, torch.ones(3, 1, 8, 6))
+
+
+@pytest.mark.parametrize("outside", [0.0, 0.25, 1.0])
+def test_cells_outside_have_the_weight_that_is_asked_for(outside: float) -> None:
+    given = tiny_run.config(mask={"outside": outside}).train
+    recipe, batch = recipe_of(given), tiny_run.global_batch(0)
+    prediction = torch.zeros_like(batch.noise)
+    for level in (None, 0.5):
+        losses = recipe.losses(Outputs(prediction, {}, {}), recipe.prepare(batch, same, torch.float32, level).targets)
+        errors = (batch.noise - batch.latents.float()).square().mean(1, keepdim=True).double()
+        weights = outside + (1 - outside) * batch.pictures["mask"].double()
+        expected = (errors * weights).sum((1, 2, 3)) / weights.sum((1, 2, 3))
+        torch.testing.assert_close(losses["flow"].double(), expected.nan_to_num(0), rtol=1e-6, atol=0)
+    assert recipe.pictures == ("mask",) and recipe_of(tiny_run.config().train).pictures == ()
+
+
+def test_preservation_is_of_all_cells() -> None:
+    recipe = Preserving(FlowConfig(), PreserveConfig(share=0.5), mask=MaskConfig())
+    batch = tiny_run.global_batch(0)
+    chosen = visit_chosen(batch, "preserve", 0.5)
+    targets = dict(recipe.prepare(batch, same, torch.float32).targets)
+    targets["reference"] = torch.zeros_like(batch.noise)[chosen]
+    prediction = torch.zeros_like(batch.noise).requires_grad_()
+    with torch.no_grad():
+        prediction += 1
+    losses = recipe.losses(Outputs(prediction, {}, {}), targets)
+    (losses["flow"] + losses["preserve"]).sum().backward()
+    assert prediction.grad is not None
+    learned = (batch.pictures["mask"] > 0) | chosen[:, None, None, None]
+    assert torch.equal(prediction.grad != 0, learned.expand_as(prediction))
+
+
+def run(folder: Path, masks: torch.Tensor | None = None, **train: Any) -> dict[Any, list[dict[str, Any]]]:
+    """The events of a run; masks: in place of those of the batches."""
+
+    def touch(step: int) -> Any:
+        batch = tiny_run.global_batch(step)
+        return batch if masks is None else replace(batch, pictures={"mask": masks.expand_as(batch.pictures["mask"])})
+
+    usual = {"steps": 3, "mask": {}, "validation": {"every": 3}}
+    given = tiny_run.config(folder, **{**usual, **train})
+    fit(given, tiny_run.task(given, touch=touch), Launch(), log=lambda line: None)
+    return metrics.read_events(folder / "metrics.jsonl")
+
+
+def test_a_run_is_masked_also_with_an_adapter_and_in_its_validation(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", mask=None)
+    ones = run(tmp_path / "ones", torch.ones(1))
+    masked_run = run(tmp_path / "masked", adapter={"rank": 2})
+    in_pieces = run(tmp_path / "pieces", adapter={"rank": 2}, microbatch=3)
+
+    def losses(events: Any) -> list[float]:
+        return [row["loss"] for row in events[None]]
+
+    assert losses(ones) == pytest.approx(losses(plain), rel=1e-5)
+    assert losses(in_pieces) == pytest.approx(losses(masked_run), rel=1e-5)
+    assert losses(masked_run)[0] != pytest.approx(losses(plain)[0], rel=1e-3)
+    first = [events["validation"][0]["loss"] for events in (plain, masked_run)]
+    assert first[0] != pytest.approx(first[1], rel=1e-3)
+
+
+def test_nothing_is_learned_from_empty_masks(tmp_path: Path) -> None:
+    rows = run(tmp_path, torch.zeros(1))[None]
+    assert [(row["loss"], row["grad_norm"]) for row in rows] == [(0, 0)] * 3
+
+
+def test_a_snapshot_without_masks_is_refused(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
+    import stages.train
+
+    options = ["train.device=cpu", "train.steps=1", "train.compile=none", "train.mask={}"]
+    with pytest.raises(ConfigError, match="has no mask records"):
+        stages.train.run(make_config(tmp_path, f"cache={small_cache}", *options), log=lambda line: None)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_every_strategy_gives_what_one_process_gives(tmp_path: Path) -> None:
+    for name, row in results_by_case(masked, tmp_path).items():
+        assert row["loss"] <= 2e-6 and row["norm"] <= 2e-6 and row["gradient"] <= 2e-6, name
