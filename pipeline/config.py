@@ -681,7 +681,7 @@ class AdapterConfig(_Section):
 
 class ControlNetConfig(_Section):
     """Train a ControlNet, a copy of the model's first blocks that reads a control picture, beside the frozen model (see
-    docs/controlnet.md). Its samples have `control` records (`data.pictures`)."""
+    docs/guides/controlnet.md). Its samples have `control` records (`data.pictures`)."""
 
     layers: Positive | None = None
     """Blocks that are copied, fewer than the model has; null: 7, or as many as a smaller model allows."""

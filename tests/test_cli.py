@@ -309,10 +309,10 @@ def test_prompts_are_drawn_instead_of_captions(stage: Callable[..., Calls]) -> N
     assert end(*words, "--ema", "--width", "512", "--set", "text.mode=exact", "--set", "sample.seed=3") == 0
     ((config, checkpoint, prompts, out), options) = calls[0]
     assert (checkpoint, prompts, out) == ("auto", ("a cat", "a dog"), Path("samples"))
-    assert (
-        options == {"ema": True, "height": None, "width": 512, "scale": None, "base": True}
-        and config.text.mode == "exact"
-    )
+    shared = {"ema": True, "height": None, "width": 512, "scale": None, "base": True}
+    assert options == {**shared, "control": None} and config.text.mode == "exact"
+    assert end(*words, "--control", "edges.png") == 0 and calls.pop()[1]["control"] == Path("edges.png")
+    assert end("sample", "--control", "edges.png") == 2
     assert end(*words, "--count", "2") == 2 and end(*words, "--snapshot", "x") == 2
     assert end("sample", "--width", "512") == 2 and end(*words, "--watch", "run") == 2 and len(calls) == 1
 
