@@ -317,7 +317,7 @@ def test_a_damaged_shard_is_replaced_by_a_writer_of_the_same_content(tmp_path: P
     path = cache.files.path(layout.Paths.shard(LATENT.name, name))
     path.write_bytes(b"rot" + path.read_bytes()[3:])
     write(tmp_path / "c")
-    assert cache.files.content(layout.Paths.shard(LATENT.name, name), name)
+    assert cache.files.mapped(layout.Paths.shard(LATENT.name, name), name)
     read_all(cache, name, table)
 
 
@@ -480,7 +480,7 @@ def test_a_merged_table_is_that_of_the_units_one_after_the_other(
     done = [commit_unit(cache, 0, unit, first, count) for unit, first, count in (("aa", 0, 3), ("bb", 3, 1))]
     done = [*done, index.Commit("cc", None, 0, 0, None, (), {}), commit_unit(cache, 0, "dd", 4, 5)]
     tables = [
-        cache.files.content(layout.Paths.table(one.table, "arrow"), one.table) for one in done if one.table is not None
+        cache.files.mapped(layout.Paths.table(one.table, "arrow"), one.table) for one in done if one.table is not None
     ]
     shards = [[one.shard] * one.records for one in done if one.shard is not None]
     parts = [
@@ -495,7 +495,7 @@ def test_a_merged_table_is_that_of_the_units_one_after_the_other(
     assert arrow.combined(whole).equals(whole) and pa.total_allocated_bytes() == before, "no copy is made to write it"
     assert (str(tmp_path) in Path("/proc/self/maps").read_text()) == lowered
     digest, rows = index.merged(cache.files, LATENT.name, done)
-    assert (cache.files.content(layout.Paths.table(digest, "arrow"), digest), rows) == (expected, 9)
+    assert (cache.files.mapped(layout.Paths.table(digest, "arrow"), digest), rows) == (expected, 9)
     assert not list((tmp_path / "c" / "tmp").iterdir())
 
 

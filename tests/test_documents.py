@@ -409,7 +409,7 @@ def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:
     recipe = tiny.recipes("text")[0].name
     name = tiny.files.document(Paths.segment(recipe, 0))["table"]
     (tiny.root / Paths.table(name, "arrow")).unlink()
-    assert repair.repair_table(tiny, recipe, 0, name) and tiny.files.content(Paths.table(name, "arrow"), name)
+    assert repair.repair_table(tiny, recipe, 0, name) and tiny.files.mapped(Paths.table(name, "arrow"), name)
     assert not repair.repair_table(tiny, recipe, 0, "0" * 32)
 
 

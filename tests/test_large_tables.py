@@ -119,7 +119,8 @@ def test_row_groups_are_those_of_earlier_versions_however_a_table_is_cut(tmp_pat
     count = arrow.GROUP_ROWS + 5000
     whole = pa.table({"a": np.arange(count) % 1000, "b": pa.array(np.arange(count) % 77).cast(pa.string())})
     pq.write_table(whole, tmp_path / "plain", compression="zstd", write_page_checksum=True)
-    arrow.write_parquet(pa.concat_tables(whole.slice(at, 70_001) for at in range(0, count, 70_001)), tmp_path / "cut")
+    with open(tmp_path / "cut", "x+b") as cut:
+        arrow.write_parquet(pa.concat_tables(whole.slice(at, 70_001) for at in range(0, count, 70_001)), cut)
     with open(tmp_path / "plain", "r+b") as plain:
         arrow.fix_writer(plain)
     assert (tmp_path / "cut").read_bytes() == (tmp_path / "plain").read_bytes()

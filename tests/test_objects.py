@@ -120,7 +120,7 @@ def test_both_stores_answer_alike(
     digest = files.put_content(b"content", "tables", "npy")
     name = layout.Paths.table(digest, "npy")
     assert files.digest(name) == digest == layout.content_digest(b"content")
-    assert files.content(name, digest) == b"content" == bytes(files.open(name).map())
+    assert files.mapped(name, digest) == b"content" == bytes(files.open(name).map())
     with pytest.raises(FileNotFoundError):
         files.open(layout.Paths.table("0" * 32, "npy"))
     handle, view = files.open(name), bytearray(4)

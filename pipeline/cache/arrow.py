@@ -14,11 +14,9 @@ pictures 23 MB beyond the start instead of 10 (buffers / 16), at the same speed.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO, overload
 
 import numpy as np
@@ -175,20 +173,8 @@ GROUP_ROWS = 1 << 20
 """Rows of a row group in a Parquet file."""
 
 
-def write_parquet(table: pa.Table, path: Path) -> None:
-    """Write the bytes of `parquet_bytes` to a new file; a row group of a large table is in memory at a time."""
-    with open(path, "x+b") as sink:
-        _write_parquet(table, sink)
-
-
-def parquet_bytes(table: pa.Table) -> bytes:
-    """A table as a Parquet file, equal for every supported version of pyarrow."""
-    sink = io.BytesIO()
-    _write_parquet(table, sink)
-    return sink.getvalue()
-
-
-def _write_parquet(table: pa.Table, sink: BinaryIO) -> None:
+def write_parquet(table: pa.Table, sink: BinaryIO) -> None:
+    """Write a table as a Parquet file, equal for every supported version of pyarrow. sink: empty, also readable."""
     with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as file:
         for piece in pieces(table):  # larger columns of text in one row group could not be read
             for start in range(0, max(1, piece.num_rows), GROUP_ROWS):

@@ -305,9 +305,7 @@ def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
     Raises:
         IntegrityError: the table is missing or damaged.
     """
-    assert commit.table is not None
-    name = Paths.table(commit.table, "arrow")
-    return shard.from_ipc(cache.files.content(name, commit.table), name).to_pylist()
+    return index.record_table(cache.files, commit).to_pylist()
 
 
 def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:

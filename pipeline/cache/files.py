@@ -7,6 +7,7 @@ Names are relative to the cache, with forward slashes.
 
 from __future__ import annotations
 
+import io
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 from weakref import WeakSet
 
 import pyarrow as pa
@@ -291,6 +292,24 @@ class Files:
                 self.publish_content(path, name, digest)
         return digest
 
+    def put_table(self, write: Callable[[BinaryIO], None], size: int, suffix: str, twice: bool = False) -> str:
+        """`put_content` of what `write` writes, into `tables/`; a large table passes through a temporary file.
+
+        Args:
+            size: about its bytes.
+        """
+        if size <= scratches.LIMIT:
+            sink = io.BytesIO()
+            write(sink)
+            return self.put_content(sink.getvalue(), "tables", suffix, twice)
+        with self.temporary() as path:
+            with cache_errors(path), open(path, "x+b") as file:
+                write(file)
+            digest = self.put_content_file(path, suffix)
+        if twice:
+            self.duplicate(Paths.table(digest, suffix))
+        return digest
+
     def put_content_file(self, path: Path, suffix: str) -> str:
         """`put_content` of a written file into `tables/`, which need not fit into memory. Publishes no copy."""
         digest = file_digest(path)  # of what was written; `publish_content` compares what is on the disk
@@ -441,19 +460,18 @@ class Files:
             raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
         return body
 
-    def content(self, name: str, digest: str) -> bytes:
-        """The bytes of a content-addressed file, checked."""
-        data = self.read(name)
-        actual = layout.content_digest(data)
-        if actual != digest:
-            raise self._altered(name, digest, actual)
-        return data
+    def mapped(self, name: str, digest: str, *, mirrored: bool = False) -> pa.Buffer:
+        """The bytes of a content-addressed file, checked; a large file is mapped into memory.
 
-    def mapped(self, name: str, digest: str) -> pa.Buffer:
-        """The bytes of a content-addressed file, checked; a large file is mapped into memory. Raises as `content`."""
+        Args:
+            mirrored: the mirror keeps a copy, for the other processes of this machine.
+
+        Raises:
+            IntegrityError: it is missing or damaged.
+        """
 
         def read() -> tuple[str, pa.Buffer]:
-            handle = self._whole(name)
+            handle = self.open(name) if mirrored else self._whole(name)
             if handle.size > scratches.LIMIT:
                 return local_files.digest_of(handle), handle.map()
             with handle.file() as file:
@@ -468,12 +486,9 @@ class Files:
             raise_if_of_machine(error, self.where(name))
             raise IntegrityError(f"{self.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
         if actual != digest:
-            raise self._altered(name, digest, actual)
+            what = f"{self.where(name)}: its bytes do not match its name"
+            raise IntegrityError(what, expected=digest, found=actual, fix=layout.REPAIR)
         return data
-
-    def _altered(self, name: str, digest: str, actual: str) -> IntegrityError:
-        what = f"{self.where(name)}: its bytes do not match its name"
-        return IntegrityError(what, expected=digest, found=actual, fix=layout.REPAIR)
 
     @property
     def scratch(self) -> scratches.Scratch:

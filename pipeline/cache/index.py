@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -27,7 +27,6 @@ from pipeline.cache.arrow import Texts
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import cache_errors
 from pipeline.cache.recipes import records_schema
 from pipeline.cache.shard import from_ipc, read_table, to_ipc, write_ipc
 from pipeline.cache.snapshot_lists import ENTRIES, EntryList, publish
@@ -211,10 +210,7 @@ def merge(files: Files, recipe: str, plan: int, units: Iterable[str]) -> bool:
 def merged(files: Files, recipe: str, done: Iterable[Commit]) -> tuple[str, int]:
     """Publish the merged record table of commits; returns its digest and its rows."""
     whole = whole_table(files, recipe, done)
-    with files.temporary() as path:
-        with cache_errors(path):
-            write_ipc(whole, path)
-        return files.put_content_file(path, "arrow"), whole.num_rows
+    return files.put_table(partial(write_ipc, whole), whole.nbytes, "arrow"), whole.num_rows
 
 
 def whole_table(files: Files, recipe: str, done: Iterable[Commit]) -> pa.Table:
@@ -255,19 +251,35 @@ def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) ->
         return from_ipc(data, files.where(name))
 
 
+def record_table(files: Files, commit: Commit) -> pa.Table:
+    """The table of a commit's records, of a recipe or a pack.
+
+    Raises:
+        IntegrityError: it is missing, damaged or another commit's.
+    """
+    assert commit.table is not None
+    name = Paths.table(commit.table, "arrow")
+    table = from_ipc(files.mapped(name, commit.table), files.where(name))
+    if table.num_rows != commit.records:
+        raise _not_of_commit(files, commit, f"{commit.records} records", table)
+    return table
+
+
 def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     assert commit.table is not None
     assert commit.shard is not None
-    kind, name = recipe.partition("-")[0], Paths.table(commit.table, "arrow")
+    kind = recipe.partition("-")[0]
     where = Paths.shard(recipe, commit.shard)
     table = _record_table(files, commit.table, lambda: read_table(files, where)[1])
     if table.schema != records_schema(kind) or table.num_rows != commit.records:
-        raise IntegrityError(
-            f"{files.where(name)}: is not the record table of unit {commit.unit}",
-            expected=f"{commit.records} {kind} records",
-            found=f"{table.num_rows} rows of {table.schema.names}",
-        )
+        raise _not_of_commit(files, commit, f"{commit.records} {kind} records", table)
     return table
+
+
+def _not_of_commit(files: Files, commit: Commit, expected: str, table: pa.Table) -> IntegrityError:
+    where = files.where(Paths.table(str(commit.table), "arrow"))
+    what = f"{where}: is not the record table of unit {commit.unit}"
+    return IntegrityError(what, expected=expected, found=f"{table.num_rows} rows of {table.schema.names}")
 
 
 def missing_shards(files: Files, folder: str, shards: Sequence[str], sizes: Sequence[int] | np.ndarray) -> np.ndarray:

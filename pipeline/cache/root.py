@@ -11,17 +11,17 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import copies, index, layout, scratch
-from pipeline.cache.arrow import parquet_batches, parquet_bytes, write_parquet
+from pipeline.cache import copies, index, layout
+from pipeline.cache.arrow import parquet_batches, write_parquet
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import cache_errors
 from pipeline.cache.recipes import Recipe, recipe_class
 from pipeline.cache.snapshot import Head, Snapshot, check_files
 from pipeline.cache.snapshot_lists import ENTRIES, EntryList, publish
@@ -251,14 +251,7 @@ class Cache:
         last = self._last_table
         if last is not None and table.equals(last[1]) and self.files.freshen(Paths.table(last[0], "parquet")):
             return last[0]  # an unchanged scan
-        if table.nbytes <= scratch.LIMIT:
-            return self.files.put_content(parquet_bytes(table), "tables", "parquet", twice=True)
-        with self.files.temporary() as path:
-            with cache_errors(path):
-                write_parquet(table, path)
-            digest = self.files.put_content_file(path, "parquet")
-        self.files.duplicate(Paths.table(digest, "parquet"))
-        return digest
+        return self.files.put_table(partial(write_parquet, table), table.nbytes, "parquet", twice=True)
 
     def table(self, digest: str, columns: list[str] | None = None) -> pa.Table:
         """A Parquet table by its digest; the rows of a large table are in a temporary file (see `Scratch`). The last
@@ -335,16 +328,6 @@ class Cache:
         except IntegrityError:  # a source with a damaged table can be forgotten, too
             empty = pa.table({name: pa.array([], pa.string()) for name in ("item", "reject")})
         self.add_scan(source, {**last, "table": self.put_table(empty), FORGOTTEN: True})
-
-    def forgotten_scans(self) -> set[str]:
-        """Names of the scan documents before a source was forgotten; files that only they refer to are not needed."""
-        forgotten: set[str] = set()
-        for source in self.sources():
-            names = [Paths.numbered(Paths.scans(source), number) for number in self.files.numbers(Paths.scans(source))]
-            for at, name in enumerate(names):
-                if self.files.document(name).get(FORGOTTEN):
-                    forgotten |= set(names[:at])
-        return forgotten
 
     # ------------------------------------------------------------ plans
 

@@ -26,8 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import pyarrow as pa
@@ -69,15 +68,14 @@ def npy_header(shape: tuple[int, ...], descr: str = "<u2") -> bytes:
 
 def to_ipc(table: pa.Table) -> bytes:
     """A table as an uncompressed Arrow IPC file with one record batch (more if a column is too large for one)."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(combined(table))
-    return sink.getvalue().to_pybytes()
+    sink = io.BytesIO()
+    write_ipc(table, sink)
+    return sink.getvalue()
 
 
-def write_ipc(table: pa.Table, path: Path) -> None:
-    """Write the bytes of `to_ipc` to a new file, without a copy in memory of a table in one piece."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+def write_ipc(table: pa.Table, sink: BinaryIO) -> None:
+    """Write the bytes of `to_ipc`, without a copy in memory of a table in one piece."""
+    with pa.ipc.new_file(pa.PythonFile(sink, "w"), table.schema) as writer:
         writer.write_table(combined(table))
 
 
@@ -564,11 +562,6 @@ class ShardReader:
             return os.preadv(handle.descriptor, views, offset)
         except OSError:
             return -1
-
-    @property
-    def open_shards(self) -> int:
-        """How many shards are open."""
-        return len(self._open)
 
     def _handle(self, shard: str) -> Handle:
         handle = self._open.get(shard)

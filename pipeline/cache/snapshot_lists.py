@@ -10,18 +10,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import layout, scratch
+from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.files import Files
 from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import Handle, cache_errors, digest_of, raise_if_of_machine
 from pipeline.cache.shard import to_ipc, write_ipc
 from pipeline.errors import CacheError, IntegrityError
 
@@ -181,13 +180,13 @@ class TableList(Sequence[T]):
         assert self._files is not None, "a list of a head that was not read from a cache"
         files, name = self._files, Paths.table(self.entry.table, "arrow")
         try:
-            handle = self._opened(files, name)
+            data = files.mapped(name, self.entry.table, mirrored=True)
         except IntegrityError as error:
             try:
-                handle = self._opened(files, Paths.copy(name))
+                data = files.mapped(Paths.copy(name), self.entry.table, mirrored=True)
             except IntegrityError:
                 raise error from None
-        table = ipc_table(handle.map())
+        table = ipc_table(data)
         if table.schema != self.schema or table.num_rows != self.entry.count:
             raise IntegrityError(
                 f"{files.where(name)}: is another table than the list of its document",
@@ -205,25 +204,6 @@ class TableList(Sequence[T]):
             array = self.table.column(kind.name).chunk(0) if len(self) else pa.array([], kind.type)
             columns[kind.name] = fixed(array) if kind.type == _KEY else array.to_numpy()
         return columns
-
-    def _opened(self, files: Files, name: str) -> Handle:
-        """The table's file or its copy, checked."""
-        try:
-            handle = files.open(name)
-            actual = files.when_reachable(lambda: digest_of(handle))
-        except FileNotFoundError:
-            raise IntegrityError(f"{files.where(name)}: the list of a document is missing", fix=layout.REPAIR) from None
-        except OSError as error:
-            raise_if_of_machine(error, files.where(name))
-            raise IntegrityError(f"{files.where(name)}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
-        if actual != self.entry.table:
-            raise IntegrityError(
-                f"{files.where(name)}: the list of a document does not match its name",
-                expected=self.entry.table,
-                found=actual,
-                fix=layout.REPAIR,
-            )
-        return handle
 
 
 class EntryList(TableList[T]):
@@ -249,13 +229,7 @@ class EntryList(TableList[T]):
 
 def publish(files: Files, table: pa.Table) -> ListTable:
     """Publish the table of a list and its copy; returns what a document says of it."""
-    if table.nbytes <= scratch.LIMIT:
-        return ListTable(files.put_content(to_ipc(table), "tables", "arrow", twice=True), len(table))
-    with files.temporary() as path:
-        with cache_errors(path):
-            write_ipc(table, path)
-        digest = files.put_content_file(path, "arrow")
-    files.duplicate(Paths.table(digest, "arrow"))
+    digest = files.put_table(partial(write_ipc, table), table.nbytes, "arrow", twice=True)
     return ListTable(digest, len(table))
 
 

@@ -121,7 +121,7 @@ class Fragments:
             return None
         try:
             table = f"{Paths.fragments(self.source)}/{body['table']}.arrow"
-            content = shard.from_ipc(files.content(table, body["table"]), table)
+            content = shard.from_ipc(files.mapped(table, body["table"]), table)
             return Rows(content, Kinds(**body["ignored"]), tuple(body["columns"]))
         except IntegrityError:  # as above
             files.remove(Paths.fragment(self.source, fragment))

@@ -30,7 +30,7 @@ from pipeline.cache.codec import PLAIN
 from pipeline.cache.joint import JointWriter, Payload
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
-from pipeline.cache.shard import ShardReader, from_ipc
+from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,
     NAMES,
@@ -47,7 +47,7 @@ from pipeline.cache.snapshot import (
     samples_schema,
     write_chunk,
 )
-from pipeline.errors import CacheError, IntegrityError, UserError
+from pipeline.errors import CacheError, UserError
 from pipeline.loader.schedule import permute
 
 OVERHEAD = 1536
@@ -238,7 +238,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
     done = {commit.unit: commit for commit in index.commits(cache.files, plan.recipe, plan.number)}
     commits = [done[unit.unit] for unit in plan.units]
     shards = tuple(ShardFile(str(commit.shard), commit.bytes) for commit in commits)
-    null = _table(cache, commits[-1]).to_pylist()[0]
+    null = index.record_table(cache.files, commits[-1]).to_pylist()[0]
     length = null["length"] if snapshot.caption.storage != PLAIN else None
     head, blocks = snapshot.head, _blocks(cache, plan)
     return replace(
@@ -261,26 +261,13 @@ def _chunks(cache: Cache, snapshot: Snapshot, commits: list[index.Commit]) -> It
     waiting: list[tuple[pa.Table, pa.Table]] = []
     rows = 0
     for number, commit in enumerate(commits):
-        waiting.append(_placed(_table(cache, commit), number, schema))
+        waiting.append(_placed(index.record_table(cache.files, commit), number, schema))
         rows += waiting[-1][0].num_rows
         while rows >= CHUNK_ROWS or (rows and number == len(commits) - 1):
             samples, names = (pa.concat_tables(tables) for tables in zip(*waiting, strict=True))
             yield write_chunk(cache.files, samples.slice(0, CHUNK_ROWS), names.slice(0, CHUNK_ROWS))
             rows = max(0, rows - CHUNK_ROWS)
             waiting = [(samples.slice(CHUNK_ROWS), names.slice(CHUNK_ROWS))] if rows else []
-
-
-def _table(cache: Cache, commit: index.Commit) -> pa.Table:
-    assert commit.table is not None
-    name = Paths.table(commit.table, "arrow")
-    table = from_ipc(cache.files.content(name, commit.table), cache.files.where(name))
-    if table.num_rows != commit.records:
-        raise IntegrityError(
-            f"{cache.files.where(name)}: is not the record table of unit {commit.unit}",
-            expected=f"{commit.records} rows",
-            found=f"{table.num_rows} rows",
-        )
-    return table
 
 
 def _placed(table: pa.Table, shard: int, schema: pa.Schema) -> tuple[pa.Table, pa.Table]:
