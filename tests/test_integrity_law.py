@@ -439,6 +439,9 @@ def test_without_identity_swapped_records_would_be_silent(
 def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     copy: Path, monkeypatch: pytest.MonkeyPatch, guard: str
 ) -> None:
+    def unchecked(self: Files, name: str, digest: str, **given: object) -> pa.Buffer:
+        return pa.py_buffer(self.read(name))
+
     opened = Cache(copy).open_snapshot()
     if guard == "the chunk's digest":
         name = opened.head.chunks[0].samples
@@ -450,7 +453,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
         assert isinstance(shards, ShardTable)
         name = shards.entry.table
         path, old = copy / layout.Paths.table(name, "arrow"), bytes.fromhex(opened.sample(0).pictures["latent"].shard)
-        monkeypatch.setattr("pipeline.cache.snapshot_lists.digest_of", lambda handle: name)
+        monkeypatch.setattr(Files, "mapped", unchecked)
         reading = lambda: opened.head.parse(opened.head.values()).bound(Files(copy)).shard_names("latent")[:]  # noqa: E731
     elif guard == "the document's digest":
         path, old = copy / layout.Paths.segment(opened.recipe(LatentRecipe).name, 0), b'"records": 3'
@@ -459,7 +462,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     else:
         table = Cache(copy).files.document(layout.Paths.segment(opened.recipe(LatentRecipe).name, 0))["table"]
         path, old = copy / layout.Paths.table(table, "arrow"), opened.sample(0).pictures["latent"].key
-        monkeypatch.setattr(Files, "mapped", lambda self, name, digest: pa.py_buffer(self.read(name)))
+        monkeypatch.setattr(Files, "mapped", unchecked)
         reading = lambda: Cache(copy).index(opened.recipe(LatentRecipe).name).keys.tolist()  # noqa: E731
     tally = Tally(reading())
     data = path.read_bytes()
