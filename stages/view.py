@@ -14,6 +14,7 @@ from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
 from pipeline.reporting.source_pictures import SourcePictures
+from pipeline.signals.latent import LatentRecipe
 from pipeline.snapshots import near_samples
 
 
@@ -44,22 +45,24 @@ def run(
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
     row = sample_view.find(cache, opened, text)
-    values, latent = sample_view.describe(cache, opened, row)
+    values, records = sample_view.describe(cache, opened, row)
     if near:
         alike = near_samples.alike(opened, row, config.bucket.dedup_distance)
         names = {other: ": ".join(opened.source_item(other)) for other, _ in alike}
         values["near"] = [{"row": other, "item": names[other], "bits": bits} for other, bits in alike]
     photos = SourcePictures(config, cache)
     values["readable"] = photos.data(values["source"], values["item"]) is not None
+    further = [(kind, _place(values[kind])) for kind in opened.pictures if kind != LatentRecipe.kind]
+    rows = [*_rows(values), *further]
     if out is not None:
         captions = [{"text": caption["text"], "note": _caption(caption)} for caption in values["captions"]]
-        images = sample_view.pictures(photos, values, latent)
+        images = sample_view.pictures(photos, values, records)
         title = f"{values['source']}: {values['item']}"
-        page.write(page.render("view.html", title=title, images=images, captions=captions, rows=_rows(values)), out)
+        page.write(page.render("view.html", title=title, images=images, captions=captions, rows=rows), out)
     if as_json:
         click.echo(json.dumps(values))
         return 0
-    for name, value in _rows(values):
+    for name, value in rows:
         click.echo(f"{name + ':':<10} {escaped(value)}")
     for other in values.get("near", ()):
         click.echo(f"{'near:':<10} {escaped(other['item'])} ({other['bits']} bits)")

@@ -23,6 +23,7 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 import stages.verify
+import stages.view
 from pipeline.cache import audit
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
@@ -33,6 +34,7 @@ from pipeline.images import decoding
 from pipeline.loader.loader import Loader
 from pipeline.models.encoders import LatentEncoder
 from pipeline.models.frozen import from_bits
+from pipeline.reporting import sample_view
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
 from tests.support.loading import loader_settings
@@ -449,3 +451,17 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
     data, _ = laid_out(samples, "parquet", tmp_path / "table")
     with pytest.raises(UserError, match="has no column 'edges'"):
         stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
+
+
+def test_view_shows_further_pictures(
+    made: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(make_config, made)
+    stages.view.run(config, "00.png", out=tmp_path / "page.html")
+    printed, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    assert "control: " in printed and "mask: " in printed
+    assert "control, its three main components" in page and "mask, from 0 to 1" in page
+    mask = from_bits(values(config, "mask")["00.png"]).float().numpy()
+    shown = np.asarray(sample_view.projected(mask))
+    scale = shown.shape[0] // mask.shape[1]
+    assert (shown[::scale, ::scale, 0] == np.round(mask[0] * 255)).all()

@@ -25,6 +25,7 @@ from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.images.decoding import cover_box
 from pipeline.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
+from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 
 HEX_DIGITS = 6
@@ -131,9 +132,9 @@ def _nearest(snapshot: Snapshot, text: str) -> list[str]:
 # ---------------------------------------------------------------- numbers
 
 
-def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any], np.ndarray]:
-    """Everything about a sample as JSON values, and its latent, (C, h, w) float32. `picture` is null where the scan is
-    gone.
+def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Everything about a sample as JSON values, and its records that are pictures by kind, the latent first: (C, h, w)
+    float32. `picture` is null where the scan is gone.
 
     Raises:
         IntegrityError: a record is damaged.
@@ -141,9 +142,13 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
     sample, files = snapshot.sample(row), snapshot.files
     bucket = snapshot.buckets[sample.bucket]
     source, item = snapshot.source_item(row)
-    bits, at = np.empty(snapshot.shape("latent", sample.bucket), np.uint16), sample.pictures["latent"]
-    snapshot.reader("latent").read(at.shard, at.offset, at.key, at.checksum, bits, at.length)
-    latent = (bits.astype(np.uint32) << 16).view(np.float32)
+    records = dict[str, np.ndarray]()
+    for kind, recipe in snapshot.pictures.items():
+        if recipe.axes == LatentRecipe.axes:
+            bits, at = np.empty(snapshot.shape(kind, sample.bucket), np.uint16), sample.pictures[kind]
+            snapshot.reader(kind).read(at.shard, at.offset, at.key, at.checksum, bits, at.length)
+            records[kind] = (bits.astype(np.uint32) << 16).view(np.float32)
+    latent = records[LatentRecipe.kind]
     texts = snapshot.captions(row, snapshot.reader("text"))
     longest, width = snapshot.recipe(TextRecipe).max_length, snapshot.recipe(TextRecipe).width
 
@@ -165,7 +170,7 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
         "bucket": {"height": bucket.height, "width": bucket.width, "batch": bucket.batch, "samples": bucket.samples},
         "picture": _picture(_scanned(cache, snapshot, source, item), (bucket.height, bucket.width)),
         "latent": {
-            **place("latent", at, bits.nbytes),
+            **place("latent", sample.pictures["latent"], latent.nbytes // 2),
             "shape": list(latent.shape),
             **{name: float(getattr(latent, name)(dtype=np.float64)) for name in ("mean", "std")},
             **{name: float(getattr(latent, name)()) for name in ("min", "max")},
@@ -188,7 +193,7 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
             for text, caption in zip(texts, sample.captions, strict=True)
         ],
     }
-    return values, latent
+    return values, records
 
 
 def _picture(row: dict[str, Any] | None, size: tuple[int, int]) -> dict[str, Any] | None:
@@ -211,8 +216,8 @@ def _picture(row: dict[str, Any] | None, size: tuple[int, int]) -> dict[str, Any
 # ---------------------------------------------------------------- pictures
 
 
-def pictures(photos: SourcePictures, values: dict[str, Any], latent: np.ndarray) -> list[Embedded]:
-    """The original with its crop, the crop as the VAE gets it, and the latent. values: of `describe`."""
+def pictures(photos: SourcePictures, values: dict[str, Any], records: dict[str, np.ndarray]) -> list[Embedded]:
+    """The original with its crop, the crop as the VAE gets it, and the records. values, records: of `describe`."""
     bucket, picture = values["bucket"], values["picture"]
     original = photos.thumbnail(values["source"], values["item"], LARGE)
     if original is not None and picture is not None:
@@ -224,13 +229,22 @@ def pictures(photos: SourcePictures, values: dict[str, Any], latent: np.ndarray)
     return [
         embedded(original, "original, with the crop as a frame", LARGE),
         embedded(cropped, f"crop at {bucket['height']}x{bucket['width']}", LARGE),
-        embedded(projected(latent), "latent, its three main components as red, green, blue", SIDE),
+        *(embedded(projected(record), _title(kind, record), SIDE) for kind, record in records.items()),
     ]
 
 
+def _title(kind: str, record: np.ndarray) -> str:
+    return f"{kind}, its three main components as red, green, blue" if len(record) > 1 else f"{kind}, from 0 to 1"
+
+
 def projected(latent: np.ndarray) -> Image.Image:
-    """A latent (C, h, w) as a picture: its first three principal components over the positions, scaled to 0..255."""
+    """A latent (C, h, w) as a picture: its first three principal components over the positions, scaled to 0..255; of
+    one channel the values themselves, from 0 to 1."""
     channels, height, width = latent.shape
+    scale = max(1, SIDE // max(height, width))
+    if channels == 1:
+        gray = Image.fromarray(np.round(np.clip(latent[0], 0, 1) * 255).astype(np.uint8)).convert("RGB")
+        return gray.resize((width * scale, height * scale), Image.Resampling.NEAREST)
     flat = latent.reshape(channels, -1).astype(np.float64)
     flat = flat - flat.mean(1, keepdims=True)
     directions, _, _ = np.linalg.svd(flat, full_matrices=False)
@@ -240,5 +254,4 @@ def projected(latent: np.ndarray) -> Image.Image:
     low, high = parts.min(1, keepdims=True), parts.max(1, keepdims=True)
     levels = np.divide(parts - low, high - low, out=np.zeros_like(parts), where=high > low)
     picture = Image.fromarray(np.round(levels * 255).astype(np.uint8).T.reshape(height, width, 3))
-    scale = max(1, SIDE // max(height, width))
     return picture.resize((width * scale, height * scale), Image.Resampling.NEAREST)
