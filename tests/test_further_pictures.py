@@ -289,6 +289,7 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
         (data / name).unlink()
     relaxed = [f"data.pictures.{kind}.required=false" for kind in ("control", "mask")]
     config = configured(make_config, copied, *SUFFIXES, *relaxed)
+    assert stages.encode.dry_run(config, str(data)) == 0
     done = stages.encode.run(config, str(data))
     assert done["rejects"] == done["left"] == done["images"] == 0 and done["controls"] == 1 and done["masks"] == 2
     stages.bucket.run(config)

@@ -119,8 +119,9 @@ class Wanted:
 
     @property
     def images(self) -> int:
-        """New pictures of the kind that has most: what is decoded for one kind serves the others, too."""
-        return max((each.new for each in self.pictures.values()), default=0)
+        """New pictures that are decoded: what is made beside others is made of their pixels."""
+        alone = sum(each.new for recipe, each in self.pictures.items() if not recipe.beside)
+        return max([alone, *(each.new for each in self.pictures.values())])
 
     @property
     def undecided(self) -> int:
@@ -430,7 +431,7 @@ def probe_images(
     places: list[Place],
     shape: Shape,
     config: Config,
-    recipe: PictureRecipe,
+    recipe: PictureSignal,
     end: float,
     decoded: list[float],
     fitting: Fitting | None = None,
@@ -439,14 +440,14 @@ def probe_images(
     `fitting` as in `plan_images`."""
     pictures: list[np.ndarray] = []
     began = time.monotonic()
-    for place in places[: images_of_batch(config.encode, shape, fitting)]:
+    there = [place for place in places if place.item is not None]  # a sample may lack a further picture
+    for place in there[: images_of_batch(config.encode, shape, fitting)]:
         start = time.monotonic()
         if pictures and start - began > (end - began) / 4:
             break
         try:
             data = source.read(place)
-            limits = {"max_pixels": config.data.max_pixels, "max_bytes": config.data.max_bytes}
-            pictures.append(decoding.load(data, shape, recipe.background, decoder=recipe.decoder, **limits))
+            pictures.append(recipe.pixels(data, shape, config.data.max_pixels, config.data.max_bytes))
         except (OSError, decoding.ImageReject):
             continue
         decoded.append(time.monotonic() - start)
