@@ -3,7 +3,7 @@
 What: `near_groups` reads the hash of each picture once (of several resolutions the first) and groups them by
 `pipeline.snapshots.near`. The key of a group is the smallest digest of its files, so it does not depend on the order of
 samples, and more data change it only for the groups that they join.
-Price: 34 bytes of memory a picture for the hashes, beside the 300 of the groups; every hash is read from its shard.
+Price: 34 bytes of memory a picture for the hashes, beside the 150 of the groups; every hash is read from its shard.
 """
 
 from __future__ import annotations
