@@ -87,12 +87,12 @@ def gains(out: Path, originals: dict[str, np.ndarray]) -> dict[str, float]:
     """Figures of drawn pictures, each against its own control and the others'."""
     rows = [json.loads(line) for line in (out / stages.sample.TABLE).read_text().splitlines()]
     controls = [edges(originals[row["item"]]) for row in rows]
-    result = {}
+    result = dict[str, float]()
     for name, ending in (("control", ""), ("base", "-base")):
         drawn = [edges(np.asarray(Image.open(out / f"{number:04}{ending}.png"))) for number in range(len(rows))]
-        own = np.mean([f1(*pair) for pair in zip(drawn, controls, strict=True)])
-        other = np.mean([f1(one, two) for i, one in enumerate(drawn) for j, two in enumerate(controls) if i != j])
-        result |= {f"{name}_gain": float(own / max(other, 1e-9)), f"{name}_f1": float(own)}
+        own = float(np.mean([f1(*pair) for pair in zip(drawn, controls, strict=True)]))
+        others = [f1(one, two) for i, one in enumerate(drawn) for j, two in enumerate(controls) if i != j]
+        result |= {f"{name}_gain": own / max(float(np.mean(others)), 1e-9), f"{name}_f1": own}
     return result
 
 
@@ -100,20 +100,18 @@ def bytes_read(config: Config, snapshot: str) -> int:
     """Of all records of a few steps."""
     read, real = [0], ShardReader.read_batch
 
-    def counted(
-        self: ShardReader, shards: Any, places: Any, rows: Any, into: np.ndarray, *rest: Any, **more: Any
-    ) -> Any:
-        read[0] += into[: len(rows)].nbytes
-        return real(self, shards, places, rows, into, *rest, **more)
+    def counted(self: ShardReader, *given: Any, **more: Any) -> Any:
+        read[0] += given[3].nbytes  # what the records fill
+        return real(self, *given, **more)
 
-    settings = {"seed": 0, "phase": 0, "rank": 0, "world": 1, "microbatch": 12, "caption_drop": 0.0}
+    settings: dict[str, Any] = {"seed": 0, "phase": 0, "rank": 0, "world": 1, "microbatch": 12, "caption_drop": 0.0}
     reading: dict[str, Any] = {"null_mask": "bos", "prefetch": 0, "threads": 1, "stop_step": 4}
-    ShardReader.read_batch = counted  # type: ignore[method-assign]
+    ShardReader.read_batch = counted  # type: ignore
     try:
         for _ in Loader(Cache.of(config).open_snapshot(snapshot), LoaderSettings(**settings, **reading)):
             pass
     finally:
-        ShardReader.read_batch = real  # type: ignore[method-assign]
+        ShardReader.read_batch = real  # type: ignore
     return read[0]
 
 
