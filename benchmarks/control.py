@@ -36,6 +36,7 @@ from pipeline.cache.shard import ShardReader
 from pipeline.config import Config, load
 from pipeline.demo import small_models
 from pipeline.loader.loader import Loader, LoaderSettings
+from pipeline.processes import run_and_exit
 
 SIDE = 64
 NAMES = ("astronaut", "chelsea", "coffee", "rocket", "camera", "cat", "brick", "coins", "moon", "hubble_deep_field")
@@ -173,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)
