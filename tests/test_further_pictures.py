@@ -28,7 +28,7 @@ from pipeline.cache import audit
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config
-from pipeline.encoding import unit_records
+from pipeline.encoding import scan_rows, unit_records
 from pipeline.errors import ConfigError, RejectRateError, UserError
 from pipeline.images import decoding
 from pipeline.loader.loader import Loader
@@ -382,6 +382,27 @@ def test_pictures_of_no_picture_are_counted(
     assert "1  control picture of no picture" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("layout", ["suffix", "webdataset", "parquet"])
+def test_a_picture_that_could_not_be_read_once_is_read_by_the_next_scan(
+    samples: Samples, layout: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, options = laid_out(samples, layout, tmp_path)
+    config = configured(make_config, tmp_path, *options, "encode.max_reject_rate=0.9")
+    read = scan_rows.from_bytes
+
+    def failing(source: Any, place: Any, *limits: Any) -> dict[str, Any]:
+        if "mask" in place.item and "02" in place.item:
+            return {"reject": "unreadable: connection reset"}
+        return read(source, place, *limits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scan_rows, "from_bytes", failing)
+        assert stages.encode.run(config, data)["rejects"] == 1
+    assert "unreadable: its mask picture" in next(iter(rejects(config).values()))
+    done = stages.encode.run(config, data)
+    assert done["rejects"] == 0 and done["masks"] == 1
+
+
 @pytest.mark.parametrize("name", ["../data/mask/00.png", "/etc/passwd", "mask/none.png", ""])
 def test_a_column_that_names_no_file_of_the_source(
     samples: Samples, name: str, make_config: MakeConfig, tmp_path: Path
@@ -393,6 +414,7 @@ def test_a_column_that_names_no_file_of_the_source(
     config = configured(make_config, tmp_path, *options, "encode.max_reject_rate=0.9")
     done = stages.encode.run(config, data)
     assert done["masks"] == done["images"] == len(SIDES) - 1 and done["rejects"] >= 1
+    assert (f"names {name!r}" in str(rejects(config))) == (name[:1] in "./" and name != "")
 
 
 def test_masks_of_the_transparency(samples: Samples, make_config: MakeConfig, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.cache import layout, scan_table
 from pipeline.cache.arrow import ROWS
 from pipeline.cache.scan_table import SCAN
-from pipeline.encoding.last_scan import LastScan, RowsByItem, is_limited, unchanged_row
+from pipeline.encoding.last_scan import UNREADABLE, LastScan, RowsByItem, is_limited, unchanged_row
 from pipeline.errors import escaped
 from pipeline.images import decoding
 from pipeline.sources.filesystem import Unreadable
@@ -204,8 +204,9 @@ class RowMaker:
                 continue
             found = settings.look(self.source, place, settings.max_pixels, settings.max_bytes)
             if reason := found.get("reject") or _another_shape(found, read):
-                name = escaped(place.item)
-                return {"reject": f"its {kind} picture {name}: {reason}", "width": None, "height": None}
+                start = f"{UNREADABLE}: " if reason.startswith(UNREADABLE) else ""
+                reason = f"{start}its {kind} picture {escaped(place.item)}: {reason.removeprefix(start)}"
+                return {"reject": reason, **dict.fromkeys(("digest", "width", "height"))}  # looked at again
             rows.append({"kind": kind, **place._asdict(), "digest": found.get("digest")})
         return {"pictures": rows}
 

@@ -41,7 +41,7 @@ class Further:
 
     def owners(self, key: str) -> list[str]:
         """What `owner` may give for the further picture of a picture."""
-        first, _, rest = base(key).partition("/")
+        _, _, rest = base(key).partition("/")
         return [base(key), rest] if self.folder is not None and rest else [base(key)]
 
 

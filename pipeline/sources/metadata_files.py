@@ -132,32 +132,24 @@ class MetadataReader:
         if not any_line:
             self.reject(file, "holds no row")
 
-    def key(self, where: str, row: dict[str, Any], column: str, folder: str) -> str | None:
+    def key(self, where: str, row: dict[str, Any], picture: str, folder: str) -> str | None:
         """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used. Names
-        of further pictures become keys in the row."""
-        name = row.get(column)
+        of further pictures become keys in the row. picture: the column."""
+        name = row.get(picture)
         if not isinstance(name, str) or not name:
-            self.reject(where, f"names no file ({column} is {short_repr(name)})")
+            self.reject(where, f"names no file ({picture} is {short_repr(name)})")
             return None
         try:
-            for other in self.column_names:
-                row[other] = self._further(row.get(other), folder)
+            for column in self.column_names:
+                name = row.get(column)
+                row[column] = self.filesystem.key(name, folder) if isinstance(name, str) and name else None
+                if row[column] is not None:
+                    self.others.add(row[column])
+            name = row[picture]
             return self.filesystem.key(name, folder)
         except ValueError as error:
-            self.reject(where, f"names {shown(name)!r}: {error}")
+            self.reject(where, f"names {shown(str(name))!r}: {error}")
             return None
-
-    def _further(self, name: Any, folder: str) -> str | None:
-        """The key of a further picture, if a row names one.
-
-        Raises:
-            ValueError: the name must not be used.
-        """
-        if not isinstance(name, str) or not name:
-            return None
-        key = self.filesystem.key(name, folder)
-        self.others.add(key)
-        return key
 
     def add(self, where: str, row: dict[str, Any], column: str, key: str) -> None:
         """Add a row to the picture `key`. column: names the file."""
