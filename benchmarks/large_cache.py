@@ -197,6 +197,7 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "stamp": pa.repeat(stamp, count),
         "where": pc.binary_join_element_wise(pa.array(offset).cast(pa.string()), "99999", "+"),
         "ignored": pa.nulls(count, pa.string()),
+        "pictures": pa.nulls(count, scan_table.SCAN.field("pictures").type),
     }
     return pa.table([columns[name] for name in scan_table.SCAN.names], scan_table.SCAN.names).cast(scan_table.SCAN)
 
