@@ -661,7 +661,7 @@ def _recipes(config: Config, scans: dict[str, _Scan]) -> list[Recipe]:
         if without := [source for source, scan in scans.items() if kind not in scan.recipes]:
             click.echo(
                 f"note: the snapshot has no records of the kind {kind}, which source {', '.join(without)} lacks "
-                f"(sana-pipe encode with the setting that asks for them adds them)",
+                f"(encode.signals or data.pictures asks for them, then sana-pipe encode)",
                 err=True,
             )
             continue

@@ -635,14 +635,14 @@ Make = Callable[[Work, str], Made]
 """Makes units; the noun is for the progress line."""
 
 
-def _further(run: _TextRun) -> Sequence[Recipe]:
+def _beside(run: _TextRun) -> Sequence[Recipe]:
     """The recipes whose records are made beside others."""
     return [each for each in run.pictures[1:] if each.beside] if isinstance(run, EncodeRun) else ()
 
 
 @contextmanager
 def _local(run: _TextRun) -> Iterator[Make]:
-    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, run.sources, _further(run))
+    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, run.sources, _beside(run))
     space = encoder.disk_space(worker.stop.sleep)
 
     def make(todo: Work, noun: str) -> Made:
@@ -661,7 +661,7 @@ def _local(run: _TextRun) -> Iterator[Make]:
 @contextmanager
 def _ray(run: _TextRun) -> Iterator[Make]:
     key = run.config.model_dump_json()
-    build = partial(unit_encoder.build, key, tuple(run.sources), tuple(recipe.name for recipe in _further(run)))
+    build = partial(unit_encoder.build, key, tuple(run.sources), tuple(recipe.name for recipe in _beside(run)))
     with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster, run.metrics() as metrics:
 
         def make(todo: Work, noun: str) -> Made:

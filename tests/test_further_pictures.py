@@ -488,3 +488,16 @@ def test_view_shows_further_pictures(
     shown = np.asarray(sample_view.projected(mask))
     scale = shown.shape[0] // mask.shape[1]
     assert (shown[::scale, ::scale, 0] == np.round(mask[0] * 255)).all()
+
+
+def test_members_that_belong_to_no_picture_are_counted(
+    samples: Samples, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, options = laid_out(samples, "webdataset", tmp_path)
+    with tarfile.open(Path(data, "00.tar"), "a") as tar:
+        info = tarfile.TarInfo("other.control.png")
+        info.size = len(samples.controls[0])
+        tar.addfile(info, io.BytesIO(samples.controls[0]))
+    done = stages.encode.run(configured(make_config, tmp_path, *options), data)
+    assert done["rejects"] == 0 and done["controls"] == len(SIDES)
+    assert "1  control picture of no picture" in capsys.readouterr().out

@@ -37,7 +37,7 @@ class UnitEncoder:
 
     Args:
         sources: name -> source; those that units of pictures are read from.
-        further: recipes of the picture records that are made beside others.
+        beside: recipes of the picture records that are made beside others.
         check: compare the encoder with each unit's recipe first (where another machine chose the recipe).
 
     Attributes:
@@ -50,7 +50,7 @@ class UnitEncoder:
         config: Config,
         cache: Cache,
         sources: Mapping[str, Source],
-        further: Sequence[Recipe] = (),
+        beside: Sequence[Recipe] = (),
         *,
         check: bool = False,
     ):
@@ -62,7 +62,7 @@ class UnitEncoder:
         self._costs: dict[str, _StorageCosts] = {}
         self._recipes: dict[str, Recipe] = {}
         self.limits = unit_records.Limits()
-        self._further = further
+        self._recipes_beside = beside
         self._plans_beside = dict[tuple[str, int], list[tuple[WorkPlan, dict[tuple[int, int], Unit]]]]()
         self._encoders_beside: dict[str, Any] = {}
         self._comparisons: dict[str, Comparison | None] = {}
@@ -102,7 +102,9 @@ class UnitEncoder:
         """The units that are made with a unit and that are not made yet."""
         of = plan.recipe, plan.number
         if of not in self._plans_beside:
-            every = (each for recipe in self._further for each in self.cache.plans(recipe.name) if each.beside == of)
+            every = (
+                each for recipe in self._recipes_beside for each in self.cache.plans(recipe.name) if each.beside == of
+            )
             self._plans_beside[of] = [(each, {(u.start, u.count): u for u in each.units}) for each in every]
         for each, units in self._plans_beside[of]:
             other = units.get((unit.start, unit.count))
@@ -207,15 +209,15 @@ class UnitEncoder:
         return recipe.encoder(self.config, device(self.config))
 
 
-def build(config_json: str, source_names: tuple[str, ...], further: tuple[str, ...]) -> UnitEncoder:
-    """The encoder of a Ray worker process. further: names of the recipes of `UnitEncoder`.
+def build(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ...]) -> UnitEncoder:
+    """The encoder of a Ray worker process. beside: names of the recipes of `UnitEncoder`.
 
     The sources are not listed again: their items are known from the scan."""
     launch.prefer_expandable_segments()
     config = Config.model_validate_json(config_json)
     cache = Cache.of(config)
     sources = {name: reopen(cache, name, config.data) for name in source_names}
-    return UnitEncoder(config, cache, sources, [cache.recipe(name) for name in further], check=True)
+    return UnitEncoder(config, cache, sources, [cache.recipe(name) for name in beside], check=True)
 
 
 def device(config: Config) -> Any:

@@ -75,7 +75,7 @@ def encode_prompts(
         folder = work / "picture"
         folder.mkdir()
         try:
-            shutil.copy(picture, folder / f"control{picture.suffix}")
+            shutil.copy(picture, folder / "control.png")  # a source needs an ending, decoders look at the content
         except OSError as error:
             raise UserError(f"--control {picture}: cannot be read", found=error.strerror or str(error)) from None
         decoding = {"background": config.data.background, "decoder": config.data.decoder}
