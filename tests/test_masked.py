@@ -17,6 +17,7 @@ from pipeline.parallel.microbatch import Outputs
 from pipeline.training import metrics
 from pipeline.training.assemble import recipe_of
 from pipeline.training.recipes import visit_chosen
+from pipeline.training.recipes.control import Controlled
 from pipeline.training.recipes.preserve import Preserving
 from pipeline.training.trainer import fit
 from tests.support.launched import results_by_case
@@ -90,6 +91,14 @@ def test_preservation_is_of_all_cells() -> None:
     assert prediction.grad is not None
     learned = (batch.pictures["mask"] > 0) | chosen[:, None, None, None]
     assert torch.equal(prediction.grad != 0, learned.expand_as(prediction))
+
+
+def test_controls_are_exchanged_and_masks_stay_with_their_samples() -> None:
+    recipe, batch = Controlled(FlowConfig(), mask=MaskConfig()), tiny_run.global_batch(0)
+    assert recipe.pictures == ("control", "mask")
+    other = recipe.contrasted(batch).pictures
+    assert torch.equal(other["control"], batch.pictures["control"].roll(1, 0))
+    assert torch.equal(other["mask"], batch.pictures["mask"])
 
 
 def run(folder: Path, masks: torch.Tensor | None = None, **train: Any) -> dict[Any, list[dict[str, Any]]]:

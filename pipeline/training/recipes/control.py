@@ -18,10 +18,13 @@ from pipeline.training.recipes import ToDevice, visit_chosen
 from pipeline.training.recipes.flow import Flow
 
 
-class Controlled(Flow):
-    """The flow, with the records of `pictures` as the model's input `control`. drop: share that is zeros."""
+_CONTROL = "control"
 
-    pictures = ("control",)
+
+class Controlled(Flow):
+    """The flow, with the samples' control records as the model's input `control`. drop: share that is zeros."""
+
+    pictures = (_CONTROL,)
     contrast = "shuffled_control"
 
     def __init__(self, flow: FlowConfig, drop: float = 0.0, mask: MaskConfig | None = None):
@@ -30,10 +33,10 @@ class Controlled(Flow):
 
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
         inputs, targets, _ = super().prepare(batch, place, dtype, level)
-        control = place(batch.pictures[self.pictures[0]]).to(dtype)
+        control = place(batch.pictures[_CONTROL]).to(dtype)
         if self.drop and level is None:
             control = control.masked_fill(place(visit_chosen(batch, "control", self.drop))[:, None, None, None], 0)
         return Microbatch({**inputs, "control": control}, targets)
 
     def contrasted(self, batch: Batch) -> Batch:
-        return replace(batch, pictures={kind: each.roll(1, 0) for kind, each in batch.pictures.items()})
+        return replace(batch, pictures={**batch.pictures, _CONTROL: batch.pictures[_CONTROL].roll(1, 0)})
