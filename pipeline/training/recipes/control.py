@@ -17,7 +17,6 @@ from pipeline.parallel.microbatch import Microbatch
 from pipeline.training.recipes import ToDevice, visit_chosen
 from pipeline.training.recipes.flow import Flow
 
-
 _CONTROL = "control"
 
 
