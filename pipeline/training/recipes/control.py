@@ -17,13 +17,11 @@ from pipeline.parallel.microbatch import Microbatch
 from pipeline.training.recipes import ToDevice, visit_chosen
 from pipeline.training.recipes.flow import Flow
 
-_CONTROL = "control"
-
 
 class Controlled(Flow):
     """The flow, with the samples' control records as the model's input `control`. drop: share that is zeros."""
 
-    pictures = (_CONTROL,)
+    pictures = ("control",)
     contrast = "shuffled_control"
 
     def __init__(self, flow: FlowConfig, drop: float = 0.0, mask: MaskConfig | None = None):
@@ -32,10 +30,11 @@ class Controlled(Flow):
 
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
         inputs, targets, _ = super().prepare(batch, place, dtype, level)
-        control = place(batch.pictures[_CONTROL]).to(dtype)
+        control = place(batch.pictures[self.pictures[0]]).to(dtype)
         if self.drop and level is None:
             control = control.masked_fill(place(visit_chosen(batch, "control", self.drop))[:, None, None, None], 0)
         return Microbatch({**inputs, "control": control}, targets)
 
     def contrasted(self, batch: Batch) -> Batch:
-        return replace(batch, pictures={**batch.pictures, _CONTROL: batch.pictures[_CONTROL].roll(1, 0)})
+        control = self.pictures[0]
+        return replace(batch, pictures={**batch.pictures, control: batch.pictures[control].roll(1, 0)})
