@@ -192,14 +192,17 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "height": sides[:, 0].astype(np.int32),
         "captions": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), captions),
         "meta": pa.repeat('{"score": 5}', count),
-        "reject": pa.nulls(count, pa.string()),
         "part": pa.repeat(tar, count),
         "stamp": pa.repeat(stamp, count),
         "where": pc.binary_join_element_wise(pa.array(offset).cast(pa.string()), "99999", "+"),
-        "ignored": pa.nulls(count, pa.string()),
-        "pictures": pa.nulls(count, scan_table.SCAN.field("pictures").type),
     }
-    return pa.table([columns[name] for name in scan_table.SCAN.names], scan_table.SCAN.names).cast(scan_table.SCAN)
+    return scan_of(count, columns)
+
+
+def scan_of(count: int, columns: dict[str, Any]) -> pa.Table:
+    """A scan table; the columns that are not given are null."""
+    nulls = {field.name: pa.nulls(count, field.type) for field in scan_table.SCAN}
+    return pa.table(nulls | columns).cast(scan_table.SCAN)
 
 
 def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:

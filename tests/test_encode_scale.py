@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import encode_scale
+
 LIMITS = {"scan_join_mib_1e6": 600, "bytes_per_item_exponent": 0.2}
 QUIET_S = 900
+
+
+def test_the_benchmark_measures_each_phase() -> None:
+    assert set(encode_scale.measure(50)) == set(encode_scale.PHASES)
 
 
 @pytest.mark.nightly
