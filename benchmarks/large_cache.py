@@ -74,7 +74,7 @@ PER_UNIT = 0
 """Records of a unit; 0: as the configuration says."""
 READ_S = 0.005
 BUFFERS = (
-    *((module, "ROWS") for module in (arrow, scanning, join)),
+    *((module, "ROWS") for module in (arrow, scan_rows, join)),
     *((module, "CHUNK_ROWS") for module in (join, snapshots)),
     (remote, "DESCRIBED"),
     (key_columns, "BATCH"),
@@ -265,7 +265,7 @@ def list_folder(folder: Path, count: int) -> None:
     pictures = Folder(folder, CaptionRule.column("text"), count)
     pictures.scratch = Cache.of(configuration(folder)).files.scratch
     fragments = list(pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch)))
-    if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored:
+    if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored.total:
         raise RuntimeError("pictures or captions are missing")
 
 
@@ -287,7 +287,7 @@ def list_s3(folder: Path, count: int) -> None:
             pictures.scratch = Cache.of(configuration(folder)).files.scratch
             fragments = pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch))
             seen = sum(len(fragment.look()) for fragment in fragments)
-            if seen != count or pictures.ignored:
+            if seen != count or pictures.ignored.total:
                 raise RuntimeError("pictures or captions are missing")
         finally:
             server.terminate()
