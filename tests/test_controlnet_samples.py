@@ -23,7 +23,7 @@ from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import adapter_from
-from pipeline.reporting import draw_latents, encoder_process
+from pipeline.reporting import draw_latents, encoder_process, further_figures
 from pipeline.reporting.draw_latents import SnapshotTensors
 from pipeline.reporting.figures import collect
 from pipeline.training import checkpoint
@@ -48,9 +48,9 @@ def trained(make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
     def make(folder: Path) -> None:
         data, draws = folder / "data", np.random.default_rng(0)
         data.mkdir(parents=True)
-        for number in range(8):
+        for number in range(12):
             for ending in ("", ".control"):
-                pixels = draws.integers(0, 255, (64, 64, 3), np.uint8)
+                pixels = draws.integers(0, 255, (64, 64, 3) if number < 8 else (48, 80, 3), np.uint8)
                 Image.fromarray(pixels).save(data / f"{number}{ending}.png")
             (data / f"{number}.txt").write_text(f"picture {number}")
         config = configured(make_config, folder)
@@ -144,7 +144,10 @@ def test_a_training_draws_held_out_captions_with_the_controls_of_their_samples(
     part = Cache.of(config).open_snapshot("latest.heldout")
     latents, description = drawn(run, 2)
     assert description["controls"]["snapshot"] == part.id and 2 <= len(description["prompts"]) == len(latents) / 2
-    tensors, set_of_captions = SnapshotTensors(part), prompts.of_snapshot(part, 8)
+    largest = max(range(len(part.buckets)), key=lambda bucket: part.buckets[bucket].samples)
+    first, samples = part.row(largest, 0), part.buckets[largest].samples
+    assert 0 < samples < len(part), "there are other buckets"
+    tensors, set_of_captions = SnapshotTensors(part), prompts.of_snapshot(part, 8, range(first, first + samples))
     assert [part.sample_id(row) for row in set_of_captions.samples] == description["controls"]["samples"]
     assert list(set_of_captions.texts) == description["prompts"]
     stored = checkpoint.ModelTensors(run / "checkpoints/step-00000002", ema=True)
@@ -176,7 +179,8 @@ def test_the_report_has_the_control_beside_the_result(drawing: Path, make_config
         f"{number:04d}-control.png" for number in range(count)
     ]
     stages.report.run(config, tmp_path / "report.html", run=run)
-    assert (tmp_path / "report.html").read_text().count("<figcaption>control</figcaption>") == count
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<figcaption>control</figcaption>") == count + further_figures.EXAMPLES
 
 
 def test_pictures_without_controls_are_refused(

@@ -490,6 +490,8 @@ def test_captions_of_a_snapshot_are_spread_without_repetitions_and_empty_ones() 
     assert len(made.texts) == 8 and made.texts[0] == "3" and "" not in made.texts
     assert made.rows(0).tolist() in ([[6, 6]] * 3, [[7, 7]] * 3) and made.null()[0].tolist() == [[7, 7]] * 4
     assert len({*made.texts}) == 8 and max(map(int, made.texts)) >= 17
+    some = prompts.of_snapshot(Twice(), 4, range(20, 30))  # type: ignore[arg-type]
+    assert {*map(int, some.texts)} <= {*range(10, 15)} and [f"{row // 2}" for row in some.samples] == [*some.texts]
     assert prompts.of_snapshot(Twice(), 30).texts.count("19") == 1  # type: ignore[arg-type]
 
 
