@@ -1,10 +1,11 @@
 """Does a ControlNet follow its control, and what does it cost to read?
 
 Crops of photographs with their edges (`data.pictures.control.made: canny`), small models of the demo's shapes, CPU. A
-base is trained on the crops, then a ControlNet beside it; both draw for crops of other photographs. edge_f1: F1 of the
-edges of the drawn pictures against the control, a pixel off allowed. control_gain: edge_f1 to that against the controls
-of other samples, what a model that ignores its control reaches. base_gain: the same of the base alone.
-read_only_asked: bytes that a training without ControlNet reads of a snapshot with controls, to those of one without.
+base is trained on the crops; beside it a ControlNet, and as many steps of another one on the same crops with the edges
+of others (`shuffled`); all three draw for crops of other photographs. NAME_f1: F1 of the edges of the drawn pictures
+against the control, a pixel off allowed. control_gain: control_f1 to shuffled_f1. NAME_vs_others: NAME_f1 to the F1 of
+the same pictures against the controls of other samples, 1 for a model that ignores its control. read_only_asked: bytes
+that a training without ControlNet reads of a snapshot with controls, to those of one without.
 plan_gib_control_1600m: of `plan` for configuration `controlnet_24gb`.
 """
 
@@ -84,17 +85,14 @@ def f1(drawn: np.ndarray, control: np.ndarray) -> float:
     return float(2 * precision * recall / max(1e-9, precision + recall))
 
 
-def gains(out: Path, originals: dict[str, np.ndarray]) -> dict[str, float]:
-    """Figures of drawn pictures, each against its own control and the others'."""
+def scores(name: str, out: Path, ending: str, originals: dict[str, np.ndarray]) -> dict[str, float]:
+    """Figures of drawn pictures, each against its own control and the others'. ending: of their files' names."""
     rows = [json.loads(line) for line in (out / stages.sample.TABLE).read_text().splitlines()]
     controls = [edges(originals[row["item"]]) for row in rows]
-    result = dict[str, float]()
-    for name, ending in (("control", ""), ("base", "-base")):
-        drawn = [edges(np.asarray(Image.open(out / f"{number:04}{ending}.png"))) for number in range(len(rows))]
-        own = float(np.mean([f1(*pair) for pair in zip(drawn, controls, strict=True)]))
-        others = [f1(one, two) for i, one in enumerate(drawn) for j, two in enumerate(controls) if i != j]
-        result |= {f"{name}_gain": own / max(float(np.mean(others)), 1e-9), f"{name}_f1": own}
-    return result
+    drawn = [edges(np.asarray(Image.open(out / f"{number:04}{ending}.png"))) for number in range(len(rows))]
+    own = float(np.mean([f1(*pair) for pair in zip(drawn, controls, strict=True)]))
+    others = [f1(one, two) for i, one in enumerate(drawn) for j, two in enumerate(controls) if i != j]
+    return {f"{name}_f1": own, f"{name}_vs_others": own / max(float(np.mean(others)), 1e-9)}
 
 
 def bytes_read(config: Config, snapshot: str) -> int:
@@ -117,11 +115,16 @@ def bytes_read(config: Config, snapshot: str) -> int:
 
 
 def trained(folder: Path, count: int, steps: tuple[int, int]) -> dict[str, float]:
-    """Train, draw and compare. steps: of the base and of the ControlNet."""
+    """Train, draw and compare. steps: of the base and of each ControlNet."""
     known = tuple(name for name in NAMES if name not in UNSEEN)
     pictures, unseen = crops(known, count, 0), crops(UNSEEN, 24, 1)
     write(folder / "known", pictures)
     write(folder / "unseen", unseen)
+    write(folder / "shuffled", pictures)
+    (folder / "shuffled/edges").mkdir()
+    for number in range(count):
+        other = edges(np.asarray(pictures[(number + 1) % count]))
+        Image.fromarray(other.astype(np.uint8) * 255).save(folder / f"shuffled/edges/{number:04}.png")
     images = [np.asarray(picture) for picture in pictures[:48]]
     small_models.make_all(folder / "models", images, ["a photograph"] * 48, steps=400, sizes=[(SIDE, SIDE)])
 
@@ -144,12 +147,19 @@ def trained(folder: Path, count: int, steps: tuple[int, int]) -> dict[str, float
     stages.train.run(base, snapshot="known")
     stages.export.run(base, "auto", folder / "exported")
     weights = f"model={{weights: {{id: {folder / 'exported'}, subfolder: transformer}}}}"
-    own = [weights, "train.controlnet={}", f"train.output={folder / 'control'}", f"train.steps={steps[1]}"]
-    beside = config(*shared, *own, control)
-    stages.train.run(beside, snapshot="known")
-    stages.sample.run(beside, "auto", "unseen", folder / "drawn", 24)
+    others = [f"cache={folder / 'others'}", "data.pictures.control.folder=edges"]
+    stages.encode.run(config(*others), str(folder / "shuffled"))
+    stages.bucket.run(config(*others), name="known")
     originals = {f"{number:04}.png": np.asarray(picture) for number, picture in enumerate(unseen)}
-    return {**gains(folder / "drawn", originals), "read_only_asked": asked}
+    figures = dict[str, float]()
+    for name, data in (("control", [control]), ("shuffled", others)):
+        own = [weights, "train.controlnet={}", f"train.output={folder / name}", f"train.steps={steps[1]}"]
+        stages.train.run(config(*shared, *own, *data), snapshot="known")
+        stages.sample.run(config(*shared, *own, control), "auto", "unseen", folder / f"drawn-{name}", 24)
+        figures |= scores(name, folder / f"drawn-{name}", "", originals)
+    figures |= scores("base", folder / "drawn-control", "-base", originals)
+    gain = figures["control_f1"] / max(figures["shuffled_f1"], 1e-9)
+    return {"control_gain": gain, **figures, "read_only_asked": asked}
 
 
 def planned() -> float:

@@ -42,7 +42,6 @@ from benchmarks import large_cache
 from benchmarks.report import finish, median, table
 from pipeline.cache import layout
 from pipeline.cache.root import Cache
-from pipeline.cache.scan_table import SCAN
 from pipeline.cache.status import status
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
@@ -61,7 +60,8 @@ PHASES = ("work list", "plan", "encode and commit", "merge", "index", "status", 
 
 
 def scan_table(count: int) -> pa.Table:
-    return pa.table(
+    return large_cache.scan_of(
+        count,
         {
             "item": [f"{i:07d}.jpg" for i in range(count)],
             "size": [1] * count,
@@ -71,13 +71,7 @@ def scan_table(count: int) -> pa.Table:
             "height": [SIZES[i % 3][0] for i in range(count)],
             "captions": [[{"text": "x", "weight": 1.0}]] * count,
             "meta": ["{}"] * count,
-            "reject": pa.nulls(count, pa.string()),
-            "part": pa.nulls(count, pa.string()),
-            "stamp": pa.nulls(count, pa.string()),
-            "where": pa.nulls(count, pa.string()),
-            "ignored": pa.nulls(count, pa.string()),
         },
-        schema=SCAN,
     )
 
 

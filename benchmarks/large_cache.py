@@ -74,7 +74,7 @@ PER_UNIT = 0
 """Records of a unit; 0: as the configuration says."""
 READ_S = 0.005
 BUFFERS = (
-    *((module, "ROWS") for module in (arrow, scanning, join)),
+    *((module, "ROWS") for module in (arrow, scan_rows, join)),
     *((module, "CHUNK_ROWS") for module in (join, snapshots)),
     (remote, "DESCRIBED"),
     (key_columns, "BATCH"),
@@ -192,14 +192,17 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "height": sides[:, 0].astype(np.int32),
         "captions": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), captions),
         "meta": pa.repeat('{"score": 5}', count),
-        "reject": pa.nulls(count, pa.string()),
         "part": pa.repeat(tar, count),
         "stamp": pa.repeat(stamp, count),
         "where": pc.binary_join_element_wise(pa.array(offset).cast(pa.string()), "99999", "+"),
-        "ignored": pa.nulls(count, pa.string()),
-        "pictures": pa.nulls(count, scan_table.SCAN.field("pictures").type),
     }
-    return pa.table([columns[name] for name in scan_table.SCAN.names], scan_table.SCAN.names).cast(scan_table.SCAN)
+    return scan_of(count, columns)
+
+
+def scan_of(count: int, columns: dict[str, Any]) -> pa.Table:
+    """A scan table; the columns that are not given are null."""
+    nulls = {field.name: pa.nulls(count, field.type) for field in scan_table.SCAN}
+    return pa.table(nulls | columns).cast(scan_table.SCAN)
 
 
 def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
@@ -262,7 +265,7 @@ def list_folder(folder: Path, count: int) -> None:
     pictures = Folder(folder, CaptionRule.column("text"), count)
     pictures.scratch = Cache.of(configuration(folder)).files.scratch
     fragments = list(pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch)))
-    if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored:
+    if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored.total:
         raise RuntimeError("pictures or captions are missing")
 
 
@@ -284,7 +287,7 @@ def list_s3(folder: Path, count: int) -> None:
             pictures.scratch = Cache.of(configuration(folder)).files.scratch
             fragments = pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch))
             seen = sum(len(fragment.look()) for fragment in fragments)
-            if seen != count or pictures.ignored:
+            if seen != count or pictures.ignored.total:
                 raise RuntimeError("pictures or captions are missing")
         finally:
             server.terminate()

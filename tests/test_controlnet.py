@@ -28,7 +28,6 @@ from pipeline.models.adapters.controlnet import PREFIX, ControlNet
 from pipeline.models.sampler import Sampling, pad_rows
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, deinterleave
-from pipeline.models.sana_files import save_weights
 from pipeline.parallel.compile import compile_conditions
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import predict
@@ -37,63 +36,14 @@ from pipeline.training import checkpoint, metrics
 from pipeline.training.assemble import Trainable, recipe_of
 from pipeline.training.trainer import fit
 from stages import export
+from tests.support.controlnets import BASE, saved, settings, start, trained, weights_of
+from tests.support.launched import results_by_case
 from tests.support.tiny_sana import TINY, inputs, make
-from tests.support.workers import tiny_run
+from tests.support.workers import controlnets, tiny_run
 
-BASE = replace(TINY, num_layers=4)
 # With other draws a query meets hardly any key, divides by almost nothing and makes rounding errors of 1e-5.
 CONTROL = torch.randn(3, 4, 6, 12, generator=torch.Generator().manual_seed(2))
 GIVEN = inputs((6, 12))
-
-
-def settings(**controlnet: Any) -> TrainConfig:
-    return TrainConfig.model_validate({"controlnet": controlnet})
-
-
-def start(config: Any = BASE, **controlnet: Any) -> SanaTransformer:
-    """A model with a ControlNet as a run begins."""
-    model, base = make(config), dict(make(config).named_parameters())
-    adapter = adapter_of(settings(**controlnet), config)
-    assert isinstance(adapter, ControlNet)
-    adapter.apply(model)
-
-    class Base:
-        def read(self, name: str, offsets: Any, lengths: Any) -> Tensor:
-            return base[name].detach()
-
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == name.startswith(PREFIX)
-        if parameter.requires_grad:
-            parameter.data.copy_(adapter.initial(name, tuple(parameter.shape), 0, Base()))  # type: ignore[arg-type]
-    return model
-
-
-def trained(config: Any = BASE, **controlnet: Any) -> SanaTransformer:
-    """The same after a training: no parameter is the base's, none is zero."""
-    model, generator = start(config, **controlnet), torch.Generator().manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if name.startswith(PREFIX):
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def weights_of(model: SanaTransformer, of_control: bool) -> dict[str, Tensor]:
-    values = {name: p.detach() for name, p in model.named_parameters() if name.startswith(PREFIX) == of_control}
-    return {name.removeprefix(PREFIX): value for name, value in values.items()}
-
-
-def saved(model: SanaTransformer, folder: Path) -> tuple[Any, Any]:
-    """The base and the ControlNet in diffusers' classes, through files that our export writes."""
-    from diffusers import SanaControlNetModel, SanaTransformer2DModel
-
-    save_weights(weights_of(model, False), model.config, folder / "transformer", torch.float32)
-    assert model.controlnet is not None
-    adapter = ControlNet(model.controlnet.config.num_layers)
-    values = {f"{PREFIX}{name}": value for name, value in weights_of(model, True).items()}
-    merged = Merged(model.config, adapter, model.config.initial(0), values)
-    adapter.save("diffusers", merged, folder, torch.float32)
-    theirs = SanaControlNetModel.from_pretrained(folder / "controlnet")
-    return SanaTransformer2DModel.from_pretrained(folder / "transformer"), theirs
 
 
 def predicted(base: Any, control: Any, scale: float = 1.0) -> Tensor:
@@ -134,6 +84,13 @@ def test_outputs_and_gradients_equal_diffusers(layers: int, scale: float | None,
     assert gradients.keys() == {f"{PREFIX}{name}" for name in theirs}, "the base has none"
     found = {name: deinterleave(name, value) for name, value in gradients.items()}
     assert tiny_run.distance(found, {f"{PREFIX}{name}": p.grad for name, p in theirs.items()}) <= 1e-6
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_so_do_gradients_of_two_processes(tmp_path: Path) -> None:
+    for name, row in results_by_case(controlnets, tmp_path).items():
+        assert row["loss"] <= 1e-6 and row["gradient"] <= 1e-6, name
 
 
 def test_nvlabs_rule_is_another_function_of_equal_weights() -> None:

@@ -30,6 +30,7 @@ UNITS = (
     "encode.text_batch=2",
     "encode.claim_timeout_s=3",
     "encode.signals=[phash]",
+    "data.pictures={control: {made: canny}, mask: {made: alpha}}",
 )
 
 

@@ -9,8 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import encode_scale, large_cache
+
 LIMITS = {"scan_join_mib_1e6": 600, "bytes_per_item_exponent": 0.2}
 QUIET_S = 900
+
+
+def test_the_benchmark_measures_each_phase() -> None:
+    assert set(encode_scale.measure(50)) == set(encode_scale.PHASES)
+
+
+@pytest.mark.slow
+def test_each_command_of_the_benchmark_runs_with_small_buffers(tmp_path: Path) -> None:
+    large_cache.cost("build", tmp_path, 3000, encode_scale.QUICK_DIVISOR, 64)
+    for name in dict.fromkeys((*large_cache.UNIT_COMMANDS, *large_cache.COMMANDS)):
+        assert large_cache.cost(name, tmp_path, 3000, encode_scale.QUICK_DIVISOR, 64).cpu > 0
 
 
 @pytest.mark.nightly

@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MakeConfig = Callable[..., Config]
 STALE_S = 3
 UNITS = (
+    "data.pictures={control: {made: canny}, mask: {made: alpha}}",
     "encode.unit_images=2",
     "encode.unit_captions=3",
     "encode.image_batch=2",
@@ -577,7 +578,7 @@ def test_torchrun_gives_the_shares(
     assert done.returncode == 0, done.stderr
     made = made_by([done.stdout])
     assert set(made) == {"1 of 2", "2 of 2"}
-    assert [sum(column) for column in zip(*made.values(), strict=True)] == [13, 12]
+    assert [sum(column) for column in zip(*made.values(), strict=True)] == [13, 12, 12, 12]
     assert files(tmp_path / "cache") == truth
 
 
@@ -604,7 +605,7 @@ def test_slurm_gives_the_shares(
     config = make_config(tmp_path, *UNITS)
     made = made_by([ended(p) for p in [encode(config, photos, **environment) for environment in variables]])
     assert set(made) == {"1 of 2", "2 of 2"}
-    assert [sum(column) for column in zip(*made.values(), strict=True)] == [13, 12]
+    assert [sum(column) for column in zip(*made.values(), strict=True)] == [13, 12, 12, 12]
     assert files(tmp_path / "cache") == truth
 
 

@@ -479,6 +479,8 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
     for options, message in {
         ("control.suffix=.a", "control.column=b"): "one of suffix, folder, column and made",
         ("control.required=false",): "one of suffix, folder, column and made",
+        ("control.folder=/data/edges",): "folder is relative to the data",
+        ("mask.folder=s3://data/masks",): "folder is relative to the data",
         ("mask.made=alpha", "mask.required=false"): "required: false goes with",
     }.items():
         with pytest.raises(ConfigError, match=message):

@@ -31,7 +31,8 @@ def quantise(flat: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         codes (ceil(n / 128) * 128,) int8; scales (ceil(n / 128),) float32: value = code * scale.
     """
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    padding = -flat.numel() % BLOCK
+    blocks = (torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view(-1, BLOCK)  # a pad by 0 copies
     low, high = torch.aminmax(blocks, dim=1)
     scales = torch.maximum(high, -low).float().div_(127)
     scaled = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]  # fp32; zeros stay zeros

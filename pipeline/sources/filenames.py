@@ -58,7 +58,8 @@ def stem(key: str) -> str:
 def base(key: str) -> str:
     """The name that a picture shares with its caption files, composed (NFC): `X` of `X.jpg`, `X.txt`, `X.jpg.txt`."""
     name = stem(key)
-    return composed(stem(name) if extension(name) in EXTENSIONS else name)
+    inner, ending = posixpath.splitext(name)
+    return composed(inner if ending[1:].lower() in EXTENSIONS else name)
 
 
 def composed(name: str) -> str:

@@ -50,7 +50,7 @@ from pipeline.sources.metadata_files import (
 )
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reasons import EXAMPLES, Kinds
-from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
+from pipeline.sources.sidecars import CAPTION_ENDINGS, MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
 from pipeline.sources.source import (
     Format,
     Fragment,
@@ -187,9 +187,10 @@ class Listing:
                         sidecars.add(picture, kinds[at], names[at])
                     if not pictures and kinds[at] == _OBJECT:
                         others.add(names[at])
-                    self.orphans[extension(names[at])] += not pictures
-                    if not pictures and kinds[at] != _OBJECT:
-                        self._orphan(names[at])
+                    if not pictures:
+                        self.orphans[extension(names[at])] += 1
+                        if kinds[at] != _OBJECT:
+                            self._orphan(names[at])
             for name, values in zip(stems, (*halves(keys[row >= 0]), row[row >= 0]), strict=True):
                 stems[name].add(values)
         columns = {name: writer.finish() for name, writer in stems.items()}
@@ -391,13 +392,13 @@ class FolderSource(PrefetchedSource):
             elif disk.is_folder(entry):
                 found.rejects.add(escaped(key), "is a linked folder; move or mount its pictures under the root")
             else:
-                yield key, _problem(entry, key, disk) if _is_data(entry.name) else None
+                yield key, _problem(entry, key, disk) if _is_data(entry.name, extension(key)) else None
 
     def _is_picture(self, key: str, problem: str | None, found: _Found) -> bool:
         """Whether a file is a usable picture by its name; another one is added to `found` or ignored. problem: why it
         must not be used."""
         kind, name = extension(key), posixpath.basename(key)
-        if not _is_data(name):
+        if not _is_data(name, kind):
             problem = lost_picture(name)
             if problem is not None:
                 found.rejects.add(escaped(key), problem)
@@ -411,7 +412,7 @@ class FolderSource(PrefetchedSource):
             found.refused += kind in EXTENSIONS
         elif name.lower() in METADATA_NAMES:
             found.metadata.append(key)
-        elif kind in (*TEXT_ENDINGS, "json"):
+        elif kind in CAPTION_ENDINGS:
             found.captions.add(_OBJECT if kind == "json" else _TEXT, key)
         elif owned := next(((one, owner) for one in found.further if (owner := one.owner(key)) is not None), None):
             found.further[owned[0]].add(owned[1], key)
@@ -578,16 +579,15 @@ def _identity_of(rejects: Callable[[], Iterator[Reject]], stats: Stats) -> bytes
     return digest("items", *map(repr, rejects()))
 
 
-def _is_data(name: str) -> bool:
-    kind = extension(name)
-    return kind in EXTENSIONS or kind in (*TEXT_ENDINGS, "json") or name.lower() in METADATA_NAMES
+def _is_data(name: str, kind: str) -> bool:
+    return kind in EXTENSIONS or kind in CAPTION_ENDINGS or name.lower() in METADATA_NAMES
 
 
 def _owners(file: str, pictures: list[tuple[int, str]]) -> list[int]:
     """The pictures (row, name) that a caption file with the same `base` belongs to: `X.jpg.txt` to X.jpg, else to those
     whose name it has up to the ending, as written or in another Unicode form; else to all."""
     name = stem(file)
-    for form in (str, composed):
+    for form in (str, composed) if len(pictures) > 1 else ():
         owners = [row for row, picture in pictures if form(name) in (form(picture), form(stem(picture)))]
         if owners:
             return owners

@@ -15,6 +15,7 @@ from pipeline.sources.source import Reject
 
 MAX_CAPTION_BYTES = 1 << 20
 TEXT_ENDINGS = ("txt", "caption", "cap")
+CAPTION_ENDINGS = (*TEXT_ENDINGS, "json")
 """Files that hold one caption."""
 
 

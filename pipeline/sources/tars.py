@@ -37,7 +37,14 @@ from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable, i
 from pipeline.sources.further import Further
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reasons import Kinds
-from pipeline.sources.sidecars import MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, parse_json, read_sidecar
+from pipeline.sources.sidecars import (
+    CAPTION_ENDINGS,
+    MAX_CAPTION_BYTES,
+    TEXT_ENDINGS,
+    SampleColumns,
+    parse_json,
+    read_sidecar,
+)
 from pipeline.sources.source import FilesSource, Format, Given, Item, Place, PrefetchedSource, Reject, Source, divided
 
 RULE = "tar-2"
@@ -51,7 +58,6 @@ INDEXES = (WIDS, "meta_data.json")
 _INDEX_BYTES = 1 << 16
 """Bytes of a .json file that say whether it is an index."""
 
-_TEXTS = (*TEXT_ENDINGS, "json")
 _FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
@@ -242,7 +248,7 @@ class TarSource(PrefetchedSource, FilesSource):
         if key in sample.fields:
             sample.problems.append(f"has two members .{escaped(key)}")
         sample.fields[key] = (name, member.offset_data, member.size)
-        if key in _TEXTS:
+        if key in CAPTION_ENDINGS:
             stream.seek(member.offset_data)
             sample.texts[key] = stream.read(min(member.size, MAX_CAPTION_BYTES + 1))
         return prefix
@@ -281,7 +287,7 @@ class TarSource(PrefetchedSource, FilesSource):
             tar.reject(f"{tar.name}/{prefix}", "; ".join(sample.problems))
             return
         lost = False
-        for key in sorted(sample.fields.keys() - set(pictures) - {*_TEXTS}):
+        for key in sorted(sample.fields.keys() - set(pictures) - {*CAPTION_ENDINGS}):
             name = f"{tar.name}/{sample.fields[key][0]}"
             problem = _lost_picture(key, sample.fields.keys(), bool(pictures))
             if problem is None:
@@ -484,7 +490,7 @@ def tar_of(name: str, stems: Mapping[str, str]) -> str | None:
 def _lost_picture(key: str, fields: Set[str], has_picture: bool) -> str | None:
     """Why a field that was a picture by its file's name is none of the sample, or None. `seg.png` beside a picture is
     another thing, unless it has a caption of its own."""
-    captioned = not fields.isdisjoint(f"{stem(key)}.{ending}" for ending in _TEXTS)
+    captioned = not fields.isdisjoint(f"{stem(key)}.{ending}" for ending in CAPTION_ENDINGS)
     if extension(key) in EXTENSIONS and (captioned or not has_picture):
         return "its name has a dot too many: in a tar a sample's name ends at the first dot; write _ for the others"
     return lost_picture(f"x.{key}")

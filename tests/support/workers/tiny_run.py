@@ -225,6 +225,8 @@ class Recorder:
 
     def step(self) -> None:
         for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
             gradient = parameter.grad
             assert gradient is not None, name
             whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
