@@ -53,7 +53,7 @@ def trained(make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
                 pixels = draws.integers(0, 255, (64, 64, 3) if number < 8 else (48, 80, 3), np.uint8)
                 Image.fromarray(pixels).save(data / f"{number}{ending}.png")
             (data / f"{number}.txt").write_text(f"picture {number}")
-        config = configured(make_config, folder)
+        config = configured(make_config, folder, "train.pictures={every: 2, decode: false}")
         stages.encode.run(config, str(data))
         stages.bucket.run(config)
         stages.train.run(config)
@@ -80,9 +80,13 @@ def test_captions_are_drawn_with_the_controls_of_their_samples(
     result = stages.sample.run(config, "auto", None, tmp_path / "drawn")
     assert result.count == len(rows(tmp_path / "drawn")) == 2 and result.sheet.is_file()
     stages.sample.run(config, "auto", None, tmp_path / "off", scale=0.0)
-    drawn, base, off = (pixels(tmp_path / name) for name in ("drawn/0000.png", "drawn/0000-base.png", "off/0000.png"))
-    assert (off == base).all() and (drawn != base).any()
+    controlled, base, off = (
+        pixels(tmp_path / name) for name in ("drawn/0000.png", "drawn/0000-base.png", "off/0000.png")
+    )
+    assert (off == base).all() and (controlled != base).any()
     snapshot = Cache.of(config).open_snapshot()
+    while_training = drawn(trained / "run", 2)[1]["controls"]
+    assert while_training["snapshot"] == snapshot.id and len(while_training["samples"]) == 8, "nothing is held out"
     chosen = [row["item"] for row in rows(tmp_path / "drawn")]
     at = [snapshot.source_item(row)[1] for row in range(len(snapshot))].index(chosen[0])
     tensors = SnapshotTensors(snapshot)
