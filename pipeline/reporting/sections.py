@@ -142,9 +142,9 @@ def _further(further: Figures) -> Iterator[Block]:
     )
     yield Table(columns, further["kinds"])
     if (learned := further["learned"]) is not None:
-        yield f"Masks show {learned['mean']:.1%} of a picture on average, of {learned['read']:,} masks that were read."
+        yield f"On average {learned['mean']:.1%} of a picture is learned, by {learned['read']:,} masks."
         edges = [100 * edge for edge in learned["edges"]]
-        yield column_plot("Masks by the share that is learned", edges, learned["samples"], "area, %", "samples")
+        yield column_plot("Masks by the share that is learned", edges, learned["samples"], "area learned, %", "samples")
     for example in further["examples"]:
         size = f"{example['source']}, {example['height']}x{example['width']}"
         if "pictures" in example:
