@@ -23,6 +23,7 @@ from PIL import Image
 
 import stages.bucket
 import stages.encode
+import stages.pack
 import stages.report
 import stages.verify
 import stages.view
@@ -31,7 +32,7 @@ from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config
 from pipeline.encoding import scan_rows, unit_records
-from pipeline.errors import ConfigError, RejectRateError, UserError
+from pipeline.errors import ConfigError, IntegrityError, RejectRateError, UserError
 from pipeline.images import decoding
 from pipeline.loader.loader import Loader
 from pipeline.models.encoders import LatentEncoder
@@ -321,6 +322,34 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
         path.write_bytes(content)
     assert list(audit.verify(Cache.of(config))) and stages.verify.run(config, repair=True) == 0
     assert files(Path(config.cache)) == before
+
+
+@pytest.mark.parametrize("kind", ["control", "mask"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_wrong_bit_is_found_and_never_trained_on(
+    packed: bool, kind: str, copied: Path, make_config: MakeConfig
+) -> None:
+    config = configured(make_config, copied, *SUFFIXES)
+    if packed:
+        stages.pack.run(config)
+    cache = Cache.of(config)
+    snapshot = cache.open_snapshot(next(name for name in cache.snapshot_names() if packed == name.endswith(".packed")))
+    truth, before = values(config, kind), files(cache.root)
+    for row in range(len(snapshot)):
+        place = snapshot.sample(row).pictures[kind]
+        path = cache.root / snapshot.shard_path(kind, place.shard)
+        content = bytearray(path.read_bytes())
+        content[place.offset + row] ^= 1 << row
+        path.write_bytes(content)
+        asking = {"stop_step": len(snapshot) * 2, "prefetch": 0}
+        with pytest.raises(IntegrityError, match=place.key.hex()):
+            list(Loader(snapshot, loader_settings(**asking, pictures=(kind,))))
+        list(Loader(snapshot, loader_settings(**asking)))  # who does not ask for it does not read it
+        [finding] = audit.verify(cache)
+        assert finding.records == (place.key.hex(),)
+        assert stages.verify.run(config, repair=True) == 0
+        assert files(cache.root) == before
+    assert all((record == truth[item]).all() for item, record in values(config, kind).items())
 
 
 def test_only_what_has_changed_is_made_again(copied: Path, make_config: MakeConfig, samples: Samples) -> None:
