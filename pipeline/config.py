@@ -820,13 +820,15 @@ class PicturesConfig(_Section):
 
     prompts: str | None = None
     """Name or id of a prompt set (`encode --prompts`). captions: eight captions of the snapshot, and the prompts that
-    `encode` made of `data.caption_prefix`. null: the set `prompts` if the cache has it, else captions."""
+    `encode` made of `data.caption_prefix`. null: the set `prompts` if the cache has it, else captions. With
+    `controlnet` always captions, of the samples that the run is validated on, if there are any, and with the controls
+    of these samples, in the bucket that has most of them."""
     every: Positive = 500
     """Steps between pictures; also before the first step and after the last one."""
     height: Positive | None = None
-    """Height in pixels; null: `data.resolution`."""
+    """Height in pixels; null: `data.resolution`. With `controlnet` that of a bucket; null: any."""
     width: Positive | None = None
-    """Width in pixels; null: `data.resolution`."""
+    """Width in pixels; null: `data.resolution`. With `controlnet` that of a bucket; null: any."""
     decode: bool = True
     """When the run has ended, decode the pictures and write RUN/report.html, in a process of its own. false: later, by
     `sample --watch` and `report`, where a node of a cluster would wait for it."""
@@ -1021,8 +1023,9 @@ class TrainConfig(_Section):
         given = [name for name in ("adapter", "only", "controlnet") if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"give either {given[0]} or {given[1]}, not both: each says what is trained"
-        if self.controlnet is not None and self.pictures is not None:
-            yield "pictures draws prompts, which have no control pictures; with controlnet set pictures: null"
+        prompts = None if self.pictures is None else self.pictures.prompts
+        if self.controlnet is not None and prompts not in (None, "captions"):
+            yield f"pictures.prompts = {prompts}: these have no control pictures; with controlnet set it to captions"
         if self.compile == "block" and self.activation_compression != "none":  # its backward pass is one piece
             yield (
                 f"compile: block does not go with activation_compression: {self.activation_compression}; set "

@@ -23,6 +23,7 @@ from pipeline.errors import UserError, shown
 from pipeline.reporting import page
 from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
+from pipeline.reporting.further_figures import further_recipes
 from pipeline.reporting.source_pictures import Embedded, SourcePictures, embedded
 
 PAGE = "report.html"
@@ -63,6 +64,9 @@ def run(
         shown = (entry for name in ("rejects", "visits", "alike") for entry in figures["snapshot"][name])
         for example in (each for entry in shown for each in entry["examples"]):
             example["picture"] = thumbnails(example["source"], example["item"])
+        for example in (figures["snapshot"]["further"] or {"examples": ()})["examples"]:
+            assert opened is not None
+            example["pictures"] = thumbnails.of_sample(opened, **example)
     sections = page.write_report(figures, out, cards)
     click.echo(f"{out}: {len(sections)} sections, {amount(out.stat().st_size)}")
     return 0
@@ -139,3 +143,11 @@ class _Thumbnails:
             if (picture := self.photos.thumbnail(name, item)) is not None:
                 return embedded(picture, item)
         return Embedded(item)
+
+    def of_sample(self, snapshot: Snapshot, source: str, item: str, height: int, width: int) -> list[Embedded]:
+        """The picture as it is encoded, and the further pictures."""
+        size = height, width
+        shown = [embedded(self.photos.cropped(source, item, size), "picture")]
+        for kind, recipe in further_recipes(snapshot).items():
+            shown.append(embedded(self.photos.further(source, item, recipe, size), kind))
+        return shown

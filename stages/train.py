@@ -40,6 +40,7 @@ from pipeline.planning.predict import Data, Machine
 from pipeline.processes import follow_with
 from pipeline.reporting import run_pictures
 from pipeline.retrying import TIMEOUT_S
+from pipeline.signals.control import ControlRecipe
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import heldout
@@ -379,7 +380,10 @@ def _inputs(
     """The inputs of a run, and its configuration with their ids. A resumed run keeps its choice."""
     config, part = _heldout(config, cache, snapshot, resumed, log)
     config, old = _old_heldout(config, cache, part, resumed, log)
-    config, prompts = _prompts(config, cache, snapshot, resumed, log)
+    if config.train.controlnet is None or config.train.pictures is None:
+        config, prompts = _prompts(config, cache, snapshot, resumed, log)
+    else:
+        config, prompts = _controlled(config, part or snapshot, log)
     return config, Inputs(snapshot, part, old, prompts, _preserved(config, cache, snapshot))
 
 
@@ -475,6 +479,36 @@ def _prompts(
     return config.with_train(pictures=pictures.model_copy(update={"prompts": CAPTIONS})), sets
 
 
+def _controlled(config: Config, snapshot: Snapshot, log: Log) -> tuple[Config, Sequence[PromptSet]]:
+    """Captions that are drawn with the controls of their samples, all of one bucket, and the configuration with
+    `CAPTIONS`."""
+    pictures = config.train.pictures
+    assert pictures is not None
+    _check_kinds([snapshot], [ControlRecipe.kind])
+    wanted, buckets = (pictures.height, pictures.width), snapshot.buckets
+    fitting = [
+        number
+        for number, bucket in enumerate(buckets)
+        if bucket.samples and wanted[0] in (None, bucket.height) and wanted[1] in (None, bucket.width)
+    ]
+    if not fitting:
+        raise ConfigError(
+            "train.pictures: a ControlNet's pictures have the shape of their controls, which is that of a bucket",
+            expected=", ".join(f"{bucket.height}x{bucket.width}" for bucket in buckets),
+            found="x".join("any" if side is None else str(side) for side in wanted),
+            fix="--set train.pictures.height=null --set train.pictures.width=null",
+        )
+    number = max(fitting, key=lambda number: buckets[number].samples)
+    bucket, first = buckets[number], snapshot.row(number, 0)
+    chosen = prompt_sets.of_snapshot(snapshot, _CAPTIONS, range(first, first + bucket.samples))
+    if not len(chosen):
+        log("note: no pictures are drawn: all captions are empty")
+        return config.with_train(pictures=None), ()
+    of = f"samples of snapshot {snapshot.id[:12]}, {bucket.height}x{bucket.width}"
+    log(f"pictures: {len(chosen)} captions and controls of {of}, every {pictures.every} steps")
+    return config.with_train(pictures=pictures.model_copy(update={"prompts": CAPTIONS})), (chosen,)
+
+
 def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndarray]:
     """Text rows of `train.preserve.prompt`."""
     recipe, found = snapshot.recipe(TextRecipe), []
@@ -544,7 +578,7 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice = No
         fixed = replace(training, seed=seed, phase=0, caption_drop=0.0, length_window=0, quarantine=None)
         return ValidationLoader(part, fixed, train.validation.samples)
 
-    drawn = _pictures(config, snapshot, inputs.prompts) if inputs.prompts else None
+    drawn = _pictures(config, inputs) if inputs.prompts else None
     return TrainingTask(
         first_state=LoaderState(snapshot.id, train.seed, train.phase, 0, train.length_window),
         batch=max(bucket.batch for bucket in snapshot.buckets),
@@ -564,8 +598,9 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice = No
     )
 
 
-def _pictures(config: Config, snapshot: Snapshot, sets: Sequence[PromptSet]) -> DrawnPrompts:
-    settings, recipe = config.train.pictures or PicturesConfig(), snapshot.recipe(LatentRecipe)
+def _pictures(config: Config, inputs: Inputs) -> DrawnPrompts:
+    settings, sets = config.train.pictures or PicturesConfig(), inputs.prompts
+    recipe, drawn_from = inputs.snapshot.recipe(LatentRecipe), inputs.heldout or inputs.snapshot
     places = [(prompts, number) for prompts in sets for number in range(len(prompts))]
 
     def rows(number: int) -> torch.Tensor:
@@ -576,7 +611,7 @@ def _pictures(config: Config, snapshot: Snapshot, sets: Sequence[PromptSet]) -> 
         rows, mask = sets[0].null()
         return bf16(rows), torch.from_numpy(mask)
 
-    return DrawnPrompts(
+    drawn = DrawnPrompts(
         texts=tuple(text for prompts in sets for text in prompts.texts),
         rows=rows,
         null=null,
@@ -588,4 +623,16 @@ def _pictures(config: Config, snapshot: Snapshot, sets: Sequence[PromptSet]) -> 
             "latent": recipe.values(),
             "prompt_set": "+".join(prompts.id for prompts in sets),
         },
+    )
+    if config.train.controlnet is None:
+        return drawn
+    samples = [drawn_from.sample(row) for row in sets[0].samples]
+    bucket = drawn_from.buckets[samples[0].bucket]
+    controls = {"snapshot": drawn_from.id, "samples": [sample.sample_id for sample in samples]}
+    return replace(
+        drawn,
+        height=bucket.height,
+        width=bucket.width,
+        names={**drawn.names, "controls": controls},
+        control=lambda number: bf16(drawn_from.picture(samples[number], ControlRecipe.kind)),
     )

@@ -213,7 +213,7 @@ def test_what_is_trained_is_said_once() -> None:
         with pytest.raises(ValueError, match="not both"):
             TrainConfig.model_validate({"controlnet": {}, **other})
     with pytest.raises(ValueError, match="no control pictures"):
-        TrainConfig.model_validate({"controlnet": {}, "pictures": {}})
+        TrainConfig.model_validate({"controlnet": {}, "pictures": {"prompts": "prompts"}})
     with pytest.raises(ValueError, match="preserve needs adapter"):
         TrainConfig.model_validate({"controlnet": {}, "preserve": {}})
 

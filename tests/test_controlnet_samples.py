@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,29 @@ from PIL import Image
 
 import stages.bucket
 import stages.encode
+import stages.report
 import stages.sample
 import stages.train
+from pipeline.cache import prompts
 from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError
-from pipeline.reporting import draw_latents, encoder_process
+from pipeline.models.adapters import adapter_from
+from pipeline.reporting import draw_latents, encoder_process, further_figures
 from pipeline.reporting.draw_latents import SnapshotTensors
+from pipeline.reporting.figures import collect
+from pipeline.training import checkpoint
+from pipeline.training.base_weights import whole_weights
+from tests.support.workers.drawings import distance, drawn
 
 MakeConfig = Callable[..., Config]
 OPTIONS = (
     "data.pictures.control.suffix=.control",
     *("train.controlnet.layers=1", "train.steps=2", "train.optim.lr=0.01", "sample.steps=3", "sample.count=2"),
+)
+DRAWING = (
+    *("bucket.heldout=0.5", "train.validation={every: 2}", "train.pictures={every: 2, decode: false}"),
+    *("train.ema={decay: 0.1}", "train.optim.lr=0.05", "train.precision=fp32"),
 )
 
 
@@ -36,12 +48,12 @@ def trained(make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
     def make(folder: Path) -> None:
         data, draws = folder / "data", np.random.default_rng(0)
         data.mkdir(parents=True)
-        for number in range(8):
+        for number in range(12):
             for ending in ("", ".control"):
-                pixels = draws.integers(0, 255, (64, 64, 3), np.uint8)
+                pixels = draws.integers(0, 255, (64, 64, 3) if number < 8 else (48, 80, 3), np.uint8)
                 Image.fromarray(pixels).save(data / f"{number}{ending}.png")
             (data / f"{number}.txt").write_text(f"picture {number}")
-        config = configured(make_config, folder)
+        config = configured(make_config, folder, "train.pictures={every: 2, decode: false}")
         stages.encode.run(config, str(data))
         stages.bucket.run(config)
         stages.train.run(config)
@@ -68,9 +80,13 @@ def test_captions_are_drawn_with_the_controls_of_their_samples(
     result = stages.sample.run(config, "auto", None, tmp_path / "drawn")
     assert result.count == len(rows(tmp_path / "drawn")) == 2 and result.sheet.is_file()
     stages.sample.run(config, "auto", None, tmp_path / "off", scale=0.0)
-    drawn, base, off = (pixels(tmp_path / name) for name in ("drawn/0000.png", "drawn/0000-base.png", "off/0000.png"))
-    assert (off == base).all() and (drawn != base).any()
+    controlled, base, off = (
+        pixels(tmp_path / name) for name in ("drawn/0000.png", "drawn/0000-base.png", "off/0000.png")
+    )
+    assert (off == base).all() and (controlled != base).any()
     snapshot = Cache.of(config).open_snapshot()
+    while_training = drawn(trained / "run", 2)[1]["controls"]
+    assert while_training["snapshot"] == snapshot.id and len(while_training["samples"]) == 8, "nothing is held out"
     chosen = [row["item"] for row in rows(tmp_path / "drawn")]
     at = [snapshot.source_item(row)[1] for row in range(len(snapshot))].index(chosen[0])
     tensors = SnapshotTensors(snapshot)
@@ -107,6 +123,85 @@ def test_a_prompt_is_drawn_with_the_control_of_a_file(
     assert [each.equal(stored) for each in given["controls"]] == [True, True]
     assert len(given["inputs"]) == 5 and len(given["inputs"][4]) == len(given["inputs"][0]) == 4
     assert (tmp_path / "0001-control.png").is_file() and len(rows(tmp_path)) == 2
+
+
+@pytest.fixture(scope="module")
+def drawing(trained: Path, make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
+    """As `trained`, with a held-out part and a run that drew while it trained."""
+
+    def make(folder: Path) -> None:
+        for name in ("data", "cache"):
+            shutil.copytree(trained / name, folder / name)
+        config = configured(make_config, folder, *DRAWING)
+        stages.bucket.run(config)
+        stages.train.run(config)
+
+    return made_once("controlnet-drawing", make)
+
+
+def test_a_training_draws_held_out_captions_with_the_controls_of_their_samples(
+    drawing: Path, make_config: MakeConfig
+) -> None:
+    """They are what `sample` draws of each caption with the control of its sample, by the averaged weights."""
+    config = configured(make_config, drawing, *DRAWING)
+    run = Path(config.train.output)
+    part = Cache.of(config).open_snapshot("latest.heldout")
+    latents, description = drawn(run, 2)
+    assert description["controls"]["snapshot"] == part.id and 2 <= len(description["prompts"]) == len(latents) / 2
+    largest = max(range(len(part.buckets)), key=lambda bucket: part.buckets[bucket].samples)
+    first, samples = part.row(largest, 0), part.buckets[largest].samples
+    assert 0 < samples < len(part), "there are other buckets"
+    tensors, set_of_captions = SnapshotTensors(part), prompts.of_snapshot(part, 8, range(first, first + samples))
+    assert [part.sample_id(row) for row in set_of_captions.samples] == description["controls"]["samples"]
+    assert list(set_of_captions.texts) == description["prompts"]
+    stored = checkpoint.ModelTensors(run / "checkpoints/step-00000002", ema=True)
+    adapter, shape = adapter_from(stored.document.adapter), tuple(latents["0000"].shape)
+    assert adapter is not None
+    controls = [tensors.latent(part.sample(row), "control") for row in set_of_captions.samples]
+    assert all(latents[f"{number:04d}-control"].equal(control) for number, control in enumerate(controls))
+
+    def plain(number: int, control: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        weights = dict(whole_weights(config, stored, 1.0))
+        given: Any = (set_of_captions, shape, torch.device("cpu"), adapter, control)
+        return {"0": draw_latents.draw_prompts(config, stored.architecture, weights, *given)[number]}
+
+    for number, control in enumerate(controls[:2]):
+        made = {"0": latents[f"{number:04d}"]}
+        assert distance(made, plain(number, control)) <= 1e-5
+        assert distance(made, plain(number, controls[1 - number])) > 1e-4
+    assert distance({"0": drawn(run, 0)[0]["0000"]}, plain(0, None)) <= 1e-5, "before the first step it is the base"
+
+
+def test_the_report_has_the_control_beside_the_result(drawing: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(drawing / "run", tmp_path / "run"))
+    config = configured(make_config, drawing, *DRAWING)
+    stages.sample.watch(config, run, once=True)
+    count = len(drawn(run, 2)[1]["prompts"])
+    assert len(list(run.glob("pictures/step-00000002/*-control.png"))) == count
+    [part] = collect(config, run=run)[0]["run"]["parts"]
+    assert [Path(place).name for place in part["pictures"][-1]["controls"]] == [
+        f"{number:04d}-control.png" for number in range(count)
+    ]
+    stages.report.run(config, tmp_path / "report.html", run=run)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<figcaption>control</figcaption>") == count + further_figures.EXAMPLES
+
+
+def test_pictures_without_controls_are_refused(
+    drawing: Path, make_config: MakeConfig, small_cache: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="these have no control pictures"):
+        configured(make_config, drawing, "train.pictures.prompts=mine")
+    for options, found in (
+        (["train.pictures.height=65"], "65xany"),
+        (["train.pictures.height=64", "train.pictures.width=128"], "64x128"),
+    ):
+        with pytest.raises(ConfigError, match="that of a bucket") as error:
+            stages.train.run(configured(make_config, drawing, *DRAWING, *options), resume="auto")
+        assert error.value.found == found and "64x64" in str(error.value.expected)
+    config = configured(make_config, tmp_path, "train.pictures={every: 1}", "train.validation=null")
+    with pytest.raises(ConfigError, match="no control records"):
+        stages.train.run(config.model_copy(update={"cache": str(small_cache)}))
 
 
 def test_a_control_and_its_model_go_together(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -23,6 +24,7 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 import stages.pack
+import stages.report
 import stages.verify
 import stages.view
 from pipeline.cache import audit
@@ -36,6 +38,8 @@ from pipeline.loader.loader import Loader
 from pipeline.models.encoders import LatentEncoder
 from pipeline.models.frozen import from_bits
 from pipeline.reporting import sample_view
+from pipeline.reporting.further_figures import further_figures
+from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
 from tests.support.loading import loader_settings
@@ -295,6 +299,17 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
     assert done["rejects"] == done["left"] == done["images"] == 0 and done["controls"] == 1 and done["masks"] == 2
     stages.bucket.run(config)
     assert (from_bits(values(config, "mask")["00.png"]) == 1).all()
+    figures = further_figures(Cache.of(config).open_snapshot())
+    assert figures is not None and {each["kind"]: each["blank"] for each in figures["kinds"]} == {
+        "control": 1,
+        "mask": 2,
+    }
+    photos = SourcePictures(config, Cache.of(config))
+    [source] = Cache.of(config).sources()
+    recipe = Cache.of(config).open_snapshot().recipe(MaskRecipe)
+    white, black = (photos.further(source, "00.png", each, (64, 64)) for each in (recipe, ControlRecipe()))
+    assert white is not None and black is not None
+    assert white.getextrema() == ((255, 255),) * 3 and black.getextrema() == ((0, 0),) * 3
     vae, snapshot = LatentEncoder.load(config.vae, torch.device("cpu")), Cache.of(config).open_snapshot()
     control = values(config, "control")["00.png"]
     black = np.zeros((1, *(side * snapshot.recipe(ControlRecipe).compression for side in control.shape[1:]), 3))
@@ -519,6 +534,44 @@ def test_view_shows_further_pictures(
     shown = np.asarray(sample_view.projected(mask))
     scale = shown.shape[0] // mask.shape[1]
     assert (shown[::scale, ::scale, 0] == np.round(mask[0] * 255)).all()
+
+
+def alts(page: Path) -> list[str]:
+    """Of the pictures of a page."""
+    return re.findall(r'<img src="data:[^>]* alt="([^"]*)"', page.read_text())
+
+
+@pytest.mark.parametrize("layout", ["suffix", "webdataset"])
+def test_the_report_counts_and_shows_further_pictures(
+    samples: Samples, make_config: MakeConfig, tmp_path: Path, layout: str
+) -> None:
+    data, found = laid_out(samples, layout, tmp_path)
+    config = configured(make_config, tmp_path, *found)
+    stages.encode.run(config, data)
+    stages.bucket.run(config)
+    snapshot = Cache.of(config).open_snapshot()
+    figures = further_figures(snapshot)
+    assert figures is not None
+    count = {"samples": len(SIDES), "blank": 0, "made": ""}
+    assert figures["kinds"] == [{"kind": kind, **count} for kind in ("control", "mask")]
+    means = [float(from_bits(mask).float().mean()) for mask in values(config, "mask").values()]
+    assert figures["learned"]["read"] == sum(figures["learned"]["samples"]) == len(SIDES)
+    assert figures["learned"]["mean"] == pytest.approx(np.mean(means), abs=1e-6)
+    stages.report.run(config, tmp_path / "page.html")
+    shown = alts(tmp_path / "page.html")
+    assert [shown.count(name) for name in ("picture", "control", "mask")] == [len(SIDES)] * 3
+    stages.report.run(config, tmp_path / "page.html", pictures=False)
+    assert not alts(tmp_path / "page.html") and "Further pictures" in (tmp_path / "page.html").read_text()
+    row, photos = snapshot.source_item(0), SourcePictures(config, Cache.of(config))
+    recipe, bucket = snapshot.recipe(ControlRecipe), snapshot.buckets[0]
+    control = photos.further(*row, recipe, (bucket.height, bucket.width))
+    expected = samples.controls[samples.names.index(Path(row[1]).stem)]
+    assert (np.asarray(control) == recipe.pixels(expected, (bucket.height, bucket.width), 10**9, 10**9)).all()
+
+    for path in Path(config.cache).glob("shards/mask-*/*/*.tar"):
+        path.unlink()
+    damaged = further_figures(Cache.of(config).open_snapshot())
+    assert damaged is not None and damaged["learned"] is None and damaged["kinds"] == figures["kinds"]
 
 
 def test_members_that_belong_to_no_picture_are_counted(

@@ -24,6 +24,7 @@ from pipeline.training.metadata_reader import CheckpointError, read_metadata
 from tests.support.launched import run_worker
 from tests.support.low_rank import LAYER, Aligned, LowRank
 from tests.support.workers import seams, tiny_run
+from tests.support.workers.drawings import distance, drawn
 
 CPU = torch.device("cpu")
 LAST = "checkpoints/step-00000004"
@@ -103,6 +104,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, kind: str) -> None
     one, other = (checkpoint.read_document(folder / f"{kind}, {name}" / LAST).files for name in ("one", "stopped"))
     one.pop(".metadata"), other.pop(".metadata")
     assert one == other
+
+
+def test_a_resumed_controlnet_draws_what_the_uninterrupted_one_drew(folder: Path) -> None:
+    one, other = (
+        {path.name: path.read_bytes() for path in (folder / f"controlnet, {name}/pictures").iterdir()}
+        for name in ("one", "stopped")
+    )
+    assert sorted(one) == [f"step-{step:08d}.safetensors" for step in (0, 2, 4)] and one == other
 
 
 def test_another_base_and_another_part_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +211,16 @@ def test_two_processes_are_one(launched: Path, kind: str, name: str) -> None:
     for ema in (False, True):
         expected, actual = (checkpoint.load_model_state(place, ema=ema)[1] for place in places)
         assert tiny_run.distance(actual, expected) <= 1e-4
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["FSDP2", "DDP", "resumed"])
+def test_two_processes_draw_with_a_controlnet_what_one_draws(launched: Path, name: str) -> None:
+    for step in (2, 4):
+        one, two = (drawn(launched / f"controlnet, {run}", step)[0] for run in ("one", name))
+        assert len(one) == 2 * len(tiny_run.TEXTS) and distance(two, one) <= 1e-5
+    assert distance(one, drawn(launched / "controlnet, one", 2)[0]) > 1e-4, "the comparison sees two steps"
 
 
 @pytest.mark.dist

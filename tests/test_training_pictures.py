@@ -332,10 +332,18 @@ def test_a_name_of_a_phase_cannot_be_that_of_the_folder() -> None:
 
 
 @pytest.mark.slow
-def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
-    """Full recomputation and updates in the backward pass: nothing is left of a step but a block at a time."""
+@pytest.mark.parametrize(
+    ("shape", "controlnet", "most"),
+    [(NARROW, None, in_training._MOST), (replace(NARROW, num_layers=8), {"layers": 7}, 2)],
+)
+def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step(
+    shape: Any, controlnet: dict[str, int] | None, most: int
+) -> None:
+    """Full recomputation and updates in the backward pass: nothing is left of a step but a block at a time. A
+    ControlNet's picture has the size of a bucket, so a pass has two samples."""
+    optim = {"clip": None, "in_backward": True}
     train = TrainConfig.model_validate(
-        {**COMPUTE, "microbatch": 1, "residual": None, "optim": {"clip": None, "in_backward": True}}
+        {**COMPUTE, "microbatch": 1, "residual": None, "controlnet": controlnet, "optim": optim}
     )
 
     class Drawing(tracing.TracedStep):
@@ -345,13 +353,11 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step() -> None:
 
     def peak(samples: int, passes: Any) -> float:
         with passes:
-            found = tracing.trace(NARROW, train, Layout(1, 1, 8, 1), tracing.Shape(32, 32, 300, samples)).peak
+            found = tracing.trace(shape, train, Layout(1, 1, 8, 1), tracing.Shape(32, 32, 300, samples)).peak
         return found["activations"] + found["temporaries"] + found["buffers"] + found["gradients"] + found["inputs"]
 
     step = peak(1, nullcontext())
-    drawing = peak(
-        in_training._MOST, mock.patch.multiple(tracing, TracedStep=Drawing, watch_updates=lambda *_: nullcontext())
-    )
+    drawing = peak(most, mock.patch.multiple(tracing, TracedStep=Drawing, watch_updates=lambda *_: nullcontext()))
     assert 0 < drawing <= step
 
 
@@ -484,6 +490,8 @@ def test_captions_of_a_snapshot_are_spread_without_repetitions_and_empty_ones() 
     assert len(made.texts) == 8 and made.texts[0] == "3" and "" not in made.texts
     assert made.rows(0).tolist() in ([[6, 6]] * 3, [[7, 7]] * 3) and made.null()[0].tolist() == [[7, 7]] * 4
     assert len({*made.texts}) == 8 and max(map(int, made.texts)) >= 17
+    some = prompts.of_snapshot(Twice(), 4, range(20, 30))  # type: ignore[arg-type]
+    assert {*map(int, some.texts)} <= {*range(10, 15)} and [f"{row // 2}" for row in some.samples] == [*some.texts]
     assert prompts.of_snapshot(Twice(), 30).texts.count("19") == 1  # type: ignore[arg-type]
 
 

@@ -46,6 +46,7 @@ class PromptSet:
         path: of its document.
         texts: as written.
         open: reads the table, of `ROWS`.
+        samples: rows of the snapshot whose captions these are; () of a published set.
     """
 
     path: str = field(compare=False)
@@ -53,6 +54,7 @@ class PromptSet:
     recipe: CaptionRecipe
     texts: tuple[str, ...]
     open: Callable[[], pa.Table] = field(repr=False, compare=False)
+    samples: tuple[int, ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -169,28 +171,31 @@ def open_prompts(cache: Cache, name: str | None, recipe: CaptionRecipe) -> Promp
     )
 
 
-def of_snapshot(snapshot: Snapshot, count: int) -> PromptSet:
+def of_snapshot(snapshot: Snapshot, count: int, among: range | None = None) -> PromptSet:
     """A set of captions of a snapshot: the first of the most probable captions of samples that are evenly spaced,
     without repetitions and empty captions. It is not in the cache; its id depends on the captions alone.
 
     Args:
         count: the most captions.
+        among: rows of the samples; None: all.
 
     Raises:
         IntegrityError: a caption is missing or damaged.
     """
-    reader, places = snapshot.reader(snapshot.caption.kind), dict[str, Caption]()
-    for row in (row for tries in (count, 8 * count) for row in spread(len(snapshot), min(tries, len(snapshot)))):
+    reader, places, samples = snapshot.reader(snapshot.caption.kind), dict[str, Caption](), dict[str, int]()
+    among = range(len(snapshot)) if among is None else among
+    for row in (among[at] for tries in (count, 8 * count) for at in spread(len(among), min(tries, len(among)))):
         captions = snapshot.sample(row).captions
         at = max(range(len(captions)), key=lambda number: captions[number].weight)
         text = snapshot.captions(row, reader)[at]
         if text.strip() and len(places) < count:
             places.setdefault(text, captions[at])
+            samples.setdefault(text, row)
         if len(places) == count:
             break
     read = _reading(reader, snapshot.caption)
     table = _table(places, snapshot.null, places.values(), read)
-    return PromptSet("", CAPTIONS, snapshot.caption, tuple(places), lambda: table)
+    return PromptSet("", CAPTIONS, snapshot.caption, tuple(places), lambda: table, tuple(samples.values()))
 
 
 def spread(samples: int, count: int) -> list[int]:

@@ -570,6 +570,13 @@ class Snapshot:
         chunk, at = self._locate(row)
         return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards, self.caption)
 
+    def picture(self, sample: Sample, kind: str, reader: ShardReader | None = None) -> np.ndarray:
+        """A sample's record of a kind, verified: bits of bf16, uint16, of `shape`."""
+        into, place = np.empty(self.shape(kind, sample.bucket), np.uint16), sample.pictures[kind]
+        reader = reader or self.reader(kind)
+        reader.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
+        return into
+
     def columns(self, rows: np.ndarray, kinds: Collection[str] | None = None) -> Columns:
         """Samples by their rows ((n,) int64), without an object per sample. kinds: of picture records; None: all.
 

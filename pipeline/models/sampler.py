@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Predict = Callable[..., Tensor]
 """(latents, captions, mask, timesteps) -> flow, as `SanaTransformer.forward`; with controls a fifth argument."""
-INPUTS = "latents", "captions", "mask", "timesteps"
+INPUTS = "latents", "captions", "mask", "timesteps", "control"
 """Their names, in the order of `Predict`."""
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Odd and large: seeds 0, 1, 2 lie so far apart that no two pictures share noise."""

@@ -87,10 +87,11 @@ class Slider:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The sliders of a prompt, side by side: one for each run."""
+    """The sliders of a prompt, side by side: one for each run. controls: the control pictures, of a ControlNet."""
 
     text: str
     sliders: Sequence[Slider]
+    controls: Sequence[Embedded] = ()
 
 
 Block = str | Markup | Table | Card | Prompt

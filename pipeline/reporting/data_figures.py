@@ -26,6 +26,7 @@ from pipeline.cache.snapshot import Bucket, BucketPart, Snapshot, picture_keys
 from pipeline.config import BucketConfig
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
+from pipeline.reporting.further_figures import further_figures
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.phash import HashRecipe
 from pipeline.signals.text import TextRecipe
@@ -47,7 +48,8 @@ REJECTED = ("rejected by the scan", "rejected while encoding", "caption rejected
 def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     """All numbers of a snapshot: JSON values.
 
-    `crop` is null, with `crop_missing`, where a scan is gone. `new` is null for a snapshot without an earlier snapshot.
+    `crop` is null, with `crop_missing`, where a scan is gone. `further` is null without further pictures. `new` is null
+    for a snapshot without an earlier snapshot.
 
     Raises:
         IntegrityError: a table of the snapshot is missing or damaged.
@@ -84,6 +86,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         "sources": dict(sorted(sources.items(), key=lambda pair: (-pair[1], pair[0]))),
         "captions": _captions(snapshot, lengths, captions_per_sample),
         "duplicates": {"pictures": _repeated(latent_keys), "captions": _repeated(caption_keys)},
+        "further": further_figures(snapshot),
         "visits": _visits(snapshot),
         "alike": _alike(snapshot),
         "left_out": [

@@ -158,9 +158,7 @@ class SnapshotTensors:
         self.texts = snapshot.reader("text")
 
     def latent(self, sample: Sample, kind: str = "latent") -> torch.Tensor:
-        into, place = np.empty(self.snapshot.shape(kind, sample.bucket), np.uint16), sample.pictures[kind]
-        self.readers[kind].read(place.shard, place.offset, place.key, place.checksum, into, place.length)
-        return bf16(into).float()
+        return bf16(self.snapshot.picture(sample, kind, self.readers[kind])).float()
 
     def text(self, sample: Sample, at: int) -> torch.Tensor:
         return self._text(sample.captions[at])

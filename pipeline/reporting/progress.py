@@ -58,7 +58,17 @@ def progress(figures: dict[str, Any]) -> Iterator[Block]:
             sliders.setdefault(prompt, []).append(slider)
     if sliders:
         yield from (f"{what}: {decode_command(Path(run['folder']))}" for run in runs if (what := undecoded(run)))
-    yield from (Prompt(prompt, of_prompt) for prompt, of_prompt in sliders.items())
+    yield from (Prompt(prompt, of_prompt, _controls(runs, prompt)) for prompt, of_prompt in sliders.items())
+
+
+def _controls(runs: list[dict[str, Any]], prompt: str) -> list[Embedded]:
+    """The control pictures that a prompt was drawn with, each once."""
+    controls = dict[str, Embedded]()
+    for drawing in (drawing for run in runs for part in run["parts"] for drawing in part["pictures"]):
+        if drawing.get("controls") and prompt in drawing["prompts"]:
+            _, shown = _picture(_Frame(0, "", "control", drawing["controls"][drawing["prompts"].index(prompt)]))
+            controls[shown.data] = shown
+    return list(controls.values())
 
 
 def _frames(run: dict[str, Any]) -> tuple[dict[str, list[_Frame]], set[str]]:

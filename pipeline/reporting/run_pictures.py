@@ -1,8 +1,8 @@
 """Drawn latents of a run and their pictures: `RUN/pictures/step-XXXXXXXX.safetensors` and the folder beside it.
 
-What: `train` writes a file of latents whenever it draws; `Watcher` decodes each to `step-XXXXXXXX/NNNN.png` and then
-writes `decoded.json` there, with the digest of the file of latents. So pictures count only if they are of the present
-file: after a resume from an earlier checkpoint another file may take its place.
+What: `train` writes a file of latents whenever it draws; `Watcher` decodes each to `step-XXXXXXXX/NNNN.png` (a control
+to `NNNN-control.png`) and then writes `decoded.json` there, with the digest of the file of latents. So pictures count
+only if they are of the present file: after a resume from an earlier checkpoint another may take its place.
 Why a watcher: training imports no encoder. The watcher has the VAE's decoder and no transformer, reads only the run
 directory, and may run on a CPU or another GPU.
 """
@@ -107,7 +107,7 @@ def listed(run: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         JSON values: `step`, `file`; `problem` if the file cannot be read; else `prompts`, `ema`, `height`, `width`,
         `sampling_steps`, `guidance`, `seed`, `prompt_set` as drawn, and `pictures`: a path or null (not decodable) for
-        each prompt, or null if they are not decoded yet.
+        each prompt, or null if they are not decoded yet; `controls`, likewise, of a run with a ControlNet, else null.
     """
     drawings = []
     for row in rows:
@@ -122,10 +122,13 @@ def listed(run: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         made = drawing.pictures()
         prompts = [str(prompt) for prompt in drawing.facts.get("prompts") or ()]
-        places = [None if made is None else made.get(f"{number:04d}") for number in range(len(prompts))]
+        kinds = {"pictures": "", **({"controls": "-control"} if "controls" in drawing.facts else {})}
         entry |= {name: drawing.facts.get(name) for name in _SHOWN}
-        entry["prompts"] = prompts
-        entry["pictures"] = None if made is None else [place and str(place) for place in places]
+        entry |= {"prompts": prompts, "pictures": None, "controls": None}
+        if made is not None:
+            for kind, ending in kinds.items():
+                places = [made.get(f"{number:04d}{ending}") for number in range(len(prompts))]
+                entry[kind] = [place and str(place) for place in places]
         drawings.append(entry)
     return drawings
 

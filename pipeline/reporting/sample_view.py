@@ -145,9 +145,7 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
     records = dict[str, np.ndarray]()
     for kind, recipe in snapshot.pictures.items():
         if recipe.axes == LatentRecipe.axes:
-            bits, at = np.empty(snapshot.shape(kind, sample.bucket), np.uint16), sample.pictures[kind]
-            snapshot.reader(kind).read(at.shard, at.offset, at.key, at.checksum, bits, at.length)
-            records[kind] = (bits.astype(np.uint32) << 16).view(np.float32)
+            records[kind] = (snapshot.picture(sample, kind).astype(np.uint32) << 16).view(np.float32)
     latent = records[LatentRecipe.kind]
     texts = snapshot.captions(row, snapshot.reader("text"))
     longest, width = snapshot.recipe(TextRecipe).max_length, snapshot.recipe(TextRecipe).width

@@ -133,6 +133,24 @@ def _crop(crop: Figures) -> Iterator[Block]:
     yield column_plot(title, edges, crop["samples"], "area removed, %", "samples")
 
 
+def _further(further: Figures) -> Iterator[Block]:
+    columns = (
+        Column("", "kind"),
+        Column("samples that have one", "samples", count),
+        Column("blank, since there is none", "blank", count),
+        Column("made from the picture by", "made"),
+    )
+    yield Table(columns, further["kinds"])
+    if (learned := further["learned"]) is not None:
+        yield f"On average {learned['mean']:.1%} of a picture is learned, by {learned['read']:,} masks."
+        edges = [100 * edge for edge in learned["edges"]]
+        yield column_plot("Masks by the share that is learned", edges, learned["samples"], "area learned, %", "samples")
+    for example in further["examples"]:
+        size = f"{example['source']}, {example['height']}x{example['width']}"
+        if "pictures" in example:
+            yield Card(example["pictures"], example["item"], size)
+
+
 def _sources(figures: Figures) -> Iterator[Block]:
     counts = figures["snapshot"]["sources"].items()
     rows = [{"name": name, "samples": n, **figures["cache"]["sources"].get(name, {})} for name, n in counts]
@@ -396,6 +414,7 @@ SECTIONS = (
     Section("new", "New samples against old ones", "snapshot.new", (_new_samples, table("sources", *_NEW))),
     Section("buckets", "Buckets", "snapshot", (_buckets,)),
     Section("crop", "Crop loss", "snapshot.crop", (_crop,)),
+    Section("further", "Further pictures", "snapshot.further", (_further,)),
     Section("sources", "Sources", "", (_sources,), needs="snapshot"),
     Section("captions", "Caption lengths", "snapshot.captions", (_captions, table("per_sample", *_PER_SAMPLE))),
     Section("duplicates", "Duplicates", "snapshot", (lambda _: [_SAME], table("duplicates", *_DUPLICATES))),

@@ -11,10 +11,12 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from pipeline.cache.root import Cache
+from pipeline.cache.scan_table import PLACE, places
 from pipeline.config import Config
 from pipeline.encoding.scan import reopen
 from pipeline.errors import UserError
 from pipeline.images import decoding
+from pipeline.signals import PictureSignal
 from pipeline.sources.source import Place, Source, Unreadable
 
 SIDE = 192
@@ -26,22 +28,34 @@ class SourcePictures:
 
     def __init__(self, config: Config, cache: Cache):
         self.config, self.cache = config, cache
-        self.sources: dict[str, tuple[Source, pa.Table] | None] = {}
+        self.sources: dict[tuple[str, str], _Opened | None] = {}
 
-    def data(self, source: str, item: str) -> bytes | None:
-        """The file; None if it is not there any more, or the source cannot be reached."""
-        if source not in self.sources:
-            self.sources[source] = self._open(source)
-        opened = self.sources[source]
-        at = -1 if opened is None else pc.index(opened[1].column("item"), item).as_py()
+    def data(self, source: str, item: str, picture: str = "") -> bytes | None:
+        """The file; None if it is not there any more, or the source cannot be reached; b"" if the sample has no such
+        picture. picture: the kind of a further picture; "": the item's own."""
+        if (source, picture) not in self.sources:
+            self.sources[source, picture] = self._open(source, picture)
+        opened = self.sources[source, picture]
+        at = -1 if opened is None else pc.index(opened.items, item).as_py()
         if opened is None or at < 0:
             return None
+        place = Place(*(opened.places.column(name)[at].as_py() for name in Place._fields))
         try:
-            return opened[0].read(Place(*(column[at].as_py() for column in opened[1].columns)))
+            return b"" if place.item is None else opened.source.read(place)
         except Unreadable:  # moved or changed since
             return None
         except UserError:  # the source is unreachable: do not wait for each of its pictures
-            self.sources[source] = None
+            self.sources[source, picture] = None
+            return None
+
+    def further(self, source: str, item: str, recipe: PictureSignal, size: tuple[int, int]) -> Image.Image | None:
+        """A further picture at (height, width), as its encoder gets it; None if it cannot be read."""
+        data, settings = self.data(source, item, recipe.picture), self.config.data
+        if not data:
+            return None if data is None else Image.new("RGB", size[::-1], (recipe.blank,) * 3)
+        try:
+            return Image.fromarray(recipe.pixels(data, size, settings.max_pixels, settings.max_bytes))
+        except (decoding.ImageReject, UserError):  # or OpenCV is missing
             return None
 
     def cropped(self, source: str, item: str, size: tuple[int, int]) -> Image.Image | None:
@@ -70,14 +84,25 @@ class SourcePictures:
             return None
         return Image.fromarray(pixels)
 
-    def _open(self, name: str) -> tuple[Source, pa.Table] | None:
-        """A source, and where its items are."""
+    def _open(self, name: str, picture: str) -> _Opened | None:
+        """A source, and where its items' pictures are."""
         scan = self.cache.last_scan(name)
         try:
-            places = None if scan is None else self.cache.table(scan["table"], list(Place._fields))
-            return None if places is None else (reopen(self.cache, name, self.config.data), places)
+            if scan is None:
+                return None
+            table = self.cache.table(scan["table"], [*PLACE.names, *(["pictures"] if picture else [])])
+            return _Opened(reopen(self.cache, name, self.config.data), table.column("item"), places(table, picture))
         except UserError:  # removed or unreachable
             return None
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A source. items: keys of its items; places: `PLACE` of the picture of each."""
+
+    source: Source
+    items: pa.ChunkedArray
+    places: pa.Table
 
 
 @dataclass(frozen=True)

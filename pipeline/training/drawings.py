@@ -2,7 +2,8 @@
 
 `Drawings` draws at the steps of `train.pictures`, with the moving averages if the run has them, and publishes
 `pictures/step-XXXXXXXX.safetensors`: float32 (C, h, w) tensors `0000`, `0001`, ..., multiplied by the scaling factor,
-and a description (metadata `drawing`). Latents, since the training process imports no encoder; `sana-pipe sample
+and a description (metadata `drawing`). A ControlNet's run draws captions with the controls of their samples, which are
+in the file, too (`0000-control`). Latents, since the training process imports no encoder; `sana-pipe sample
 --watch` decodes them. Prompts are divided over the data-parallel processes. Nothing of the training changes.
 Price: `sample.steps` forward passes of two samples per prompt, and no memory beyond that of a step.
 """
@@ -14,6 +15,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -61,7 +63,7 @@ class Drawings:
         self.numbers = [min(number, count - 1) for number in range(part * share, (part + 1) * share)]
         self.sends = rank == min(other for other in range(layout.world) if layout.data_rank(other) == part)
         self.size = drawn_at_once(context.config, context.task)
-        self.rows, self.null = run_on_all(self._read)
+        self.rows, self.null, self.controls = run_on_all(self._read)
 
     def __call__(self, step: int) -> bool:
         """Draw if it is due. Collective. Returns False if a stop request ended it early."""
@@ -80,10 +82,12 @@ class Drawings:
             self.journal.pictures(self.run.context.train.steps, row | place)
         return True
 
-    def _read(self) -> tuple[dict[int, Tensor], Tensor]:
+    def _read(self) -> tuple[dict[int, Tensor], Tensor, list[Tensor]]:
+        """Text rows of this process's prompts, those of the null record, and the controls of all prompts, if any."""
         assert self.prompts is not None
-        null, mask = self.prompts.null()
-        return {number: self.prompts.rows(number) for number in self.numbers}, null[mask]
+        (null, mask), control = self.prompts.null(), self.prompts.control
+        controls = [] if control is None else [control(number).float() for number in range(len(self.prompts.texts))]
+        return {number: self.prompts.rows(number) for number in self.numbers}, null[mask], controls
 
     def _drawn(self, prompts: DrawnPrompts) -> dict[int, Tensor] | None:
         """The latents by number on every process; None if a stop request ended the drawing. Collective."""
@@ -95,7 +99,8 @@ class Drawings:
                 numbers = self.numbers[first : first + self.size]
                 rows = [self.rows[number].to(context.device, dtype) for number in numbers]
                 noise = prompt_noise([prompts.texts[number] for number in numbers], shape, settings.seed)
-                drawn = sample(self._predict, rows, self.null, noise, Sampling.of(context.config))
+                controls = torch.stack([self.controls[number] for number in numbers]) if self.controls else None
+                drawn = sample(self._predict, rows, self.null, noise, Sampling.of(context.config), controls)
                 latents.update(zip(numbers, drawn.cpu(), strict=True))
         except Interrupted:
             return None
@@ -104,7 +109,7 @@ class Drawings:
 
     def _predict(self, *inputs: Tensor) -> Tensor:
         """The model's flow. Raises Interrupted on every process if one is asked to stop. Collective."""
-        flow = self.run.model.predict(**dict(zip(INPUTS, inputs, strict=True)))
+        flow = self.run.model.predict(**dict(zip(INPUTS, inputs, strict=False)))
         if any(all_gather_objects(self.stop.reason() is not None)):
             raise Interrupted
         return flow
@@ -123,6 +128,7 @@ class Drawings:
     def _publish(self, step: int, latents: dict[int, Tensor]) -> Path:
         path = self._path(step)
         tensors = {f"{number:04d}": latents[number].contiguous() for number in sorted(latents)}
+        tensors |= {f"{number:04d}-control": control for number, control in enumerate(self.controls)}
         with writing(path, "check the rights, then --resume auto", again="--resume auto"):
             self.lock.check()
             make_folder(path.parent)

@@ -33,6 +33,7 @@ class DrawnPrompts:
         null: -> the null record (M, D) and its mask (M,) bool.
         height, width: of the pictures in pixels, and compression: pixels for a latent's side of 1.
         names: `prompt_set` (its id) and what else the files say of prompts and latents.
+        control: number of a prompt -> (C, h, w) latent of its control picture; None: the model is given none.
     """
 
     texts: tuple[str, ...]
@@ -42,6 +43,7 @@ class DrawnPrompts:
     width: int
     compression: int
     names: Mapping[str, Any]
+    control: Callable[[int], Tensor] | None = None
 
 
 @dataclass(frozen=True)

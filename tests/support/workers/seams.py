@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import AdapterConfig, Config, ControlNetConfig, PreserveConfig
+from pipeline.config import AdapterConfig, Config, ControlNetConfig, PicturesConfig, PreserveConfig, SampleConfig
 from pipeline.launch import Launch, detect
 from pipeline.parallel import mesh
 from pipeline.processes import run_and_exit
@@ -52,7 +52,10 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         given = given.with_train(adapter=adapter, preserve=PreserveConfig(share=0.3, prompt="a dog"))
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
     if kind == "controlnet":
-        given = given.with_train(controlnet=ControlNetConfig(layers=2, control_drop=0.3))
+        drawing = PicturesConfig(every=2)
+        given = given.with_train(controlnet=ControlNetConfig(layers=2, control_drop=0.3), pictures=drawing)
+        given = given.model_copy(update={"sample": SampleConfig(steps=2)})
+        task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
     return fit(given, replace(task, **part), launch, log=lambda line: None, **options)
 
 

@@ -170,8 +170,12 @@ def prompts(settings: Config, size: tuple[int, int] = (64, 64)) -> DrawnPrompts:
     def null() -> tuple[Tensor, Tensor]:
         return rows(99)[:10], torch.arange(10) < 2
 
+    def control(number: int) -> Tensor:
+        return torch.randn(CHANNELS, size[0] // 8, size[1] // 8, generator=torch.Generator().manual_seed(number))
+
     names = {"latent_recipe": "latents", "prompt_set": "five"}
-    return DrawnPrompts(TEXTS, rows, null, *size, compression=8, names=names)
+    given = control if settings.train.controlnet is not None else None
+    return DrawnPrompts(TEXTS, rows, null, *size, compression=8, names=names, control=given)
 
 
 def task(
