@@ -1,10 +1,6 @@
 """Adopting: take over records of another cache.
 
 `adopt` links (or copies) shards of another cache with their record tables and commits, as a plan of this cache.
-Why: a snapshot must be complete in one cache, so that it can be verified, moved and read without other folders. Adopted
-records are ordinary ones for `verify`, `gc`, `status` and `encode`.
-Price: every adopted byte is read once for its check, and copied where it cannot be linked (another file system, an
-object store). Whole units are adopted.
 
 A record encoded here takes precedence over an adopted record of the same key, and an earlier adopted record over a
 later. After a kill the next run continues: units with a published plan are recognised by their ids.

@@ -2,14 +2,6 @@
 
 A column of plain text, or of lists of it, holds less than 2 GiB in one piece; Arrow raises an error if more is joined.
 `combined` joins tables, and `take_rows` picks rows, in several pieces where a single piece would be too large.
-
-Arrow reads a Python file object ahead on its own threads. Such a thread needs the interpreter; a thread that still
-reads when the process ends aborts the process (SIGABRT). Reading ahead gains little here: a table of the cache is in
-memory already, and a row group of a source is read whole. Price: columns are decompressed one after the other.
-
-Arrow allocates with the C library's allocator here. The one that pyarrow chooses otherwise, mimalloc, keeps much of
-what is freed: `encode` with nothing to do at 300,000 items reached 350 MiB instead of 281, and the listing of 10^6
-pictures 23 MB beyond the start instead of 10 (buffers / 16), at the same speed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-"""Storage of a record's values: from bf16 bits to the payload in a shard, and back.
+"""Storage of a record's values: from bf16 bits to the payload in a shard, and back (bytes: cache_layout.md).
 
 `bf16`: the bits themselves, without this module. `bf16-zstd`, lossless: the exponents, which repeat, are compressed
 with zstd level 1; sign and mantissa are stored as they are. `int8`, lossy: 8 bits per value, with one scale per token
-after division by the rms of its channel in the record.
-Why: text is 85 % of a cache. Lossless takes 0.69 of the bytes, int8 half. A scale per token alone loses a third of the
-signal in encoders with a few very large channels; dividing by a scale per channel first keeps the error below one per
-cent (reference measurements). The channel scales are in each record, so records of any two caches can be joined.
-Price: decoding costs CPU on every read (lossless: several times the plain read). The output of zstd may differ between
-its versions: equal values, other bytes; a repair on another machine may then end in a new plan.
-
-The payload begins with a header of 20 bytes: a magic, the number of dimensions, three dimensions (u32; 0 where unused).
-  SPZ1 (bf16-zstd): n bytes `sign << 7 | mantissa`, then one zstd frame of n bytes of exponents.
-  SPQ1 (int8): one bf16 scale per channel, one bf16 step per token, then n int8 in the array's order.
-A token is a row (of text), or a position of what has channels (a latent); see `by_row`.
+after division by the rms of its channel in the record. A token is a row (of text), or a position of what has channels
+(a latent); see `by_row`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 `Files` writes every document twice (`name`, then `copies/name`) and reads the copy if the document is lost or damaged.
 `inspect` checks both, `repair` repairs both from the intact file, `repair_all` repairs all documents of which one of
 the two is missing.
-Why: a lost document looks as if it had never been written, so records without a commit would look unneeded and be
-encoded again or removed. With two copies a single loss or flipped bit changes no answer and can be reported.
-Price: two small files and two more syncs per document; from object stores, a request more where a name is free.
 
 Shards and record tables exist once: they are named by their content, and records can be encoded again.
 """

@@ -1,11 +1,6 @@
 """URLs through fsspec: opening, sending requests with our retries and errors, listing everything below a folder.
 
 `Connection` serves a cache in an object store (`object_store`) and sources behind a URL (`pipeline.sources.remote`).
-Why not fsspec's listing: its general `find` treats a folder that it cannot list as empty, so that a server that
-goes away in the middle gives a shorter listing and no error. That of s3fs holds every file in memory and begins again
-after an error, so `Connection.find` asks S3 for one page after the other.
-Price: one request per folder for a driver that does not implement `find`; listings of drivers other than s3fs are in
-memory.
 """
 
 from __future__ import annotations

@@ -1,22 +1,6 @@
 """Garbage: files of a cache that no commit, snapshot or open plan refers to, and their removal.
 
-`unneeded` lists such files, `remove` removes them.
-Why: a missing reference proves something only in a whole cache, and only for a moment. So nothing is listed while
-documents and shards contradict each other. A listed file is removed only if it is still unneeded and old when it is
-looked at again.
-Price: every document is read once for the list, once for every folder that files are removed from, and again whenever
-removal has taken `REREAD_S`.
-
-Removal races with writers that use an existing file again:
-1. Removal reads all references before it begins with a folder.
-2. A writer freshens the file that it will refer to (`Files.freshen`, `Files.publish_content`), then publishes the
-   document; a snapshot's head is freshened before it is named.
-3. Removal checks the age of each file when it removes it (`Files.discard`). A file whose reference appeared after step
-   1 was freshened before, so it is young and stays, however many files were removed in between.
-`REREAD_S` bounds the age of the reading. Naming a head does not freshen the files that it refers to. So heads are
-removed first, and files of an existing head that is named or
-young stay. If a writer took longer than the age between the two steps, or if a store does not keep the order, a commit
-may lose its shard: `encode` makes it again, or `bucket` copies it again.
+`unneeded` lists such files, `remove` removes them. Why a file that a writer uses again survives: docs/design.md.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A shard is visible only through a commit: its unit's document (`Paths.unit`) or, once all units
 of the plan are committed, one segment document. Readers then use the segment instead (`gc` removes the unit documents
 later), so opening a cache reads one document per finished plan. `RecordIndex` finds records by key.
-Why: a crash leaves only invisible files; a second or late worker publishes a name that is taken, which changes nothing.
-Price: a record may be in two shards (after a repair). The later plan wins, so an index is built in plan order. Adopted
+A record may be in two shards (after a repair). The later plan wins, so an index is built in plan order. Adopted
 plans come before all others, in reverse order.
 """
 

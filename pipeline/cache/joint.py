@@ -3,8 +3,6 @@
 `JointWriter` writes a tar whose members carry the sample's id: `<id>.latent.npy` and so for each kind of picture
 record, `<id>.text.npy`, `<id>.txt`, and `<id>.1.text.npy`, `<id>.1.txt` for a second caption. Its record table has the
 samples' rows of the packed snapshot.
-Why: object storage is read sequentially, and a plain webdataset client pairs the members of a sample (it cuts names at
-the first dot). Price: a caption that several samples share is stored with each of them.
 
 Records keep their payload, key and checksum, so readers verify them as in the shards that they were copied from.
 """

@@ -4,8 +4,6 @@ Digests, sample ids, checksums, canonical JSON, documents, and paths. Recipes an
 Why: a record is found by its content and recipe, so nothing unchanged is encoded twice and nothing stale is used. These
 functions are the format: a change makes every existing cache unreadable, so `VERSION` counts changes and a golden test
 prevents accidental ones.
-Price: xxh3-128 is fast (over 10 GB/s) but not cryptographic: it protects against damage and mix-ups, not against an
-adversary with write access to the cache.
 """
 
 from __future__ import annotations

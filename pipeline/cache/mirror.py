@@ -4,15 +4,6 @@
 compares the copy's digest with its name and fetches a damaged copy again. It then leaves a mark with the copy's inode,
 size and times; an opening with `trust` believes a mark that fits. So the processes of a machine check a shard once, not
 once each; readers verify every record, and open a shard without trust if one is wrong.
-Why: records are then read with preadv exactly as from a local cache, the object store gets few large sequential reads
-instead of many small ones, and the origin repairs what a bad disk destroys.
-When the limit is reached, or less than `SPARE` bytes of the disk are free, the copies that were opened longest ago are
-removed, down to `KEPT` of the limit; if none is left, a full disk is an error. Copies are listed only then, or when
-`TOTAL` is missing: it is removed before any change of the copies and written after it, so that a killed process leaves
-none. A removed file stays readable for processes that have it open.
-Price: a random order over far more shards than the mirror holds fetches shards again and again. Raise the limit
-(`mirror.gib`), or train from a packed snapshot, which is read in the order in which it is stored. Files being fetched
-come on top of the limit, one per thread; so do removed files that are still open.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Recipes: what decides the values of records, one class for each kind of record; and the keys of records.
 
-`Recipe` is the base of all kinds. This room reads and writes records of any kind: what it must know of one is in the
-class (axes, what it belongs to, how values are stored). The kinds themselves are the modules of `pipeline.signals`.
-Why they are looked up in that folder (`recipe_class`): a further kind is one file, and no list names it.
-
-Identity rules:
-* A recipe field enters the id only when it differs from its default, so a field added later leaves old ids unchanged.
-* Weights are named by their digest; their origin (`model`, `revision`) is provenance of units.
-* A picture's record is keyed by (recipe, image digest, target height and width, crop), a caption's by (recipe,
-  normalised caption).
+`Recipe` is the base of all kinds. What this room must know of a kind is in its class, in `pipeline.signals`. A field
+enters the id only when it differs from its default, so a field added later leaves old ids unchanged. Weights are named
+by their digest. A picture's record is keyed by (recipe, image digest, target height and width, crop), a caption's by
+(recipe, normalised caption).
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
 """Tables and arrays that do not fit into memory: unnamed temporary files, mapped; and sorting by key in such files.
 
-What: `Scratch` holds rows in memory up to `LIMIT` bytes, and in a file beyond that. `Scratch.sorted_by_key` sorts rows
+`Scratch` holds rows in memory up to `LIMIT` bytes, and in a file beyond that. `Scratch.sorted_by_key` sorts rows
 with a 16-byte key: runs of `RUN` rows are sorted in memory, written, and read side by side, one range of keys after
 the other.
-Why: pages of a mapped file are not this process's memory; the kernel writes them back and drops them when it needs
-room. So the number of items is limited by the disk. A file loses its name while it is empty, so a kill leaves no bytes.
-Why no engine: first rows of equal keys, unique captions in key order and the join with records were measured at 10^6
-and 3 x 10^6 rows (one thread, beyond the imports): DuckDB 2.0 with a limit of 300 MB 152 and 293 MiB, 1.5 and 5.5 CPU
-seconds; Polars 2.1 streaming 260 and 819 MiB, 1.9 and 6.0 s; Acero 326 and 850 MiB, 1.8 and 5.0 s; sorted runs in numpy
-93 and 97 MiB, 4.0 and 11.6 s. Only runs and DuckDB have a bound. Keys are xxh3 digests, which DuckDB cannot compute,
-so rows would pass through Python on both sides; its part of a command's time does not pay for the dependency.
-Price: the disk of the cache holds what is being sorted. Measured at 10^6 items: 455 bytes an item of a scan, 892 of
-`encode` with nothing to do, 576 of `bucket` (712 with `bucket.grow`) and 203 of the listing of a folder, for each
-process. Random reads beyond the memory that the kernel has for files are slow.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """Snapshots: immutable, content-addressed lists of samples grouped by bucket. Training reads these first.
 
-A snapshot is a JSON head (`Head`: recipes, bucket table, policies, counts, reasons for everything left out), tables
-that list its shards and chunks (`pipeline.cache.snapshot_lists`), and uncompressed Arrow IPC chunks. The last chunks
-that were touched are mapped into memory; a chunk is checked whole at the first touch, and again if its file has changed
-since. Two runs that name the same snapshot train on the same samples in the same order, wherever the cache was copied.
-A sample costs about 150 bytes of disk; its row is in memory only once it is used.
-
-The head is parsed and written here and nowhere else. It belongs to the format: `verify` and `gc` read it, too.
-
-Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, position in the bucket). A packed snapshot
-has its rows in a shuffled order inside each bucket, and its records in joint shards (`Head.folder`).
+A snapshot is a JSON head (`Head`), tables that list its shards and chunks (`pipeline.cache.snapshot_lists`), and
+uncompressed Arrow IPC chunks. A chunk is mapped and checked whole at the first touch, and again if its file has changed
+since. Rows are ordered by (bucket, sample id), so a sample is addressed by (bucket, position in the bucket). A packed
+snapshot has its rows in a shuffled order inside each bucket, and joint shards.
 """
 
 from __future__ import annotations

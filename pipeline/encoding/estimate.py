@@ -2,11 +2,6 @@
 
 `wanted` lists the work that is not in the cache yet, `sizes` its bytes, `probe` the speed of the real encoders on a few
 real batches.
-Why: a run of days should not end on a full disk, nor start if half of the source is rejected.
-Price: if no earlier scan has read a picture, only its header is known. So duplicates are counted separately, damaged
-pixels are not noticed, and such a picture never counts as already encoded. Captions are exact. Sizes of `bf16-zstd`
-storage are typical ones. Of many captions only a sample is tokenized; the report says how many. What is compared is
-sorted in temporary files (`Scratch`), as in `plan`.
 """
 
 from __future__ import annotations

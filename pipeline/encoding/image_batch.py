@@ -1,13 +1,8 @@
 """How many pictures of a size go through the VAE at a time where `encode.image_batch` is auto.
 
-What: `fitting` gives for a target size the pictures whose tensors fit into the GPU with `MARGIN` left free, and whose
+`fitting` gives for a target size the pictures whose tensors fit into the GPU with `MARGIN` left free, and whose
 largest tensor has at most `INDEXED` values (15 pictures of 1024 x 1024 pixels, 63 of 512 x 512).
 On a CPU it is `FIXED`.
-Why a prediction and no measured first batch: bf16 and cuDNN give slightly other bits for another batch, so the batch
-belongs to the plan. It is chosen once, by the process that plans, before an encoder is loaded; every other process, and
-one that is killed and started again, or that repairs, takes the plan's.
-Price: where the memory is smaller than that of the process that planned, batches are halved as they fail
-(`unit_records.encode_finite`). Half a second of CPU time for each new size.
 """
 
 from __future__ import annotations

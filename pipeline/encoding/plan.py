@@ -2,11 +2,6 @@
 
 `plan_images` and `plan_captions` append at most one plan for work that no earlier plan assigned and no shard holds, and
 return every plan.
-Why: any number of processes may plan at the same time. A plan's number is taken by put-if-absent; the loser adopts the
-winner's plan and looks again. The plan fixes the records and batches of a unit, so its bytes do not depend on the
-worker.
-Price: sorts the keys of the work list; if records are missing, also the keys of all open plans, in temporary files (see
-`Scratch`). About `RUN` rows are in memory at a time, however long their captions.
 
 A record counts as not assigned if it failed for a temporary cause (its file was gone or had changed), or if its shard
 is missing or truncated. Records and rejects of later plans win.

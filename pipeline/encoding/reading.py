@@ -5,8 +5,6 @@ Why: captions, pictures and buckets of a source depend on settings that are ofte
 
 A setting is given on purpose if `--set` (or `--format`) gives it, or if the user's file says something else of it than
 at the last scan. Otherwise it is what the last scan used. What differs is printed either way.
-Price: a line that is deleted from the file is not given, so the remembered value stays; the printed line names the
-`--set` that changes it.
 """
 
 from __future__ import annotations

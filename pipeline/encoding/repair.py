@@ -3,9 +3,6 @@
 The batches that hold damaged records are encoded again in their old composition. The shard is written anew from them
 and from the intact records. On the same kind of machine its digest is the old digest: the file is replaced in place,
 and every snapshot that refers to it is whole again.
-Why: one flipped byte in 100 GB should cost one batch, not a store.
-Price: where hardware or libraries differ, the bytes differ. Then the damaged records go into a new plan (a later plan
-wins), and earlier snapshots have to be made again with `sana-pipe bucket`.
 """
 
 from __future__ import annotations

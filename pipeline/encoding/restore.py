@@ -1,15 +1,9 @@
 """Restore: repairs documents that were lost or damaged.
 
 A document is restored from its copy. What is damaged together with its copy is moved to `damaged/`, and other files
-stand in for it:
-- an intact shard without a commit is committed again: to the unit that its head names if that is planned, else to a new
-  plan;
-- commits whose plan is lost get a plan that lists them;
-- a recipe is read from a snapshot's head; a scan, a name or a prompt set that is not the last from its successor.
-Why: no lost document costs an encoding.
-Price: what only the document said is lost: the reasons of rejects (these records are tried again), the rows of a plan
-and the batches of its units (`pipeline.encoding.repair` makes a damaged record from the last scans, in a batch of one),
-the location of a source, the snapshot of a name.
+stand in for it. An intact shard without a commit is committed again: to the unit that its head names if that is
+planned, else to a new plan. Commits whose plan is lost get a plan that lists them. A recipe is read from a snapshot's
+head; a scan, a name or a prompt set that is not the last from its successor.
 """
 
 from __future__ import annotations

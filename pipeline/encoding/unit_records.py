@@ -1,11 +1,6 @@
 """The records of a unit: encode its batches, write them into a shard, commit it.
 
 `image_records` and `caption_records` encode the batches of a unit, `write_unit` writes and commits them.
-Why: the unit is the grain of resuming (a killed process loses its current unit), of sharing work, and of the bytes (the
-plan fixes the batches).
-Price: threads decode the next batches while the encoder works, and another thread writes the last ones. So pictures of
-`DECODE_AHEAD` batches and records of `WRITE_BEHIND` batches are in memory; if further records are made of the same
-pixels, those of `WRITE_BEHIND` batches, too.
 
 A record that cannot be made (undecodable, changed since the scan, not finite) becomes a reject with its reason. Only
 its batch is smaller then: the other batches keep their composition.

@@ -3,11 +3,6 @@
 `probe` reads the size from the header and refuses decompression bombs; `load` decodes, applies the orientation,
 converts any mode to sRGB, and resizes and crops to exactly the bucket. There are two decoders behind one interface:
 `vips` (fast, strict about damaged data) and `pillow` (every allowed format, no library besides Pillow).
-Why two: most pictures are 8-bit JPEG, PNG or WebP and larger than the bucket, so the resize takes longer than the
-decoding; libvips does it 4 times faster at equal quality. Pillow decodes what libvips cannot read, or reads wrongly
-(CMYK, 16 bits, animations, transparency under a colour profile, rare formats). The header alone decides, so that the
-decoder of a picture does not depend on how a library was built.
-Price: the pixels of the two differ by rounding (more than 50 dB apart), so the decoder is part of the recipe.
 
 The name of a decoder in the recipe changes whenever its pixels change.
 """

@@ -1,11 +1,8 @@
 """A hash of what a picture shows: near-duplicates differ in few of its bits, other pictures in about half of them.
 
-What: signs of the 128 lowest frequencies of a DCT of the luma, twice: of the whole picture, and of its inner 92.5 % by
-side, which is the whole of a cropped copy. By the whole alone, crops to 90 % were up to 48 bits away, others from 41.
-Why signs, where pHash and PDQ compare with the median: a mirrored picture has the same coefficients with the opposite
-sign in odd columns, so `flipped` is exact; with the median, mirrored photographs were up to 10 bits away. Why no
-library: pdqhash and imagehash have neither property, and hash in floating point; these integers are the same on every
-machine, in every batch and number of threads. Measured on 18 photographs that come with scikit-image.
+It has the signs of the 128 lowest frequencies of a DCT of the luma, twice: of the whole picture, and of its inner
+92.5 % by side, which is the whole of a cropped copy. By the whole alone, crops to 90 % were up to 48 bits away, others
+from 41.
 """
 
 from __future__ import annotations

@@ -2,13 +2,6 @@
 
 `open_header` identifies a picture and refuses decompression bombs; `load` decodes it, applies the orientation and
 converts any mode to sRGB; the other decoder uses `apply_profile`, too.
-Why by hand: an error of a decoder is stored in the cache for good. Plain `convert("RGB")` clips 16-bit gray to white,
-shows the hidden colours under transparency and ignores colour profiles; by default decoders ignore the orientation.
-Files are untrusted, so every failure of a decoder becomes one `ImageReject` with a reason.
-Price: JPEGs are decoded at full size (exact, but 3 times slower on large photos). JPEG data that is corrupted in the
-middle goes unnoticed, because libjpeg conceals it and Pillow drops its warnings. The PNG chunks gAMA and cHRM are not
-applied. Pillow's process-wide limit against bombs is set to the caller's `max_pixels`, and its tolerance of truncated
-files is switched off.
 
 `DECODER` names these rules in the recipe: a change of the pixels requires a change of the name.
 """

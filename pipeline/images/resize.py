@@ -1,9 +1,5 @@
 """Covering resize and centre crop: which part of a picture the bucket gets, and by which filter.
 
-Why one step: the crop is taken before the resize, with fractional borders. Resizing first would round the resized side
-to whole pixels, which stretches the picture and shifts the crop by up to half a pixel (35 instead of 54 dB against the
-exact result). The filter still reads pixels beyond the crop's border. The filters are those of Sana's loader.
-
 `RESIZE_RULE` and `CROP_RULE` name these rules in the recipe: a change of the pixels requires a change of the name.
 Every decoder follows them.
 """

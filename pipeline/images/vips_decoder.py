@@ -2,18 +2,6 @@
 
 `load` decodes 8-bit JPEG, PNG and WebP, and lets libvips resize pictures that shrink; for all others it returns None,
 and Pillow decodes them. The header alone decides.
-Why: Pillow spends more time on the resize than on the decoding; libvips' kernels are vectorised. Large JPEGs are shrunk
-during decoding (by 2, 4 or 8), but only so far that a factor of three remains for the filter: with two, the usual
-choice, the shrinking is visible in fine detail (43 dB from the exact result; with three 48, with four 51, without
-shrinking 55). JPEG is read by simplejpeg (libjpeg-turbo), because libvips ignores warnings after the last line. Of 100
-baseline files with damaged bytes in the middle, simplejpeg noticed 48 (the others decode without any sign), libvips'
-strictest setting 8, Pillow 7.
-Traps that are closed here: `fail_on` is set (by default libvips fills truncated pictures with gray or black), the whole
-picture is decoded before it is cropped (so that damage below the crop is noticed), and sizes are checked in the header.
-libvips' reduce does not support fractional crops; `window` finds integer borders at which its sampling grid is exact.
-Price: the decoded pixels are in memory at once (3 bytes each, after shrinking). libvips is set to one thread per
-picture for the whole process, since pictures are decoded in parallel. JPEGs with extra bytes in their data that are not
-plain padding are rejected, though some of them look right.
 
 `DECODER` names these rules in the recipe: a change of the pixels requires a change of the name.
 """

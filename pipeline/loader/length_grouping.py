@@ -2,11 +2,6 @@
 
 A window is a few batches of every bucket. Its steps keep their buckets; the samples of each bucket in it are sorted by
 the rows of their captions and cut into the same number of batches, and a keyed permutation orders these batches.
-Why: a random batch of 32 captions is padded to 2.7 times its bytes, a batch from a window of 8 batches to 1.25 times
-(reference measurements). The order is a pure function of the schedule, the window and the rows: ranks agree without
-communication, and step t is computed at any t. Every sample is visited as often as without windows, in the same epoch.
-Price: the first step of a window plans all its steps (scalars only). The captions of a batch are alike in length, so a
-batch is no longer a uniform draw; the samples of a window are those of the schedule.
 """
 
 from __future__ import annotations

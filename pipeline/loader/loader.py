@@ -5,8 +5,6 @@ yielded steps, not prefetched ones.
 
 Threads read records with preadv into their place in the batch and verify them there, in buffers of a pool: no worker
 processes, no shared memory. An error in a thread is raised at the batch that it belongs to.
-Price: every rank plans the global batch (which samples, which captions, how long). A buffer has the size of the largest
-possible step (every caption at its longest); memory that is not pinned occupies RAM only as far as it is written.
 """
 
 from __future__ import annotations

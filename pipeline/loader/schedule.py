@@ -3,32 +3,7 @@
 `Schedule.step(t)` gives the bucket of optimizer step t and the visits (position, visit) of its global batch. Ranks,
 microbatches and prefetching only slice it, so any number of nodes agree without communication, and the state of a run
 is one integer. Step t is computed in O(batch) time and memory at any t.
-Price: a keyed permutation of six Feistel rounds per index instead of a stored shuffle.
-
-An epoch of a bucket with n samples and global batch B visits each sample once:
-* `carry`: the bucket's visits form one endless stream, epoch after epoch, cut into batches of B; a remainder that does
-  not fill a batch is carried into the next epoch. Over any number of epochs two samples' visits differ by at most one
-  (n >= B).
-* `drop`: each epoch has floor(n / B) whole batches of a new permutation; the remainder differs from epoch to epoch.
-* `repeat`: each epoch has ceil(n / B) batches; the last batch is filled with second visits of samples of the bucket,
-  which take turns over the epochs: after any number of epochs two samples' visits differ by at most one.
-
-Weights. A bucket may consist of parts, each with a weight w = p / q (at most three decimals). A part of n samples gets
-floor((e + 1) n w) - floor(e n w) visits in epoch e: after E epochs floor(E n w), exactly. It spends them pass after
-pass over its own permutations, so that at the end of any epoch two samples of a part differ by at most one visit
-(except for the remainder of `drop`). The visits of all parts of a bucket are mixed within the epoch. Weight 2 is twice
-an epoch, weight 0.5 every other epoch; the weights of other parts do not enter.
-
-The batches of an epoch are permuted across all buckets. `largest_first`: the first epoch of a phase begins with one
-full batch per bucket that has one, largest pictures first, so that running out of memory happens among the first steps.
-The rest of that epoch, and all other epochs, are permuted.
-
-Packed snapshots have a block order, so that storage is read in long runs. A bucket's positions lie in blocks (about one
-shard each). A pass over a bucket or part permutes its blocks, cuts their sequence into windows of a few blocks, and
-permutes the samples inside each window. A bucket's batches follow one another in that order. Within groups of a few
-batches, in which every bucket has its share, the order of buckets is permuted. So at any time each bucket has one
-window open, two where they meet. Finishing one bucket before the next would open fewer windows, but long stretches
-would train on few buckets. The same laws hold exactly, and a step is still computed in O(batch).
+The laws of epochs, weights and blocks: docs/design.md.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 `ShardPrefetch` follows the training order ahead of the loader and opens each shard of the coming steps, which fetches
 it. In a packed snapshot all shards of a window are needed at once when it begins; without prefetching, the run would
 wait for whole shards every few steps.
-Price: coming steps are planned twice. Shards fetched ahead of need occupy at most half of the mirror; the other half is
-for shards in use.
 
 Errors are ignored here: the loader meets them at the batch that they belong to.
 """

@@ -1,11 +1,7 @@
 """Read some samples of a snapshot once each, in a fixed order: the data of a validation.
 
-What: `FixedOrder` chooses samples of every bucket in proportion to its size and cuts them into global batches;
+`FixedOrder` chooses samples of every bucket in proportion to its size and cuts them into global batches;
 `ValidationLoader` reads this rank's microbatch of each with the loader that training uses.
-Why fixed: the choice, the noise and the captions depend on the snapshot, the seed and the samples alone, so two passes
-differ only in the weights. The microbatches are the same on every topology.
-Price: a bucket's last batch is filled with copies of its last sample, so that every rank has equally many microbatches
-of one size; with many ranks and small buckets that is most of the work.
 """
 
 from __future__ import annotations

@@ -4,12 +4,6 @@
 copies the records of a unit into a joint shard and commits it; `assembled` makes the packed snapshot from all units.
 Units are committed like those of `encode`, so packing is resumed and shared between processes by the same rules.
 
-Why: a random order over shards that lie in the order of encoding fetches every shard again and again, unless all of
-them fit into the mirror. Records in a shuffled order need only a shuffle of blocks (`pipeline.loader.schedule`).
-Price: the cache holds every packed record twice. Records are read one at a time (an object store is asked for ranges);
-one shard at a time is in memory. In training a machine reads a part of each batch and fetches the shards of that part:
-every shard if batches are small, and a shard may be fetched by several machines (docs/scale.md counts them).
-
 The bytes are a function of the snapshot's content and the target size of a shard.
 """
 

@@ -1,11 +1,9 @@
-"""Select which of the joined samples a snapshot takes.
+"""Select which of the joined samples a snapshot takes: filters, deduplication, a held-out part, subsets by count.
 
-Filters over metadata, deduplication and a held-out part by image digest, and subsets by count. Samples left out are
-counted in `Joined` by their reason.
-
-Each rule depends on a sample's content or id alone (and on the samples that it is compared with), not on the order of
-the listing or on chance: the same data give the same choice, and more data change as little as possible. A subset has
-exactly the requested number of pictures; a held-out part has the requested share on average.
+Samples left out are counted in `Joined` by their reason. Each rule depends on a sample's content or id alone (and on
+the samples that it is compared with), not on the order of the listing or on chance: the same data give the same choice,
+and more data change as little as possible. A subset has exactly the requested number of pictures; a held-out part has
+the requested share on average.
 """
 
 from __future__ import annotations

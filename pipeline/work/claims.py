@@ -4,10 +4,6 @@
 is absent. While the unit is made, a thread replaces the file with a higher beat. `release` removes it. A claim is free
 if it did not change for `stale_s` seconds of the observer's monotonic clock; file times and clocks of other machines
 are never compared. A claim of a process of this machine is free as soon as that process has ended.
-Why: without claims every idle worker would encode the last units of the others once more.
-Price: a small file is written per unit, and again every `stale_s / BEATS` seconds. Claims are advisory: two workers may
-hold a unit (one was stopped, or both saw a stale claim). Then both encode it, and the first commit wins
-(put-if-absent). So the cache is right whatever happens to claims.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 `check` asks before a unit whether its bytes and a reserve (`encode.min_free_gib`) are free. `wait` handles a lack of
 space, whether `check` or a failed write reported it (`NoSpaceError`): it prints once what is missing, looks again every
 `POLL_S` seconds, and gives up after `encode.low_disk_wait_s`.
-Why: a person frees a full disk in minutes or hours; a hundred workers that have ended must all be started again.
-Free bytes do not show quotas. So after a failed write the unit's bytes are allocated once, and freed, before the unit
-is tried again.
-Price: a unit whose write failed is made again.
 
 The caller must release its claim before it waits.
 """

@@ -3,10 +3,6 @@
 `Worker.run` goes through items until each is made by some process. Scans (`pipeline.encoding.fragments`), encoding and
 packing (`make_units`) use it. A process makes its share of the items first, then those that no process has claimed (see
 `pipeline.work.claims`). The other engine is `pipeline.work.ray_engine`. What a unit becomes does not depend on either.
-Why: shares (torchrun, SLURM, `--task-index`) need no collective and no coordinator; taking over what is left makes up
-for machines that are slow, late or gone.
-Price: a process without work waits until it has seen a beat of every other owner, at most `encode.claim_timeout_s`.
-`make_units` does not wait for living owners to finish: it reports their units as left to them.
 """
 
 from __future__ import annotations

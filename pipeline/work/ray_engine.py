@@ -3,10 +3,6 @@
 This process scans and plans, then hands out units, a few more than the cluster can run at the same time. Nodes that
 join get units; units of nodes that die run again (`encode.ray.retries`). A Ray worker process keeps its `UnitMaker`,
 and with it the loaded encoder, from one unit to the next.
-Why: Ray knows the machines; the cache knows what is done. A task that runs twice, or returns from a node that was
-thought dead, commits once (put-if-absent), so correctness does not depend on this module.
-Price: every node must see the cache, the sources and the models under the same paths, and have this package installed.
-The driver only counts; if it dies, its tasks die with it, and the same command continues.
 """
 
 from __future__ import annotations

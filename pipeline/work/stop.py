@@ -3,9 +3,6 @@
 Inside `signals()` the first signal gives the current unit `grace_s` more seconds: `check` raises `Stopped` between
 units, `check_batch` between batches after the grace. A second signal ends the grace. Outside `polite()` (planning) the
 signal raises immediately, as Ctrl-C does.
-Why: a unit is finished, or dropped by an exception that removes its temporary file and its claim. The next run
-continues with the remaining units.
-Price: a batch is never interrupted, so the process ends at most one batch after the grace.
 """
 
 from __future__ import annotations
