@@ -24,7 +24,7 @@ import torch
 
 from pipeline.amounts import amount
 from pipeline.cache.files import Files
-from pipeline.cache.key_columns import fixed
+from pipeline.cache.keys import fixed
 from pipeline.cache.local_files import replacing
 from pipeline.cache.root import check_source_name
 from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated

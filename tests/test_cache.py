@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from pipeline.cache import arrow, index, layout, local_files, shard
 from pipeline.cache.files import Files
-from pipeline.cache.key_columns import SortedKeys, as_keys, halves
+from pipeline.cache.keys import SortedKeys, as_keys, halves
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.root import Cache, Unit

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import stages.bucket
-from pipeline.cache import codec, index, key_columns, layout, shard
+from pipeline.cache import codec, index, layout, shard
+from pipeline.cache.keys import as_keys
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
@@ -203,7 +204,7 @@ def commit_records(cache: Cache, plan: int, unit: str, keys: list[int], adopted:
 
 def holder(cache: Cache, key: int) -> str:
     result = cache.index(LATENT.name)
-    row = int(result.find(key_columns.as_keys([bytes([key] * 16)]))[0])
+    row = int(result.find(as_keys([bytes([key] * 16)]))[0])
     assert row >= 0
     return result.shards[int(result.columns["shard"][row])]
 
@@ -230,7 +231,7 @@ def test_of_several_indexes_the_first_counts(tmp_path: Path) -> None:
         commit_records(cache, number, "aa", keys, adopted=False)
         indexes.append(cache.index(LATENT.name))
     whole = index.RecordIndex.union(indexes)
-    rows = whole.find(key_columns.as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
+    rows = whole.find(as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
     assert [whole.caches[int(whole.columns["shard"][row])] for row in rows] == [0, 0, 1]
 
 

@@ -12,7 +12,7 @@ import pytest
 from pipeline.cache import audit, garbage, index, layout
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.folder_store import FolderStore
-from pipeline.cache.key_columns import Digests
+from pipeline.cache.keys import Digests
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, Units
 from pipeline.cache.snapshot_lists import publish

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.cache import index
 from pipeline.cache.index import RecordReject
-from pipeline.cache.key_columns import binary, key_bytes
+from pipeline.cache.keys import binary, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig

@@ -26,7 +26,7 @@ from PIL import Image
 
 from pipeline.cache import audit, layout, scan_table
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.item_rows import ItemRows
+from pipeline.cache.keys import ItemRows
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig

@@ -17,8 +17,7 @@ import pytest
 
 from pipeline.cache import arrow, local_files, scratch
 from pipeline.cache.files import Files
-from pipeline.cache.item_rows import ItemRows
-from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
+from pipeline.cache.keys import ItemRows, as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from pipeline.cache import copies, index, shard
 from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_head, named_snapshots, recipe_names
-from pipeline.cache.key_columns import Digests
+from pipeline.cache.keys import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.references import owners, plan_count
 from pipeline.cache.root import Cache, list_of

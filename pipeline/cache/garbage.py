@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from pipeline.cache import process_identity
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import damage_only, packs
-from pipeline.cache.key_columns import Digests
+from pipeline.cache.keys import Digests
 from pipeline.cache.local_files import STALE_TMP_S
 from pipeline.cache.references import references
 from pipeline.cache.root import Cache

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from pipeline.cache import arrow, layout
 from pipeline.cache.arrow import Texts
 from pipeline.cache.files import Files
-from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
+from pipeline.cache.keys import BATCH, SortedKeys, as_keys, halves, is_last, to_column, to_numpy
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import records_schema
 from pipeline.cache.shard import from_ipc, read_table, to_ipc, write_ipc
@@ -220,12 +220,12 @@ def whole_table(files: Files, recipe: str, done: Iterable[Commit]) -> pa.Table:
         for commit in done:
             if commit.table and len(table := _unit_table(files, recipe, commit)):
                 assert commit.shard is not None
-                columns = {name: _numpy(table.column(name)) for name in schema.names}
+                columns = {name: to_numpy(table.column(name)) for name in schema.names}
                 yield {**columns, "shard": np.full(len(table), shards.setdefault(commit.shard, len(shards)))}
 
     columns = files.scratch.arrays(parts(), {**{field.name: _dtype(field.type) for field in schema}, "shard": np.int32})
     shard = pa.DictionaryArray.from_arrays(columns.pop("shard"), pa.array(list(shards), pa.string()))
-    return pa.table([_column(values) for values in columns.values()], schema=schema).append_column("shard", shard)
+    return pa.table([to_column(values) for values in columns.values()], schema=schema).append_column("shard", shard)
 
 
 def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) -> pa.Table:
@@ -394,7 +394,7 @@ class RecordIndex:
 
         def parts() -> Iterator[dict[str, np.ndarray]]:
             for part in scratch.sorted_by_key(batches):
-                columns = {field.name: _numpy(part.column(field.name)) for field in schema}
+                columns = {field.name: to_numpy(part.column(field.name)) for field in schema}
                 last = is_last(columns["key"])
                 if not last.all():
                     columns = {name: values[last] for name, values in columns.items()}
@@ -441,7 +441,7 @@ class RecordIndex:
                     columns = {name: values[start : start + BATCH] for name, values in part.columns.items()}
                     rows = usable[columns["shard"]]
                     columns["shard"] = positions[columns["shard"]]
-                    yield pa.table({name: _column(values[rows]) for name, values in columns.items()})
+                    yield pa.table({name: to_column(values[rows]) for name, values in columns.items()})
 
         union._fill(batches())
         return union
@@ -463,14 +463,6 @@ class RecordIndex:
     def has(self, key: bytes) -> bool:
         """Whether a record exists in a shard that is not lost."""
         return bool(self.present(as_keys([key]))[0])
-
-
-def _numpy(column: pa.ChunkedArray) -> np.ndarray:
-    return fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
-
-
-def _column(values: np.ndarray) -> pa.Array:
-    return binary(values) if values.dtype.kind == "S" else pa.array(values)
 
 
 def _dtype(kind: pa.DataType) -> Any:

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from pipeline.cache import local_files
 from pipeline.cache.arrow import combined, ipc_table, take_rows
-from pipeline.cache.key_columns import binary, fixed, halves, is_first
+from pipeline.cache.keys import binary, fixed, halves, is_first
 from pipeline.errors import CacheError
 
 LIMIT = 4 << 20

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from pipeline.amounts import amount, duration
 from pipeline.cache import codec
 from pipeline.cache.arrow import batches
-from pipeline.cache.key_columns import SortedKeys, fixed
+from pipeline.cache.keys import SortedKeys, fixed
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, records_schema
 from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import arrow
-from pipeline.cache.item_rows import ItemRows
-from pipeline.cache.key_columns import fixed, is_first
+from pipeline.cache.keys import ItemRows, fixed, is_first
 from pipeline.cache.root import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch

@@ -21,9 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import arrow, layout
-from pipeline.cache.key_columns import binary, fixed, is_first
+from pipeline.cache.keys import binary, fixed, is_first, sample_ids
 from pipeline.cache.layout import Paths
-from pipeline.cache.many_keys import sample_ids
 from pipeline.cache.root import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import index
-from pipeline.cache.key_columns import fixed
+from pipeline.cache.keys import fixed
 from pipeline.cache.layout import Paths
 from pipeline.cache.root import MOVING, Cache
 from pipeline.cache.snapshot import Bucket, BucketPart, Snapshot, picture_keys

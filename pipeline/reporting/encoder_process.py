@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from pipeline.cache.key_columns import key_bytes
+from pipeline.cache.keys import key_bytes
 from pipeline.cache.prompts import NAME, PromptSet, newest
 from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader

@@ -22,8 +22,7 @@ from pipeline.cache import scan_table
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.index import RecordIndex
-from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes, of_halves
-from pipeline.cache.many_keys import sample_ids
+from pipeline.cache.keys import as_keys, fixed, key_bytes, of_halves, sample_ids, to_column
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, pictures_of
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
@@ -715,7 +714,7 @@ def _tables(
         columns = records.indexes[kind].columns
         given["shard"] = numbers[kind][columns["shard"][at]]
         values = (given[f.name] if f.name in given else columns[f.name][at] for f in struct)
-        return pa.StructArray.from_arrays([_array(value) for value in values], fields=list(struct))
+        return pa.StructArray.from_arrays([to_column(value) for value in values], fields=list(struct))
 
     def lists(structs: pa.StructArray) -> pa.Array:
         return pa.ListArray.from_arrays(offsets, structs)
@@ -731,7 +730,7 @@ def _tables(
     pictures = [places(kind, rows, schema.field(kind).type) for kind, rows in frame.pictures.items()]
     sample_id = pa.array(frame.sample_id)
     samples = pa.table([sample_id, *pictures, lists(caption)], schema=schema)
-    where = [_array(texts[f"caption_{field.name}"][frame.text]) for field in WRITTEN]
+    where = [to_column(texts[f"caption_{field.name}"][frame.text]) for field in WRITTEN]
     names = pa.table(
         [
             sample_id,
@@ -742,7 +741,3 @@ def _tables(
         schema=NAMES,
     )
     return samples, names
-
-
-def _array(values: np.ndarray) -> pa.Array:
-    return binary(values) if values.dtype.kind == "S" else pa.array(values)

@@ -15,10 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.item_rows import ItemGroups, ItemRows
-from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
+from pipeline.cache.keys import ItemGroups, ItemRows, SortedKeys, binary, fixed, halves, is_first, item_keys, of_halves
 from pipeline.cache.layout import digest
-from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
 from pipeline.sources import annotation_files

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.cache.item_rows import ItemGroups
+from pipeline.cache.keys import ItemGroups
 from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError

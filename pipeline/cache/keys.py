@@ -1,12 +1,24 @@
-"""16-byte keys as numpy arrays and Arrow columns, and binary search in sorted keys."""
+"""16-byte keys as numpy arrays and Arrow columns, digests of many texts at a time, and rows found by their key.
+
+The keys of a single picture or caption are in `pipeline.cache.recipes`. An item costs four digests in `bucket`; framing
+in Arrow leaves one call of xxhash for each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from pipeline.cache.arrow import batches
+from pipeline.cache.layout import framed
+
+if TYPE_CHECKING:
+    from pipeline.cache.scratch import Scratch
 
 BATCH = 1 << 16
 """Keys that are looked up at a time."""
@@ -95,6 +107,16 @@ def fixed(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
     return np.frombuffer(array.buffers()[1], dtype="S16", count=len(array), offset=array.offset * 16)
 
 
+def to_numpy(column: pa.ChunkedArray) -> np.ndarray:
+    """A column of numbers or 16-byte keys as a numpy array; the inverse of `to_column`."""
+    return fixed(column) if pa.types.is_fixed_size_binary(column.type) else column.to_numpy()
+
+
+def to_column(values: np.ndarray) -> pa.Array:
+    """Numbers or S16 keys as an Arrow column."""
+    return binary(values) if values.dtype.kind == "S" else pa.array(values)
+
+
 def key_bytes(value: Any) -> bytes:
     """The 16 bytes of an S16 element (numpy strips trailing zero bytes)."""
     return bytes(value).ljust(16, b"\0")
@@ -145,3 +167,97 @@ def _of_hex(name: str) -> bytes | None:
     except ValueError:
         return None
     return key if len(key) == 16 and key.hex() == name else None
+
+
+def sample_ids(source: str, items: pa.Array, variant: str = "") -> np.ndarray:
+    """`sample_id` of items of a source (strings without null): (n,) uint64.
+
+    Args:
+        variant: distinguishes several samples of an item.
+    """
+    end = [pa.scalar(framed(variant), pa.large_binary())] if variant else []
+    digests = digests_of(framed("sample") + framed(source), *framed_all(items), *end)
+    return np.ascontiguousarray(digests.view("<u8")[::2])
+
+
+def item_keys(items: Iterable[str]) -> np.ndarray:
+    """Digests (n,) S16 of items, by which tables of items are joined."""
+    digest = xxhash.xxh3_128_digest
+    return np.frombuffer(b"".join([digest(item.encode("utf-8", "surrogatepass")) for item in items]), "S16")
+
+
+def framed_all(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """The lengths of texts as 8 little-endian bytes, and the texts; together they are `framed` of each."""
+    lengths = pc.binary_length(texts).to_numpy().astype("<i8")
+    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(8), len(texts), [None, pa.py_buffer(lengths)])
+    return column.cast(pa.large_binary()), texts.cast(pa.large_binary())
+
+
+def digests_of(start: bytes, *columns: pa.Array | pa.Scalar) -> np.ndarray:
+    """Digests (n,) S16 of `start` followed by the bytes of each column."""
+    first, separator = pa.scalar(start, pa.large_binary()), pa.scalar(b"", pa.large_binary())
+    joined = pc.binary_join_element_wise(first, *columns, separator).to_pylist()
+    return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, joined)), "S16")
+
+
+class ItemRows:
+    """Finds rows of a table by their item; of equal items the last.
+
+    Args:
+        table: with a column `item`.
+    """
+
+    def __init__(self, table: pa.Table, scratch: Scratch):
+        self.table = table
+        found = scratch.arrays(_sorted(table, scratch), {"high": np.uint64, "low": np.uint64, "row": np.int64})
+        self._keys, self._rows = SortedKeys(found["high"], found["low"]), found["row"]
+
+    def find(self, items: Sequence[str]) -> np.ndarray:
+        """Rows (n,) int64 of items, -1 where absent."""
+        at = self._keys.find(item_keys(items))
+        rows = np.full(len(at), -1, np.int64)
+        rows[at >= 0] = self._rows[at[at >= 0]]
+        return rows
+
+
+class ItemGroups:
+    """Finds all rows of an item.
+
+    Args:
+        table: with a column `item`.
+    """
+
+    def __init__(self, table: pa.Table, scratch: Scratch):
+        types = {"high": np.uint64, "low": np.uint64, "start": np.int64, "row": np.int64}
+        found = scratch.arrays(_grouped(table, scratch), types)
+        self._keys, self._starts, self._rows = SortedKeys(found["high"], found["low"]), found["start"], found["row"]
+
+    def find(self, items: Sequence[str]) -> list[list[int]]:
+        """For each item its rows, ascending."""
+        return [self._of(group) for group in self._keys.find(item_keys(items)).tolist()]
+
+    def _of(self, group: int) -> list[int]:
+        if group < 0:
+            return []
+        start, *after = self._starts[group : group + 2].tolist()
+        rows: list[int] = self._rows[start : after[0] if after else None].tolist()
+        return rows
+
+
+def _keys(table: pa.Table) -> Iterator[np.ndarray]:
+    return (item_keys(batch.column("item").to_pylist()) for batch in batches(table.select(["item"])))
+
+
+def _grouped(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
+    before = 0
+    for keys, rows, first in scratch.by_key(_keys(table)):
+        high, low = halves(keys[first])
+        yield {"high": high, "low": low, "start": before + np.flatnonzero(first), "row": rows}
+        before += len(rows)
+
+
+def _sorted(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
+    for keys, rows, _ in scratch.by_key(_keys(table)):
+        last = is_last(keys)
+        high, low = halves(keys[last])
+        yield {"high": high, "low": low, "row": rows[last]}
