@@ -33,10 +33,10 @@ from benchmarks import s3_listing
 from benchmarks.report import resident
 from pipeline.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
 from pipeline.cache import snapshot as snapshots
+from pipeline.cache.cache import Cache
 from pipeline.cache.keys import binary
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe, records_schema
-from pipeline.cache.root import Cache
 from pipeline.cache.shard import to_ipc
 from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status

@@ -15,8 +15,8 @@ import torch
 
 import stages.bucket
 from pipeline.cache import codec, index, layout, shard
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.keys import as_keys
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import BucketPart
@@ -35,7 +35,7 @@ from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, usable, w
 from pipeline.sources import sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.reasons import EXAMPLES, Kinds
+from pipeline.sources.reject_kinds import EXAMPLES, Kinds
 from pipeline.work import engine
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming

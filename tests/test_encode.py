@@ -26,8 +26,8 @@ import stages.bucket
 import stages.encode
 import stages.verify
 from pipeline.cache import audit, index, layout, shard
+from pipeline.cache.cache import Cache
 from pipeline.cache.keys import key_bytes
-from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.images import vips_decoder

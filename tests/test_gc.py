@@ -34,21 +34,21 @@ from pipeline import retrying
 from pipeline.cache import (
     adopt,
     audit,
+    disk,
     garbage,
     index,
     layout,
-    local_files,
     object_store,
     process_identity,
     scratch,
     shard,
 )
+from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.contradictions import contradictions
+from pipeline.cache.disk import STALE_TMP_S
 from pipeline.cache.files import Files
 from pipeline.cache.findings import damage_only, skip_damaged
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import STALE_TMP_S
-from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding.restore import restore_documents
@@ -272,9 +272,9 @@ def test_a_limit_of_this_machine_is_no_fault_of_a_file(cache: Cache, monkeypatch
 
     for place, attribute, look in (
         (os, "scandir", lambda: list(files.walk("shards"))),
-        (local_files, "digest_of", lambda: files.mapped(table, Path(table).stem)),
-        (local_files.Handle, "file", lambda: shard.read_table(files, path)),
-        (local_files.Handle, "read_into", lambda: reader.read(name, row["offset"], row["key"], row["checksum"], into)),
+        (disk, "digest_of", lambda: files.mapped(table, Path(table).stem)),
+        (disk.Handle, "file", lambda: shard.read_table(files, path)),
+        (disk.Handle, "read_into", lambda: reader.read(name, row["offset"], row["key"], row["checksum"], into)),
     ):
         look()
         with monkeypatch.context() as patch, pytest.raises(ResourceError, match=naming("ulimit -v")):

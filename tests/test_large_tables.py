@@ -13,7 +13,7 @@ import pytest
 import stages.bucket
 from pipeline.cache import arrow, keys, layout, scratch, shard
 from pipeline.cache import snapshot as snapshots
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import copies, index, shard
+from pipeline.cache.cache import Cache
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import (
@@ -38,7 +39,6 @@ from pipeline.cache.keys import as_keys, binary, fixed
 from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
 from pipeline.cache.recipes import recipe_class
 from pipeline.cache.references import Reference, references, tables_of_head
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head, RecordPlace, Snapshot, TextPlace, check_files
 from pipeline.errors import CacheError, IntegrityError
 

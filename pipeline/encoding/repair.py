@@ -18,11 +18,11 @@ import pyarrow as pa
 
 from pipeline.cache import audit, index, shard
 from pipeline.cache.adopt import bring
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.findings import ENCODE, Finding, Replaced
 from pipeline.cache.keys import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records

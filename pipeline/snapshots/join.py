@@ -41,7 +41,7 @@ from pipeline.config import DataConfig
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
 from pipeline.sources import caption_rules as captions
-from pipeline.sources.reasons import EXAMPLES, Kinds
+from pipeline.sources.reject_kinds import EXAMPLES, Kinds
 
 ENCODE = "run sana-pipe encode"
 Shape = tuple[int, int]

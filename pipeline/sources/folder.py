@@ -47,7 +47,7 @@ from pipeline.sources.metadata_files import (
     no_column,
 )
 from pipeline.sources.range_prefetch import FileRange
-from pipeline.sources.reasons import EXAMPLES, Kinds
+from pipeline.sources.reject_kinds import EXAMPLES, Kinds
 from pipeline.sources.sidecars import CAPTION_ENDINGS, MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
 from pipeline.sources.source import (
     Format,
