@@ -32,7 +32,7 @@ import stages.sample
 import stages.train
 from benchmarks.report import finish, table
 from pipeline import cli
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config, load
 from pipeline.demo import small_models

@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 
 from benchmarks.report import finish, median, table
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.index import Commit
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning

@@ -41,7 +41,7 @@ import pyarrow as pa
 from benchmarks import large_cache
 from benchmarks.report import finish, median, table
 from pipeline.cache import layout
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.status import status
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning

@@ -31,11 +31,11 @@ import pyarrow.compute as pc
 
 from benchmarks import s3_listing
 from benchmarks.report import resident
-from pipeline.cache import arrow, audit, garbage, index, key_columns, layout, scan_table, scratch
+from pipeline.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
 from pipeline.cache import snapshot as snapshots
+from pipeline.cache.cache import Cache
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe, records_schema
-from pipeline.cache.root import Cache
 from pipeline.cache.shard import to_ipc
 from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
@@ -77,7 +77,7 @@ BUFFERS = (
     *((module, "ROWS") for module in (arrow, scan_rows, join)),
     *((module, "CHUNK_ROWS") for module in (join, snapshots)),
     (remote, "DESCRIBED"),
-    (key_columns, "BATCH"),
+    (keys, "BATCH"),
     (index, "BATCH"),
     (scratch, "LIMIT"),
     (scratch, "TEXTS"),
@@ -187,7 +187,7 @@ def _scan(tar: str, stamp: str | None, start: int, count: int, table: list[tuple
         "item": pc.binary_join_element_wise(f"{tar}/", digits, ".jpg", ""),
         "size": np.full(count, 99_999),
         "mtime_ns": np.ones(count, np.int64),
-        "digest": key_columns.binary(np.frombuffer(rng.bytes(16 * count), "S16")),
+        "digest": keys.binary(np.frombuffer(rng.bytes(16 * count), "S16")),
         "width": sides[:, 1].astype(np.int32),
         "height": sides[:, 0].astype(np.int32),
         "captions": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), captions),

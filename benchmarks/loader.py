@@ -43,7 +43,7 @@ import torch
 
 from benchmarks.report import finish, median, table
 from pipeline.cache import index, layout, shard, snapshot
-from pipeline.cache.root import Cache, Unit
+from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.snapshot import Policies
 from pipeline.loader import randomness
 from pipeline.loader.loader import Loader, LoaderSettings

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.cache.disk import Handle
 from pipeline.cache.files import Files
-from pipeline.cache.local_files import Handle
 from pipeline.cache.mirror import bound_before
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
 from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace

@@ -27,8 +27,8 @@ import pyarrow as pa
 
 from benchmarks.report import finish, table
 from pipeline.cache import index, layout, shard
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import MirrorConfig
 from pipeline.processes import run_and_exit
 from pipeline.signals.latent import LatentRecipe

@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from benchmarks.report import finish, table
 from pipeline.cache import codec, layout, shard, snapshot
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
 from pipeline.processes import run_and_exit

@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from benchmarks.report import finish, table
 from pipeline.cache import codec, shard
+from pipeline.cache.cache import Cache
 from pipeline.cache.recipes import Recipe, recipe_class
-from pipeline.cache.root import Cache
 from pipeline.processes import run_and_exit
 
 TOKENS, WIDTH, PADDED = 82, 2304, 2 * (300 * 2304 + 32 * 32 * 32)

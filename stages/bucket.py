@@ -24,11 +24,11 @@ from pipeline.amounts import amount
 from pipeline.cache import copies
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.arrow import batches
+from pipeline.cache.cache import Cache, check_snapshot_name
 from pipeline.cache.findings import fix_of_head
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache, check_snapshot_name
 from pipeline.cache.snapshot import Head, HeldOut, Policies, Snapshot, check_sizes, unwritten_chunk, write_chunk
 from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig, setting
 from pipeline.errors import CacheError, IntegrityError, UserError, escaped
@@ -53,7 +53,7 @@ from pipeline.snapshots.join import (
     without_policy,
 )
 from pipeline.snapshots.near import Report
-from pipeline.sources import reasons
+from pipeline.sources import reject_kinds
 from pipeline.work.progress import Progress
 
 
@@ -139,7 +139,7 @@ def run(
     if heldout_made is not None:
         report["heldout"] = _publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
     if joined.examples:
-        lists = [(scan.cache.files, reasons.report(source)) for source, scan in _used(inputs)]
+        lists = [(scan.cache.files, reject_kinds.report(source)) for source, scan in _used(inputs)]
         report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
     _print(report, as_json)
     return report["snapshot"] or ""
@@ -593,7 +593,7 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         keep = f"; to keep: {entry['keep']}" if entry["keep"] else ""
         click.echo(f"left out: {entry['samples']:6d}  {entry['reason']}{keep}")
         if "examples" in entry:
-            click.echo(f"{'':18}{reasons.examples(entry['examples'], entry['samples'])}")
+            click.echo(f"{'':18}{reject_kinds.examples(entry['examples'], entry['samples'])}")
     for file in report["reports"]:
         click.echo(f"each reject with its reason: {file}")
     if "note" in report:

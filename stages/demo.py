@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.cache.local_files import replacing
+from pipeline.cache.disk import replacing
 from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
 from pipeline.demo import photographs, small_models
 from pipeline.errors import UserError, writing

@@ -29,11 +29,11 @@ from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
 from pipeline.cache.arrow import batches
+from pipeline.cache.cache import Cache, WorkPlan
+from pipeline.cache.disk import cache_errors
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordReject
-from pipeline.cache.local_files import cache_errors
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
-from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import estimate, image_batch, last_scan, scan_rows, unit_encoder
 from pipeline.encoding import plan as planning
@@ -49,10 +49,10 @@ from pipeline.metrics import trackers
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
-from pipeline.sources import reasons
+from pipeline.sources import reject_kinds
 from pipeline.sources.filenames import is_url
 from pipeline.sources.filesystem import let_read
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
 from pipeline.work.engine import Work, Worker, make_units, missing_units
@@ -707,12 +707,12 @@ def _unit_rejects(cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]
 
 
 def _write_rejects(cache: Cache, name: str, rejects: _Rejects) -> str:
-    path, files = reasons.report(name), cache.files
+    path, files = reject_kinds.report(name), cache.files
     with files.temporary() as temporary:
         with cache_errors(temporary), open(temporary, "x", encoding="utf-8", newline="") as sheet:
             rows = csv.writer(sheet, lineterminator="\n")
             rows.writerow(["item", "reason"])
-            rows.writerows(map(reasons.cell, row) for row in files.scratch.sorted_rows(rejects))
+            rows.writerows(map(reject_kinds.cell, row) for row in files.scratch.sorted_rows(rejects))
             sheet.flush()
             os.fsync(sheet.fileno())
         files.replace(path, temporary)

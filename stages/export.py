@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pipeline.cache.local_files import sync_path
+from pipeline.cache.disk import sync_path
 from pipeline.config import Config, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub

@@ -7,8 +7,8 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import prompts
+from pipeline.cache.cache import Cache
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 

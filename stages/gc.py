@@ -7,8 +7,8 @@ import json
 import click
 
 from pipeline.amounts import amount
+from pipeline.cache.cache import Cache
 from pipeline.cache.garbage import remove, unneeded
-from pipeline.cache.root import Cache
 from pipeline.config import Config
 
 

@@ -23,10 +23,10 @@ import pyarrow.compute as pc
 import torch
 
 from pipeline.amounts import amount
+from pipeline.cache.cache import check_source_name
+from pipeline.cache.disk import replacing
 from pipeline.cache.files import Files
-from pipeline.cache.key_columns import fixed
-from pipeline.cache.local_files import replacing
-from pipeline.cache.root import check_source_name
+from pipeline.cache.keys import fixed
 from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated
 from pipeline.encoding import estimate, scan_rows, survey
 from pipeline.errors import UserError, escaped, writing

@@ -14,7 +14,7 @@ import click
 from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import copies, index
-from pipeline.cache.root import Cache, check_snapshot_name, name_taken
+from pipeline.cache.cache import Cache, check_snapshot_name, name_taken
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.snapshots import heldout, packing

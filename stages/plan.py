@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from pipeline.amounts import amount, duration, figure
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import UserError, print_error
 from pipeline.gpus import GIB

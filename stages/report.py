@@ -15,8 +15,8 @@ from PIL import Image
 
 from pipeline import processes
 from pipeline.amounts import amount
+from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import spread
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import UserError, shown

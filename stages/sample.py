@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import spread
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing

@@ -8,7 +8,7 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import compare, layout
-from pipeline.cache.root import MOVING, Cache, check_snapshot_name, name_taken
+from pipeline.cache.cache import MOVING, Cache, check_snapshot_name, name_taken
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, escaped

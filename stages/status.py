@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from pipeline.amounts import amount, duration
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from pipeline.cache import prompts as prompt_sets
+from pipeline.cache.cache import CAPTIONS, Cache
 from pipeline.cache.prompts import PromptSet
-from pipeline.cache.root import CAPTIONS, Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, ParallelConfig, PicturesConfig
 from pipeline.errors import CacheError, ConfigError

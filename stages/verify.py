@@ -11,9 +11,9 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import audit, layout
+from pipeline.cache.cache import Cache
 from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.encoding.repair import Repairs, repair_table
 from pipeline.encoding.restore import restore_documents

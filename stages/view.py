@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pipeline.amounts import amount
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view

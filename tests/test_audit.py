@@ -18,8 +18,8 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout
+from pipeline.cache.cache import Cache
 from pipeline.cache.findings import Finding
-from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.loader.loader import Loader
 from pipeline.models import encoders

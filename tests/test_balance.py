@@ -18,7 +18,7 @@ import stages.bucket
 import stages.encode
 import stages.pack
 import stages.report
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError

@@ -23,11 +23,11 @@ from click.testing import CliRunner
 import stages.bucket
 import stages.encode
 import stages.snapshots
-from pipeline.cache import audit, compare, index, layout, many_keys
+from pipeline.cache import audit, compare, index, layout
+from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.key_columns import as_keys, key_bytes
-from pipeline.cache.root import Cache
+from pipeline.cache.keys import as_keys, item_keys, key_bytes, sample_ids
 from pipeline.cache.shard import from_ipc, to_ipc
 from pipeline.cache.snapshot import BucketPart, Snapshot
 from pipeline.cache.snapshot_lists import publish
@@ -162,12 +162,10 @@ def test_many_keys_are_the_keys_of_each() -> None:
         column = pa.array(["left out", *words], kind)[1:]
         assert TextRecipe().keys(column).tobytes() == keys
         ids = [layout.sample_id("photos", word) for word in words]
-        assert many_keys.sample_ids("photos", column).tolist() == ids
-    assert many_keys.item_keys(words).tobytes() == b"".join(
-        bytes.fromhex(layout.content_digest(word.encode())) for word in words
-    )
+        assert sample_ids("photos", column).tolist() == ids
+    assert item_keys(words).tobytes() == b"".join(bytes.fromhex(layout.content_digest(word.encode())) for word in words)
     of_variant = layout.digest("sample", "photos", "a cat", "512")[:8]
-    assert many_keys.sample_ids("photos", pa.array(["a cat"]), "512").tobytes() == of_variant
+    assert sample_ids("photos", pa.array(["a cat"]), "512").tobytes() == of_variant
 
 
 def test_many_buckets_are_the_bucket_of_each() -> None:
@@ -918,7 +916,7 @@ def test_caches_on_disks_and_in_object_stores_mix(
 def test_other_caches_are_waited_for_as_long_as_the_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of, patience, files_of = with_another(tmp_path), dict[str, float](), Files
     monkeypatch.setattr(
-        "pipeline.cache.root.Files", lambda at, *rest: [patience.update({at: rest[1]}), files_of(at, *rest)][1]
+        "pipeline.cache.cache.Files", lambda at, *rest: [patience.update({at: rest[1]}), files_of(at, *rest)][1]
     )
     stages.bucket.run(of.model_copy(update={"patience_s": 7.0}))
     assert patience == {of.cache: 7.0, of.bucket.caches[0]: 7.0}

@@ -25,12 +25,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cache import arrow, index, layout, local_files, shard
+from pipeline.cache import arrow, disk, index, layout, shard
+from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.files import Files
-from pipeline.cache.key_columns import SortedKeys, as_keys, halves
+from pipeline.cache.keys import SortedKeys, as_keys, halves
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.signals.latent import LatentRecipe
@@ -333,7 +333,7 @@ def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path) -> None
 def test_what_is_read_back_comes_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No page of a written file is in memory when it is compared."""
     resident: list[bool] = []
-    real = local_files.check_digest
+    real = disk.check_digest
 
     def check(path: Path, digest: str) -> None:
         with open(path, "rb") as file:
@@ -348,7 +348,7 @@ def test_what_is_read_back_comes_from_the_disk(monkeypatch: pytest.MonkeyPatch) 
 
     if not hasattr(os, "RWF_NOWAIT"):
         pytest.skip("this system cannot tell what is in memory")
-    monkeypatch.setattr(local_files, "check_digest", check)
+    monkeypatch.setattr(disk, "check_digest", check)
     with tempfile.TemporaryDirectory() as folder:  # on a disk: pytest's folder may be in memory
         place = Files(Path(folder))
         assert place.put("names/a/00000000.json", layout.seal({"name": "a"}))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import scan_rows

@@ -21,7 +21,7 @@ import wids
 
 import stages.bucket
 import stages.pack
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from tests.support import synthetic
 from tests.support.layout_page import PAGE, examples
 

@@ -19,7 +19,7 @@ import stages.report
 import stages.sample
 import stages.train
 from pipeline.cache import prompts
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import adapter_from

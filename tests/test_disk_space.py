@@ -18,9 +18,9 @@ import pytest
 import stages.encode
 from pipeline import __version__
 from pipeline.cache import index
+from pipeline.cache.cache import Cache, Unit
+from pipeline.cache.disk import cache_errors
 from pipeline.cache.files import Files
-from pipeline.cache.local_files import cache_errors
-from pipeline.cache.root import Cache, Unit
 from pipeline.config import Config, EncodeConfig
 from pipeline.encoding import estimate, unit_encoder
 from pipeline.errors import CacheError, NoSpaceError

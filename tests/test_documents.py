@@ -20,12 +20,12 @@ import stages.snapshots
 import stages.status
 import stages.verify
 from pipeline.cache import audit, copies, index, layout, prompts
+from pipeline.cache.cache import Cache, Unit, Units, WorkPlan
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache, Unit, Units, WorkPlan
 from pipeline.cache.snapshot_lists import ShardTable, publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import stages.bucket
-from pipeline.cache import codec, index, key_columns, layout, shard
-from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache import codec, index, layout, shard
+from pipeline.cache.cache import Cache, Unit, WorkPlan
+from pipeline.cache.keys import as_keys
 from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import BucketPart
@@ -34,7 +35,7 @@ from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, usable, w
 from pipeline.sources import sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.reasons import EXAMPLES, Kinds
+from pipeline.sources.reject_kinds import EXAMPLES, Kinds
 from pipeline.work import engine
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -203,7 +204,7 @@ def commit_records(cache: Cache, plan: int, unit: str, keys: list[int], adopted:
 
 def holder(cache: Cache, key: int) -> str:
     result = cache.index(LATENT.name)
-    row = int(result.find(key_columns.as_keys([bytes([key] * 16)]))[0])
+    row = int(result.find(as_keys([bytes([key] * 16)]))[0])
     assert row >= 0
     return result.shards[int(result.columns["shard"][row])]
 
@@ -230,7 +231,7 @@ def test_of_several_indexes_the_first_counts(tmp_path: Path) -> None:
         commit_records(cache, number, "aa", keys, adopted=False)
         indexes.append(cache.index(LATENT.name))
     whole = index.RecordIndex.union(indexes)
-    rows = whole.find(key_columns.as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
+    rows = whole.find(as_keys([bytes([key] * 16) for key in (1, 2, 3)]))
     assert [whole.caches[int(whole.columns["shard"][row])] for row in rows] == [0, 0, 1]
 
 

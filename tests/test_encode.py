@@ -25,8 +25,9 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 import stages.verify
-from pipeline.cache import audit, index, key_columns, layout, shard
-from pipeline.cache.root import Cache
+from pipeline.cache import audit, index, layout, shard
+from pipeline.cache.cache import Cache
+from pipeline.cache.keys import key_bytes
 from pipeline.config import Config
 from pipeline.errors import CacheError, RejectRateError, UserError
 from pipeline.images import vips_decoder
@@ -229,7 +230,7 @@ def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_not
             return set()
         cache = Cache(root)
         return {
-            (kind, key_columns.key_bytes(key))
+            (kind, key_bytes(key))
             for kind in ("latent", "text")
             for recipe in cache.recipes(kind)
             for key in cache.index(recipe.name).keys

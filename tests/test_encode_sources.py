@@ -19,7 +19,7 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 from pipeline.cache import layout
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning

@@ -24,8 +24,8 @@ import pytest
 import stages.encode
 from pipeline import __version__, retrying
 from pipeline.cache import index, layout
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config, EncodeConfig, dump, load
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.work import claims, engine, ray_engine

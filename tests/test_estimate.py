@@ -18,10 +18,10 @@ from PIL import Image
 
 import stages.encode
 from pipeline.cache import layout, scan_table
+from pipeline.cache.cache import Cache, WorkPlan
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordReject
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache, WorkPlan
 from pipeline.config import Config, EncodeConfig, dump, load
 from pipeline.encoding import estimate, scan_rows, unit_records
 from pipeline.encoding import plan as planning

@@ -22,8 +22,8 @@ import torch
 from PIL import Image
 
 from pipeline import cli, processes
+from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import spread
-from pipeline.cache.root import Cache
 from pipeline.config import Config, dump, load
 from pipeline.demo import small_models
 from pipeline.errors import AwayError, ConfigError, NoSpaceError, UserError

@@ -16,7 +16,7 @@ import pytest
 
 import stages.train
 from pipeline import cli, retrying
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import load
 from pipeline.errors import AwayError, RejectRateError
 from pipeline.launch import Launch

@@ -28,7 +28,7 @@ import stages.report
 import stages.verify
 import stages.view
 from pipeline.cache import audit
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config
 from pipeline.encoding import scan_rows, unit_records

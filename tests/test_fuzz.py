@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cache import codec, layout, shard
+from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
-from pipeline.cache.root import Cache
 from pipeline.config import load
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.models.sana_config import read_config

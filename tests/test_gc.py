@@ -43,12 +43,12 @@ from pipeline.cache import (
     scratch,
     shard,
 )
+from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.contradictions import contradictions
+from pipeline.cache.disk import STALE_TMP_S
 from pipeline.cache.files import Files
 from pipeline.cache.findings import damage_only, skip_damaged
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import STALE_TMP_S
-from pipeline.cache.root import Cache, Unit
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding.restore import restore_documents

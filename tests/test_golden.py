@@ -19,7 +19,7 @@ import pytest
 import stages.bucket
 import stages.pack
 from pipeline.cache import layout
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.encoding import plan as planning
 from pipeline.launch import Launch

@@ -19,7 +19,7 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 from pipeline.cache import audit
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.images import decoding
 from pipeline.models.encoders import LatentEncoder

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import stages.encode
 from pipeline import launch
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config, EncodeConfig
 from pipeline.encoding import image_batch, plan, unit_records
 from pipeline.models import encoders

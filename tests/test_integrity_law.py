@@ -21,9 +21,9 @@ import pytest
 
 from pipeline.cache import audit, layout
 from pipeline.cache import snapshot as snapshots
+from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import NAMES, Snapshot
 from pipeline.cache.snapshot_lists import ChunkTable, ShardTable

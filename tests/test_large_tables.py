@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import stages.bucket
-from pipeline.cache import arrow, key_columns, layout, scratch, shard
+from pipeline.cache import arrow, keys, layout, scratch, shard
 from pipeline.cache import snapshot as snapshots
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
@@ -180,7 +180,7 @@ def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, mon
     assert len(Cache(of.cache).open_snapshot(whole)) == 45
     monkeypatch.setattr(arrow, "ROWS", 7)
     monkeypatch.setattr(join, "ROWS", 7)
-    monkeypatch.setattr(key_columns, "BATCH", 3)
+    monkeypatch.setattr(keys, "BATCH", 3)
     monkeypatch.setattr(scratch, "LIMIT", 100)
     monkeypatch.setattr(scratch, "RUN", 5)
     files: list[int] = []

@@ -24,14 +24,14 @@ import stages.bucket
 import stages.encode
 from pipeline import retrying
 from pipeline.cache.arrow import ParquetFile
-from pipeline.cache.drivers import Connection, RequestFailed
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
+from pipeline.cache.connections import Connection, RequestFailed
 from pipeline.config import Config
 from pipeline.encoding import scan_rows
 from pipeline.errors import AwayError, RejectRateError
 from pipeline.sources import links
 from pipeline.sources.links import DEAD, REFUSED, DeadLink, RefusedLink
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Item
 from tests.support import source_files
 from tests.support.link_server import LinkServer, serve_links

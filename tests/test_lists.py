@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache import audit, garbage, index, layout
+from pipeline.cache.cache import Cache, Unit, Units
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.folder_store import FolderStore
-from pipeline.cache.key_columns import Digests
+from pipeline.cache.keys import Digests
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache, Unit, Units
 from pipeline.cache.snapshot_lists import publish
 from pipeline.encoding.restore import restore_documents
 from pipeline.errors import IntegrityError

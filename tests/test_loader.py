@@ -15,9 +15,9 @@ from PIL import Image
 
 import stages.bucket
 import stages.encode
+from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.loader.batch_prefetch import BatchPrefetch, OnRead

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.cache import local_files, shard
+from pipeline.cache import disk, shard
 from pipeline.cache import snapshot as snapshots
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.loader import length_grouping, quarantine, randomness
@@ -526,7 +526,7 @@ def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
     """A read of a dead file system must not keep the process alive: the thread is left behind."""
     script = (
         "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path; from pipeline.cache.root import Cache\n"
+        "from pathlib import Path; from pipeline.cache.cache import Cache\n"
         "from pipeline.cache.shard import ShardReader\n"
         "from tests.support.consumed import loader\n"
         "reading = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
@@ -716,7 +716,7 @@ def test_a_process_with_few_descriptors_reads_many_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_descriptors: Callable[[int], None], sized: bool
 ) -> None:
     """Readers open fewer shards where few descriptors are left; where those run out all the same, they let go."""
-    monkeypatch.setattr(local_files, "SPARE_DESCRIPTORS", 8)
+    monkeypatch.setattr(disk, "SPARE_DESCRIPTORS", 8)
     cache = tiny_cache.build(tmp_path / "cache", per_shard=1)
     expected = sequence(loader(cache))
     few_descriptors(40)

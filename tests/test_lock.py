@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from pipeline.cache import local_files
+from pipeline.cache import disk
 from pipeline.cache import process_identity as processes
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.launch import Launch, scheduled_attempt
 from pipeline.training import checkpoint, lock, metrics
@@ -188,7 +188,7 @@ def test_what_a_run_makes_survives_a_loss_of_power(tmp_path: Path, monkeypatch: 
         files.append(os.readlink(f"/dev/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(local_files, "sync_path", synced.append)
+    monkeypatch.setattr(disk, "sync_path", synced.append)
     monkeypatch.setattr(os, "fsync", file_synced)
     train(tmp_path / "runs" / "a")
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= set(synced)
@@ -208,7 +208,7 @@ def test_a_lock_that_appears_after_the_look_is_not_overwritten(
 
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path) -> float:
-        with local_files.cache_errors(folder):
+        with disk.cache_errors(folder):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(lock, "now_in", full)
@@ -306,7 +306,7 @@ def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
 
     monkeypatch.setattr(dcp, "save", late)
     monkeypatch.setattr(checkpoint, "sync_path", synced)
-    monkeypatch.setattr(local_files, "sync_path", synced)
+    monkeypatch.setattr(disk, "sync_path", synced)
     with pytest.raises(lock.RunTaken):
         train(run, steps=4, save_every=2, keep_checkpoints=1, async_save=False, touch=touch)
     left = {name for name in names(run) if not name.startswith("step-00000004.")}

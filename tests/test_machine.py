@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from pipeline.cache.local_files import replacing
+from pipeline.cache.disk import replacing
 from pipeline.errors import NO_SPACE, NoSpaceError, PeerError, ResourceError, UserError, shown, writing
 from pipeline.launch import Launch
 from pipeline.loader.quarantine import Quarantine, UnreadableRecord

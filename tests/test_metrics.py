@@ -24,8 +24,8 @@ import stages.encode
 import stages.status
 import stages.train
 from pipeline import counters, processes, retrying
+from pipeline.cache.cache import Cache
 from pipeline.cache.mirror import Mirror
-from pipeline.cache.root import Cache
 from pipeline.config import Config
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache import index
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.index import RecordReject
-from pipeline.cache.key_columns import binary, key_bytes
+from pipeline.cache.keys import binary, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding.unit_records import EncodedRecord, write_unit

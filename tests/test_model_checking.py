@@ -37,8 +37,8 @@ from hypothesis.stateful import (
 )
 from PIL import Image, ImageDraw
 
+from pipeline.cache.cache import Cache
 from pipeline.cache.folder_store import FolderStore
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError

@@ -19,7 +19,7 @@ import stages.snapshots
 import stages.train
 import stages.verify
 import stages.view
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError

@@ -28,11 +28,11 @@ import stages.status
 import stages.verify
 from benchmarks import s3_listing, scale_model
 from pipeline import retrying
-from pipeline.cache import copies, drivers, layout, scratch
+from pipeline.cache import connections, copies, layout, scratch
 from pipeline.cache import mirror as mirrors
+from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
 from pipeline.cache.object_store import ObjectStore
-from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardWriter
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, MirrorConfig, dump
@@ -103,7 +103,7 @@ def test_documents_exist_twice_in_both_stores(kind: str, tmp_path: Path, place: 
 def test_both_stores_answer_alike(
     kind: str, tmp_path: Path, place: str, mirror: MirrorConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drivers, "PAGE", 1)
+    monkeypatch.setattr(connections, "PAGE", 1)
     files = Files(tmp_path / "disk") if kind == "disk" else Files(place, mirror)
     assert files.names("") == [] and list(files.walk("a")) == [] and not files.exists("a/b.json")
     assert files.put("a/00000000.json", b"zero") and files.put("a/b/00000001.json", b"one")
@@ -687,7 +687,7 @@ def test_the_store_compares_what_it_gets_with_a_checksum(objects: Files, monkeyp
 
 
 def test_without_checksums_what_is_stored_is_looked_at(objects: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AWS_REQUEST_CHECKSUM_CALCULATION=when_required ends them; drivers of other stores send none."""
+    """AWS_REQUEST_CHECKSUM_CALCULATION=when_required ends them; connections of other stores send none."""
     real = store_of(objects).fs.pipe_file
 
     def cut(path: str, data: bytes, **options: Any) -> None:

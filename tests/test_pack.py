@@ -28,10 +28,10 @@ import stages.snapshots
 import stages.status
 import stages.verify
 from pipeline.cache import audit, compare, index, layout
+from pipeline.cache.cache import Cache
 from pipeline.cache.findings import packs
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config

@@ -15,8 +15,8 @@ from uuid import uuid4
 import pytest
 
 from pipeline.cache import audit
+from pipeline.cache.cache import Cache
 from pipeline.cache.object_store import ObjectStore
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import MirrorConfig
 from pipeline.errors import IntegrityError

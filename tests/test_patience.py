@@ -18,8 +18,8 @@ import pytest
 
 from pipeline import retrying
 from pipeline.cache import layout
+from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
-from pipeline.cache.root import Cache
 from pipeline.cache.shard import RecordError, ShardReader, read_head, read_table
 from pipeline.config import MirrorConfig
 from pipeline.errors import AwayError, CacheError, ResourceError

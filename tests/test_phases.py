@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import SHIPPED, Config, dump, load, written
 from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch

@@ -17,7 +17,7 @@ import stages.encode
 import stages.pack
 import stages.verify
 from pipeline.cache import audit
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config
 from pipeline.encoding import estimate, unit_records

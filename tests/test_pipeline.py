@@ -15,7 +15,7 @@ import torch
 import stages.bucket
 import stages.encode
 import stages.train
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.images import decoding

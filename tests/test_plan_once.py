@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 
 from benchmarks import large_cache
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.encoding.fragments import Fragments, Rows, ScanSuperseded
 from pipeline.errors import AwayError, IntegrityError, NoSpaceError, RejectRateError, UserError
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped

@@ -17,9 +17,9 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline.cache import audit, layout, prompts
+from pipeline.cache.cache import Cache
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
-from pipeline.cache.root import Cache
 from pipeline.cache.status import status
 from pipeline.config import Config, MirrorConfig, Weights, load
 from pipeline.encoding import prompts as prompting

@@ -8,7 +8,7 @@ import io
 import pytest
 
 from pipeline.amounts import amount
-from pipeline.sources.reasons import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell, examples, kind
+from pipeline.sources.reject_kinds import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell, examples, kind
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline import cli
+from pipeline.cache.cache import Cache
 from pipeline.cache.index import commits
-from pipeline.cache.root import Cache
 from pipeline.config import Config, VaeConfig, dump, load
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub, nvlabs

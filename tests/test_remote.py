@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import retrying
-from pipeline.cache import drivers, scratch
+from pipeline.cache import connections, scratch
 from pipeline.cache.files import Files
 from pipeline.config import DataConfig, MirrorConfig
 from pipeline.encoding.prompts import read as read_prompts
@@ -585,7 +585,7 @@ Opened = tuple[RemoteFilesystem, list[str]]
 def pages(s3: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Opened]:
     """Opens the folder of pictures with pages of 5 files; returns it with a list of the requests that it makes.
     `answers` replace what the server says to the first requests for further pages: an error, or a changed page."""
-    monkeypatch.setattr(drivers, "PAGE", 5)
+    monkeypatch.setattr(connections, "PAGE", 5)
 
     def opened_folder(*answers: Exception | Answer) -> Opened:
         files, requests, waiting = RemoteFilesystem(f"{s3}/folder", PATIENCE_S), [], list(answers)
@@ -621,7 +621,7 @@ def test_s3_says_names_sizes_and_versions_page_by_page(
 ) -> None:
     files, requests = pages()
     lower_limits(monkeypatch)
-    monkeypatch.setattr(drivers, "PAGE", 5)
+    monkeypatch.setattr(connections, "PAGE", 5)
     assert list(files.find_with_sizes(scratch.Scratch())) == NAMES and requests == PAGES
     listed = files.stat_many(NAMES)
     assert listed == {name: files.stat(name) for name in NAMES} and requests == PAGES
@@ -672,8 +672,8 @@ def test_a_file_without_a_mark_of_change_counts_as_changed(
 
 
 def test_times_in_a_listing_are_read_without_the_slow_parser(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def connection() -> drivers.Connection:
-        return drivers.Connection(f"{s3}/folder", UserError, PATIENCE_S, skip_instance_cache=True)
+    def connection() -> connections.Connection:
+        return connections.Connection(f"{s3}/folder", UserError, PATIENCE_S, skip_instance_cache=True)
 
     usual = connection()
     expected = usual.fs.info(f"{usual.root}/a 1.jpg")["LastModified"]  # a header, in another form
@@ -686,7 +686,7 @@ def test_times_in_a_listing_are_read_without_the_slow_parser(s3: str, monkeypatc
 def test_the_kind_of_a_folder_in_s3_is_known_from_its_top_and_its_first_files(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drivers, "PAGE", 2)
+    monkeypatch.setattr(connections, "PAGE", 2)
     monkeypatch.setattr(detect, "MAX_EXAMINED", 3)
     fs = fsspec.filesystem("s3")
     for name in ("top/a/0.jpg", "top/a/1.txt", "top/b/2.jpg", "top/z.tar"):

@@ -21,11 +21,11 @@ import stages.gc
 import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout, shard
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import GC, Finding
-from pipeline.cache.key_columns import as_keys
+from pipeline.cache.keys import as_keys
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import unit_records

@@ -25,7 +25,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, load
 from pipeline.demo import small_models

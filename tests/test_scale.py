@@ -28,8 +28,8 @@ from benchmarks.reading_simulator import (
     NodeCounts,
 )
 from pipeline.cache import layout, mirror, shard
+from pipeline.cache.cache import Cache
 from pipeline.cache.mirror import Mirror
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import MirrorConfig
 from pipeline.encoding import estimate

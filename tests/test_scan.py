@@ -25,9 +25,9 @@ import pytest
 from PIL import Image
 
 from pipeline.cache import audit, layout, scan_table
+from pipeline.cache.cache import Cache
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.item_rows import ItemRows
-from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding import last_scan, scan_rows
@@ -38,7 +38,7 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem, Unreadable
 from pipeline.sources.folder import FolderSource
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Given, Item, Part, Place, Source
 from pipeline.sources.tables import ParquetSource
 from pipeline.sources.tars import TarSource

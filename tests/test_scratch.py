@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.cache import arrow, local_files, scratch
+from pipeline.cache import arrow, disk, scratch
+from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
 from pipeline.cache.item_rows import ItemRows
-from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
+from pipeline.cache.keys import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, NoSpaceError
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def scratch_in(folder: Path) -> Scratch:
-    return Scratch(partial(local_files.temporary_in, folder))
+    return Scratch(partial(disk.temporary_in, folder))
 
 
 def keys_of(kind: str) -> list[bytes]:
@@ -152,8 +152,8 @@ def test_a_file_has_no_name_when_it_gets_bytes(folder: Path, monkeypatch: pytest
 
         monkeypatch.setattr(module, name, write)
 
-    watched(local_files, "allocate")
-    watched(local_files, "write_all")
+    watched(disk, "allocate")
+    watched(disk, "write_all")
     watched(pa.ipc, "new_file")
     there = scratch_in(folder)
     there.array(3, np.int64)
@@ -166,7 +166,7 @@ def test_a_full_disk_is_reported_as_such(folder: Path, monkeypatch: pytest.Monke
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(local_files, "write_all", full)
+    monkeypatch.setattr(disk, "write_all", full)
     monkeypatch.setattr(os, "posix_fallocate", full)
     there = scratch_in(folder)
     with pytest.raises(NoSpaceError):

@@ -276,7 +276,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     import stages.export
     import stages.train
     from pipeline import gpus
-    from pipeline.cache.root import Cache
+    from pipeline.cache.cache import Cache
     from pipeline.models import spec
     from pipeline.planning import predict
     from pipeline.reporting import draw_latents

@@ -15,11 +15,11 @@ import stages.bucket
 from pipeline.cache import arrow, audit
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.arrow import ipc_table
+from pipeline.cache.cache import Cache
+from pipeline.cache.disk import digest_of
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import Needed
 from pipeline.cache.layout import REPAIR, Paths
-from pipeline.cache.local_files import digest_of
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import IntegrityError

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline import retrying
-from pipeline.cache import local_files
+from pipeline.cache import disk
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.errors import AwayError, UserError
@@ -645,7 +645,7 @@ def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
     if lowered:
         lower_limits(monkeypatch)
         monkeypatch.setattr(folder_source, "SIDECAR_BATCH", 3)
-    there = Scratch(partial(local_files.temporary_in, tmp_path))
+    there = Scratch(partial(disk.temporary_in, tmp_path))
     rng = np.random.default_rng(3)
     kinds = {".jpg": None, ".png": None, ".txt": 0, ".TXT": 0, ".json": 1, ".JSON": 1}
     for count in (0, 1, 40, 400):

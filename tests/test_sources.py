@@ -35,7 +35,7 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
 from pipeline.sources.link_tables import LinkListing
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Given, Item, ListedItems, Place, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
 from tests.support.failing_reads import fail_reads

@@ -22,8 +22,8 @@ import stages.encode
 import stages.gc
 import stages.verify
 from pipeline.cache import audit, codec, index, layout, shard, snapshot
+from pipeline.cache.cache import Cache
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.loader.loader import Loader

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import stages.encode
-from pipeline.cache import local_files
+from pipeline.cache import disk
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from tests.support import tiny_cache
@@ -68,10 +68,10 @@ def publish_everything(root: Path) -> None:
 
 
 def test_everything_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(tmp_path / "cache", monkeypatch)
+    watched = Disk(tmp_path / "cache", monkeypatch)
     publish_everything(tmp_path / "cache")
-    assert not disk.unsynced
-    assert {"shards", "tables", "plans", "units", "segments", "snapshots", "recipes", "copies"} <= disk.named.keys()
+    assert not watched.unsynced
+    assert {"shards", "tables", "plans", "units", "segments", "snapshots", "recipes", "copies"} <= watched.named.keys()
 
 
 def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(
@@ -80,9 +80,9 @@ def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(
     source = Path(shutil.copytree(photos, tmp_path / "photos"))
     (source / "broken.png").write_bytes(b"no picture")
     (source / "broken.txt").write_text("a caption")
-    disk = Disk(small_cache_copy, monkeypatch)
+    watched = Disk(small_cache_copy, monkeypatch)
     assert stages.encode.run(make_config(tmp_path), data=str(source))["rejects"] == 1
-    assert disk.named["reports"] and not disk.unsynced
+    assert watched.named["reports"] and not watched.unsynced
 
 
 @pytest.mark.parametrize(
@@ -91,20 +91,20 @@ def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(
 )
 def test_a_missing_sync_is_seen(helper: str, lost: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage."""
-    disk = Disk(tmp_path / "cache", monkeypatch)
-    monkeypatch.setattr(local_files, helper, lambda file, *data: file.write_bytes(*data) if data else None)
+    watched = Disk(tmp_path / "cache", monkeypatch)
+    monkeypatch.setattr(disk, helper, lambda file, *data: file.write_bytes(*data) if data else None)
     publish_everything(tmp_path / "cache")
-    assert lost <= {name.partition("/")[0] for name in disk.unsynced}
+    assert lost <= {name.partition("/")[0] for name in watched.unsynced}
 
 
 def test_the_files_of_a_run_are_on_the_disk_before_they_have_a_name(
     one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit_tiny(tiny_run.config(tmp_path / "first", steps=1))
-    disk = Disk(tmp_path / "run", monkeypatch)
+    watched = Disk(tmp_path / "run", monkeypatch)
     fit_tiny(tiny_run.config(tmp_path / "run", steps=1), origin=tmp_path / "first")
-    assert not disk.unsynced
-    assert {"config.yaml", "from.json", "checkpoints"} <= disk.named.keys()
+    assert not watched.unsynced
+    assert {"config.yaml", "from.json", "checkpoints"} <= watched.named.keys()
 
 
 def test_a_damaged_file_is_replaced_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_replaced_durably(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / Paths.table(files.put_content(b"data", "tables", "npy"), "npy")
     path.write_bytes(b"rot")
     synced: list[tuple[Path, bytes]] = []
-    monkeypatch.setattr("pipeline.cache.local_files.sync_path", lambda what: synced.append((what, path.read_bytes())))
+    monkeypatch.setattr("pipeline.cache.disk.sync_path", lambda what: synced.append((what, path.read_bytes())))
     files.put_content(b"data", "tables", "npy")
     assert synced == [(path.parent, b"data")]
 
@@ -120,13 +120,13 @@ def test_a_damaged_file_is_replaced_durably(tmp_path: Path, monkeypatch: pytest.
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(ZeroDivisionError), local_files.replacing(path) as work:
+    with pytest.raises(ZeroDivisionError), disk.replacing(path) as work:
         work.write_text("half")
         raise ZeroDivisionError
     assert [entry.read_text() for entry in tmp_path.iterdir()] == ["old"]
     synced: list[tuple[str, str]] = []
-    monkeypatch.setattr(local_files, "sync_path", lambda what: synced.append((what.name, path.read_text())))
-    with local_files.replacing(path) as work:
+    monkeypatch.setattr(disk, "sync_path", lambda what: synced.append((what.name, path.read_text())))
+    with disk.replacing(path) as work:
         work.write_text("new")
     assert synced == [(work.name, "old"), (tmp_path.name, "new")]
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

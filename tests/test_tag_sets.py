@@ -13,7 +13,7 @@ from PIL import Image
 
 import stages.bucket
 import stages.encode
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config, DataConfig, TagsConfig
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.tag_sets import MAX_WORDS, tags_of, variants

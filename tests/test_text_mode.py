@@ -15,7 +15,7 @@ import torch
 
 import stages.encode
 from pipeline.cache import index
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config, ConfigError, TextConfig, load
 from pipeline.errors import UserError
 from pipeline.models import text as module

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import retrying
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, TrainConfig, written
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch

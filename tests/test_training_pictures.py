@@ -29,8 +29,8 @@ import stages.report
 import stages.sample
 import stages.train
 from pipeline import processes
-from pipeline.cache import layout, local_files, prompts
-from pipeline.cache.root import Cache
+from pipeline.cache import disk, layout, prompts
+from pipeline.cache.cache import Cache
 from pipeline.config import Config, SampleConfig, TrainConfig, dump
 from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
@@ -274,7 +274,7 @@ def test_a_run_that_was_taken_over_writes_no_file(moment: str, tmp_path: Path, m
         if path.name.startswith(".step-00000002") and moment == "writing":
             take_over()
 
-    monkeypatch.setattr(local_files, "sync_path", written)
+    monkeypatch.setattr(disk, "sync_path", written)
     with at_model_call(7 if moment == "drawing" else -1, take_over), pytest.raises(lock.RunTaken):
         run(config)
     theirs.unlink()
@@ -294,7 +294,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(local_files, "sync_path", full)
+        patched.setattr(disk, "sync_path", full)
         with pytest.raises(UserError, match=naming("step-00000000.safetensors", "No space")):
             run(config)
     assert [len(names) for names in present] == [1], "nothing is left of the killed attempt"

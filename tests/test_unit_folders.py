@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache import audit, contradictions, garbage, index, layout
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.encoding.restore import restore_documents
 from pipeline.signals.latent import LatentRecipe
 from pipeline.work import engine

@@ -9,7 +9,7 @@ import pytest
 
 import stages.status
 from pipeline import retrying
-from pipeline.cache.drivers import one_attempt, refuse_credentials
+from pipeline.cache.connections import one_attempt, refuse_credentials
 from pipeline.errors import UserError
 from pipeline.urls import strip_credentials
 from tests.support import synthetic

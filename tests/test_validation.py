@@ -24,7 +24,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import stages.bucket
 import stages.pack
 import stages.train
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config, EmaConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch

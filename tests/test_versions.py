@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from pipeline.cache.arrow import WRITER, fix_writer, parquet_batches, write_parquet
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 
 DATA = Path(__file__).parent / "data"
 

@@ -11,8 +11,8 @@ import pytest
 
 import stages.bucket
 from pipeline.cache import index
+from pipeline.cache.cache import Cache
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache
 from pipeline.cli import main
 from pipeline.config import dump
 from pipeline.errors import CacheError

@@ -15,8 +15,8 @@ import pytest
 import stages.status
 import stages.verify
 from pipeline.cache import object_store
+from pipeline.cache.cache import Cache
 from pipeline.cache.object_store import ObjectStore
-from pipeline.cache.root import Cache
 from pipeline.config import Config, MirrorConfig, load
 from pipeline.errors import AwayError, CacheError, IntegrityError
 from tests.support import tiny_cache

@@ -15,10 +15,10 @@ from dataclasses import replace
 import pyarrow as pa
 
 from pipeline.cache import index
+from pipeline.cache.cache import Cache, Unit, WorkPlan
+from pipeline.cache.disk import cache_errors
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import cache_errors
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import IntegrityError
 
 

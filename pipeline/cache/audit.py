@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache import copies, index, key_columns, shard
+from pipeline.cache import copies, index, shard
+from pipeline.cache.cache import Cache
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import (
@@ -34,10 +35,10 @@ from pipeline.cache.findings import (
     recipe_names,
     skip_damaged,
 )
+from pipeline.cache.keys import as_keys, binary, fixed
 from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
 from pipeline.cache.recipes import recipe_class
 from pipeline.cache.references import Reference, references, tables_of_head
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Head, RecordPlace, Snapshot, TextPlace, check_files
 from pipeline.errors import CacheError, IntegrityError
 
@@ -281,7 +282,7 @@ class _Shard:
         for snapshot in self.snapshots if elsewhere else ():
             with skip_damaged():  # `verify_snapshot` reports it
                 for part in referred_keys(snapshot, {name: elsewhere}):
-                    needed.update(key_columns.binary(part).to_pylist())
+                    needed.update(binary(part).to_pylist())
         return tuple(key.hex() for key in keys if key in needed)
 
 
@@ -294,7 +295,7 @@ def unreplaced_keys(open_index: Callable[[], index.RecordIndex], commit: index.C
     if not keys:
         return set()
     records = open_index()
-    rows = records.find(key_columns.as_keys(keys)).tolist()
+    rows = records.find(as_keys(keys)).tolist()
     elsewhere = [row >= 0 and records.shards[records.columns["shard"][row]] != commit.shard for row in rows]
     return {key for key, other in zip(keys, elsewhere, strict=True) if not other}
 
@@ -401,8 +402,8 @@ def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) 
         columns = {kind: table.column(kind).combine_chunks() for kind in snapshot.pictures}
         columns[snapshot.caption.kind] = captions
         for kind, places in columns.items():
-            shards, keys = places.field("shard").to_numpy(), key_columns.fixed(places.field("key"))
+            shards, keys = places.field("shard").to_numpy(), fixed(places.field("key"))
             for number, bad in wanted[kind].items():
-                yield keys[(shards == number) & np.isin(keys, key_columns.as_keys(sorted(bad)))]
+                yield keys[(shards == number) & np.isin(keys, as_keys(sorted(bad)))]
     null = snapshot.null.key
-    yield key_columns.as_keys([null] if null in records.get(snapshot.null.shard, ()) else [])
+    yield as_keys([null] if null in records.get(snapshot.null.shard, ()) else [])

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from pipeline.cache.key_columns import fixed
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
+from pipeline.cache.keys import fixed
 from pipeline.cache.snapshot import Snapshot, picture_keys
 from pipeline.errors import IntegrityError
 

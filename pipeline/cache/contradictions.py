@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from pipeline.cache import copies, index, shard
+from pipeline.cache.cache import Cache, list_of
 from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_head, named_snapshots, recipe_names
-from pipeline.cache.key_columns import Digests
+from pipeline.cache.keys import Digests
 from pipeline.cache.layout import PACKED, REPAIR, Paths
 from pipeline.cache.references import owners, plan_count
-from pipeline.cache.root import Cache, list_of
 from pipeline.errors import CacheError
 
 

@@ -21,11 +21,11 @@ from weakref import WeakSet
 import pyarrow as pa
 
 from pipeline import retrying
-from pipeline.cache import layout, local_files
+from pipeline.cache import disk, layout
 from pipeline.cache import scratch as scratches
+from pipeline.cache.disk import Handle, cache_errors, file_digest, raise_if_of_machine
 from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import Handle, cache_errors, file_digest, raise_if_of_machine
 from pipeline.cache.mirror import Mirror
 from pipeline.cache.object_store import PARALLEL_REQUESTS, ObjectStore
 from pipeline.cache.store import FileEntry, Store
@@ -240,7 +240,7 @@ class Files:
         """Hex xxh3-128 of a file's bytes as they are now in the store. The mirror's copy of a damaged object is
         dropped, so that a check of its records reads the object, too. Raises as `open`."""
         read = self.store.open if self.store.has_ranges else self._whole
-        digest = self.when_reachable(lambda: local_files.digest_of(read(name)))
+        digest = self.when_reachable(lambda: disk.digest_of(read(name)))
         if self._mirror and digest != PurePosixPath(name).stem:
             self._mirror.drop(name)
         return digest
@@ -249,7 +249,7 @@ class Files:
 
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path under `tmp/`; the file is removed at the end if it is still there."""
-        return local_files.temporary_in(self.store.local / "tmp")
+        return disk.temporary_in(self.store.local / "tmp")
 
     def put(self, name: str, data: bytes) -> bool:
         """Publish bytes under a name that is not taken. Returns False if it is.
@@ -288,7 +288,7 @@ class Files:
             if self.freshen_intact(name):
                 continue
             with self.temporary() as path:
-                local_files.write_synced(path, data)
+                disk.write_synced(path, data)
                 self.publish_content(path, name, digest)
         return digest
 
@@ -316,7 +316,7 @@ class Files:
         name = Paths.table(digest, suffix)
         if not self.freshen_intact(name):
             with cache_errors(path), open(path, "rb+") as file:
-                local_files.sync(file)
+                disk.sync(file)
             self.publish_content(path, name, digest)
         return digest
 
@@ -326,7 +326,7 @@ class Files:
         If the name is taken by the same content, that file is freshened; a damaged file is replaced (never truncated:
         processes that have it open keep the old bytes).
         """
-        local_files.check_digest(temporary, digest)
+        disk.check_digest(temporary, digest)
         if not self.store.create(name, temporary) and not self.freshen_intact(name):
             self.store.replace(name, temporary)
 
@@ -377,7 +377,7 @@ class Files:
     def now(self) -> float:
         """The time by the clock of the store, in seconds since 1970; writes a file to read it."""
         if self.on_disk:
-            return local_files.now_in(self.root / "tmp")
+            return disk.now_in(self.root / "tmp")
         name = f"tmp/clock-{uuid.uuid4().hex}"
         self.store.create(name, b"")
         entry = self.store.stat(name)
@@ -473,7 +473,7 @@ class Files:
         def read() -> tuple[str, pa.Buffer]:
             handle = self.open(name) if mirrored else self._whole(name)
             if handle.size > scratches.LIMIT:
-                return local_files.digest_of(handle), handle.map()
+                return disk.digest_of(handle), handle.map()
             with handle.file() as file:
                 data = file.read()
             return layout.content_digest(data), pa.py_buffer(data)
@@ -506,7 +506,7 @@ class Files:
         their space."""
         with suppress(CacheError):  # of another user; `gc` names it
             self.put_back()
-        return local_files.sweep_in(self.store.local / "tmp")
+        return disk.sweep_in(self.store.local / "tmp")
 
     @property
     def reports(self) -> Path:
@@ -515,8 +515,8 @@ class Files:
 
     def free_bytes(self) -> int | None:
         """Free space in bytes (without regard to quotas); None for an object store."""
-        return local_files.free_at(self.root) if self.on_disk else None
+        return disk.free_at(self.root) if self.on_disk else None
 
     def scratch_bytes(self) -> int:
         """Free space for unfinished files, in bytes."""
-        return local_files.free_at(self.store.local)
+        return disk.free_at(self.store.local)

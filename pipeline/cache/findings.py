@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pipeline.cache.cache import Cache
+from pipeline.cache.disk import raise_if_of_machine
 from pipeline.cache.layout import PACKED, REPAIR, Paths
-from pipeline.cache.local_files import raise_if_of_machine
-from pipeline.cache.root import Cache
 from pipeline.errors import AwayError, CacheError, NoSpaceError, ResourceError
 
 ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"

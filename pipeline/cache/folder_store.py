@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline import retrying
-from pipeline.cache import layout, local_files
-from pipeline.cache.local_files import Handle, cache_errors, is_foreign, make_folder, raise_if_of_machine
+from pipeline.cache import disk, layout
+from pipeline.cache.disk import Handle, cache_errors, is_foreign, make_folder, raise_if_of_machine
 from pipeline.cache.store import FileEntry
 from pipeline.errors import CacheError, IntegrityError, ResourceError, not_permitted
 
@@ -40,7 +40,7 @@ class FolderStore:
         return str(self.path(name))
 
     def _temporary(self) -> AbstractContextManager[Path]:
-        return local_files.temporary_in(self.root / "tmp")
+        return disk.temporary_in(self.root / "tmp")
 
     # ------------------------------------------------------------ writing
 
@@ -49,8 +49,8 @@ class FolderStore:
             if self.stat(name) is not None:
                 return False
             with self._temporary() as path:
-                local_files.write_synced(path, data)
-                local_files.check_digest(path, layout.content_digest(data))
+                disk.write_synced(path, data)
+                disk.check_digest(path, layout.content_digest(data))
                 return self.create(name, path)
         target = self.path(name)
         with cache_errors(target):
@@ -66,20 +66,20 @@ class FolderStore:
                         fix="put the cache on a local disk or NFS, then copy it where you want it",
                     ) from None
                 raise
-            local_files.sync_path(target.parent)
+            disk.sync_path(target.parent)
         return True
 
     def replace(self, name: str, data: bytes | Path) -> None:
         if isinstance(data, bytes):
             with self._temporary() as path:
-                local_files.write_synced(path, data)
+                disk.write_synced(path, data)
                 self.replace(name, path)
             return
         target = self.path(name)
         with cache_errors(target):
             make_folder(target.parent)
             os.replace(data, target)
-            local_files.sync_path(target.parent)
+            disk.sync_path(target.parent)
 
     def move(self, name: str, to: str) -> None:
         with cache_errors(self.path(to)):
@@ -97,7 +97,7 @@ class FolderStore:
             except PermissionError:  # another user's file: replace it by a copy
                 with self._temporary() as copy:
                     self.fetch(name, copy)
-                    local_files.check_digest(copy, local_files.file_digest(path))
+                    disk.check_digest(copy, disk.file_digest(path))
                     self.replace(name, copy)
         return True
 
@@ -113,7 +113,7 @@ class FolderStore:
         # A file that may be young is moved aside before its age is read. A process that freshens it either did so
         # before, and the file is put back, or does so afterwards, and `freshen` reports it as missing.
         path, old = self.path(name), False
-        aside = local_files.aside(self.root / "tmp", name)
+        aside = disk.aside(self.root / "tmp", name)
         with cache_errors(path):
             if before is None:
                 path.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ class FolderStore:
                     with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
                         old = os.fstat(file.fileno()).st_mtime <= before
                 finally:
-                    aside.unlink() if old else local_files.put_back(aside, path)
+                    aside.unlink() if old else disk.put_back(aside, path)
             except FileNotFoundError:  # it is gone, or a gc on another machine gave it its name again
                 return False
         return old
@@ -136,9 +136,9 @@ class FolderStore:
         Raises:
             CacheError: that failed.
         """
-        for path, name in local_files.left_aside(self.root / "tmp"):
+        for path, name in disk.left_aside(self.root / "tmp"):
             with cache_errors(self.path(name)), suppress(FileNotFoundError):  # another process did it
-                local_files.put_back(path, self.path(name))
+                disk.put_back(path, self.path(name))
 
     # ------------------------------------------------------------ reading
 
@@ -151,7 +151,7 @@ class FolderStore:
     def fetch(self, name: str, path: Path) -> None:
         with self.open(name).file() as file, open(path, "xb") as copy:
             shutil.copyfileobj(file, copy, 4 << 20)
-            local_files.sync(copy)
+            disk.sync(copy)
 
     def list(self, folder: str) -> list[tuple[str, bool]]:
         def entries() -> list[tuple[str, bool]]:

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from pipeline.cache import arrow, layout
 from pipeline.cache.arrow import Texts
 from pipeline.cache.files import Files
-from pipeline.cache.key_columns import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
+from pipeline.cache.keys import BATCH, SortedKeys, as_keys, binary, fixed, halves, is_last
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import records_schema
 from pipeline.cache.shard import from_ipc, read_table, to_ipc, write_ipc

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.key_columns import SortedKeys, halves, is_last
-from pipeline.cache.many_keys import item_keys
+from pipeline.cache.keys import SortedKeys, halves, is_last, item_keys
 from pipeline.cache.scratch import Scratch
 
 

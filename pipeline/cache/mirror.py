@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from pipeline import counters
-from pipeline.cache.local_files import Handle, cache_errors, digest_of, free_at, temporary_in
+from pipeline.cache.disk import Handle, cache_errors, digest_of, free_at, temporary_in
 from pipeline.errors import CacheError, NoSpaceError
 
 _ROOM = "room"

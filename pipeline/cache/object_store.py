@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from pipeline.cache.drivers import CHANGE_TIMES, Connection, RequestFailed, has_own
-from pipeline.cache.local_files import Handle, is_foreign, is_out_of_space, raise_if_of_machine
+from pipeline.cache.connections import CHANGE_TIMES, Connection, RequestFailed, has_own
+from pipeline.cache.disk import Handle, is_foreign, is_out_of_space, raise_if_of_machine
 from pipeline.cache.mirror import Mirror
 from pipeline.cache.store import FileEntry
 from pipeline.config import MirrorConfig

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import layout
+from pipeline.cache.cache import CAPTIONS, FORGOTTEN, Cache, check_prompts_name
 from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import CaptionRecipe
-from pipeline.cache.root import CAPTIONS, FORGOTTEN, Cache, check_prompts_name
 from pipeline.cache.shard import ShardReader, from_ipc, to_ipc
 from pipeline.cache.snapshot import Caption, Snapshot, TextPlace
 from pipeline.errors import CacheError, IntegrityError

@@ -22,9 +22,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import layout
-from pipeline.cache.key_columns import binary
+from pipeline.cache.keys import binary, digests_of, framed_all
 from pipeline.cache.layout import digest, framed
-from pipeline.cache.many_keys import digests_of, framed_all
 from pipeline.errors import CacheError, IntegrityError
 
 SIGNALS = "pipeline.signals"

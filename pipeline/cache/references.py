@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from pipeline.cache import index
+from pipeline.cache.cache import FORGOTTEN, Cache
 from pipeline.cache.findings import ENCODE, GC, PROMPTS, again, named_snapshots, skip_damaged
 from pipeline.cache.layout import REPAIR, Paths, is_document, numbers_of
-from pipeline.cache.root import FORGOTTEN, Cache
 from pipeline.cache.snapshot import Head
 
 

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import local_files
+from pipeline.cache import disk
 from pipeline.cache.arrow import combined, ipc_table, take_rows
-from pipeline.cache.key_columns import binary, fixed, halves, is_first
+from pipeline.cache.keys import binary, fixed, halves, is_first
 from pipeline.errors import CacheError
 
 LIMIT = 4 << 20
@@ -55,8 +55,8 @@ class Scratch:
         if size <= LIMIT:
             return np.zeros(count, dtype)
         file = unnamed_file(self._temporary)
-        with file, local_files.cache_errors(Path(file.name)):
-            local_files.allocate(file, size)  # writing to a mapped hole of a full disk would be a SIGBUS
+        with file, disk.cache_errors(Path(file.name)):
+            disk.allocate(file, size)  # writing to a mapped hole of a full disk would be a SIGBUS
             return np.memmap(file, dtype, "r+", shape=(count,)).view(np.ndarray)
 
     def table(self, schema: pa.Schema, batches: Iterable[pa.Table]) -> pa.Table:
@@ -208,9 +208,9 @@ class ArrayWriter:
     def _flush(self) -> None:
         if self._file is None:
             self._file = unnamed_file(self._temporary, buffering=0)  # closed by `finish`, or with this object
-        with local_files.cache_errors(Path(self._file.name)):
+        with disk.cache_errors(Path(self._file.name)):
             for values in self._waiting:
-                local_files.write_all(self._file, values.data.cast("B"))
+                disk.write_all(self._file, values.data.cast("B"))
         self._waiting, self._size = [], 0
 
     def finish(self) -> np.ndarray:
@@ -219,7 +219,7 @@ class ArrayWriter:
             return np.concatenate([np.empty(0, self._dtype), *self._waiting])
         self._flush()
         with self._file as file:
-            return np.frombuffer(local_files.mapped(file.fileno()), self._dtype)
+            return np.frombuffer(disk.mapped(file.fileno()), self._dtype)
 
 
 class TableWriter:
@@ -250,7 +250,7 @@ class TableWriter:
             self._file = unnamed_file(self._temporary)  # closed by `finish`, or with this object
             self._writer = pa.ipc.new_file(pa.PythonFile(self._file, "w"), self._schema)
         assert self._writer is not None
-        with local_files.cache_errors(Path(self._file.name)):
+        with disk.cache_errors(Path(self._file.name)):
             self._writer.write_table(self._joined())  # a batch for each piece would cost memory and time
         self._waiting, self._size = [], 0
 
@@ -264,10 +264,10 @@ class TableWriter:
             return self._joined()
         if self._waiting:
             self._flush()
-        with self._file as file, local_files.cache_errors(Path(file.name)):
+        with self._file as file, disk.cache_errors(Path(file.name)):
             self._writer.close()
             file.flush()
-            return ipc_table(local_files.mapped(file.fileno()))
+            return ipc_table(disk.mapped(file.fileno()))
 
 
 class RowWriter:
@@ -306,7 +306,7 @@ def _rows(table: pa.Table) -> Iterator[tuple[str, ...]]:
 
 def unnamed_file(temporary: Callable[[], AbstractContextManager[Path]], buffering: int = -1) -> BinaryIO:
     """A new, empty file that has lost its name."""
-    with temporary() as path, local_files.cache_errors(path):
+    with temporary() as path, disk.cache_errors(path):
         return open(path, "x+b", buffering)
 
 
@@ -317,7 +317,7 @@ def _in_system_folder() -> AbstractContextManager[Path]:
         raise CacheError(
             "no folder for temporary files can be written", fix="set TMPDIR to a folder with free space"
         ) from None
-    return local_files.temporary_in(folder)
+    return disk.temporary_in(folder)
 
 
 def _regrouped(batches: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:

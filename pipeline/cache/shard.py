@@ -31,8 +31,7 @@ import xxhash
 from pipeline import counters
 from pipeline.cache import codec, layout
 from pipeline.cache.arrow import combined, ipc_table
-from pipeline.cache.files import Files
-from pipeline.cache.local_files import (
+from pipeline.cache.disk import (
     Handle,
     cache_errors,
     descriptors_left,
@@ -40,6 +39,7 @@ from pipeline.cache.local_files import (
     raise_if_of_machine,
     sync,
 )
+from pipeline.cache.files import Files
 from pipeline.cache.recipes import CaptionRecipe, Recipe, records_schema
 from pipeline.errors import CacheError, IntegrityError
 

@@ -26,11 +26,11 @@ import pyarrow.compute as pc
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.codec import PLAIN
+from pipeline.cache.disk import Handle, digest_of, raise_if_of_machine
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordIndex
-from pipeline.cache.key_columns import fixed, key_bytes
+from pipeline.cache.keys import fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import Handle, digest_of, raise_if_of_machine
 from pipeline.cache.recipes import CaptionRecipe, Recipe, caption_of, pictures_of, recipe_class
 from pipeline.cache.shard import ShardReader, to_ipc
 from pipeline.cache.snapshot_lists import (

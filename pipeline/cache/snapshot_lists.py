@@ -19,7 +19,7 @@ import pyarrow as pa
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.files import Files
-from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes
+from pipeline.cache.keys import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import to_ipc, write_ipc
 from pipeline.errors import CacheError, IntegrityError

@@ -15,9 +15,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.cache import index, prompts
+from pipeline.cache.cache import Cache
 from pipeline.cache.findings import damage_only, packs, recipe_names
 from pipeline.cache.layout import REPAIR, Paths
-from pipeline.cache.root import Cache
 from pipeline.cache.snapshot import Snapshot, check_files
 from pipeline.errors import CacheError
 from pipeline.urls import strip_credentials

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.cache.local_files import Handle
+from pipeline.cache.disk import Handle
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 from pipeline.amounts import amount, duration
 from pipeline.cache import codec
 from pipeline.cache.arrow import batches
-from pipeline.cache.key_columns import SortedKeys, fixed
+from pipeline.cache.cache import Cache, Unit, WorkPlan
+from pipeline.cache.keys import SortedKeys, fixed
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, records_schema
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, npy_header
 from pipeline.config import Config, EncodeConfig
@@ -34,7 +34,7 @@ from pipeline.images import buckets, decoding
 from pipeline.signals import CaptionSignal, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Place, Source
 
 Shape = tuple[int, int]

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import layout, shard
+from pipeline.cache.cache import Cache
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache
 from pipeline.errors import CacheError, IntegrityError, UserError
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.work.engine import Job, Worker
 
 POLL_S = 1.0

@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import arrow
+from pipeline.cache.cache import Cache
 from pipeline.cache.item_rows import ItemRows
-from pipeline.cache.key_columns import fixed, is_first
-from pipeline.cache.root import Cache
+from pipeline.cache.keys import fixed, is_first
 from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
 from pipeline.sources.links import DEAD
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 
 UNREADABLE = "unreadable"

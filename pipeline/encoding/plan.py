@@ -20,11 +20,11 @@ import pyarrow.compute as pc
 
 from pipeline.cache import arrow, scan_table
 from pipeline.cache.arrow import batches, take_rows
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.index import committed
-from pipeline.cache.key_columns import SortedKeys, as_keys, binary, fixed, is_first
+from pipeline.cache.keys import SortedKeys, as_keys, binary, fixed, is_first
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.scratch import Scratch
 from pipeline.config import EncodeConfig
 from pipeline.errors import IntegrityError

@@ -16,12 +16,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.cache import audit, index, key_columns, shard
+from pipeline.cache import audit, index, shard
 from pipeline.cache.adopt import bring
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.findings import ENCODE, Finding, Replaced
+from pipeline.cache.keys import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
@@ -225,7 +226,7 @@ def _replace(
     in_order = table.column("key").to_pylist()
     while True:
         number = len(cache.files.numbers(Paths.plans(recipe.name)))
-        added_unit = Unit.of(recipe.name, number, key_columns.as_keys(in_order), 0, unit.batch)
+        added_unit = Unit.of(recipe.name, number, as_keys(in_order), 0, unit.batch)
         if cache.add_plan(recipe.name, number, [added_unit], table):
             break
     added = cache.plan(recipe.name, number)

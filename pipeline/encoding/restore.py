@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 
 from pipeline.cache import copies, index, layout, shard
+from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.contradictions import Work
 from pipeline.cache.layout import PACKED, REPAIR, Paths, numbers_of
 from pipeline.cache.recipes import CaptionRecipe, recipe_class
 from pipeline.cache.references import owners, plan_count, references
-from pipeline.cache.root import Cache, Unit
 from pipeline.encoding.plan import CAPTIONS, IMAGES
 from pipeline.errors import IntegrityError
 

@@ -21,10 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import arrow, layout
-from pipeline.cache.key_columns import binary, fixed, is_first
+from pipeline.cache.cache import Cache
+from pipeline.cache.keys import binary, fixed, is_first, sample_ids
 from pipeline.cache.layout import Paths
-from pipeline.cache.many_keys import sample_ids
-from pipeline.cache.root import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
@@ -37,7 +36,7 @@ from pipeline.errors import UserError
 from pipeline.images import decoding
 from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import ListedItems, Source
 
 RUNS_AHEAD = 16

@@ -20,7 +20,7 @@ from pipeline.errors import escaped
 from pipeline.images import decoding
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.links import DeadLink
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Fragment, Item, Place, Reject, Source, Stats
 
 T = TypeVar("T")

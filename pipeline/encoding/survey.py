@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 from pipeline import signals
 from pipeline.cache.arrow import batches
+from pipeline.cache.cache import Cache, check_source_name
 from pipeline.cache.recipes import PictureRecipe, Recipe, caption_of, pictures_of
-from pipeline.cache.root import Cache, check_source_name
 from pipeline.config import Config, DataConfig
 from pipeline.encoding import estimate, last_scan, scan_rows, unit_encoder
 from pipeline.encoding import scan as scanning

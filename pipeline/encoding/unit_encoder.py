@@ -18,14 +18,14 @@ import torch
 
 from pipeline import launch
 from pipeline.cache import codec, index
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.config import Config
 from pipeline.encoding import estimate, unit_records
 from pipeline.encoding.scan import reopen
 from pipeline.errors import CacheError
 from pipeline.signals import CaptionSignal, Comparison, PictureSignal, Signal
-from pipeline.sources.reasons import kind
+from pipeline.sources.reject_kinds import kind
 from pipeline.sources.source import Source
 from pipeline.work.disk_space import DiskSpace
 from pipeline.work.engine import is_done

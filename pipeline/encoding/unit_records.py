@@ -21,9 +21,9 @@ import pyarrow as pa
 import torch
 
 from pipeline.cache import codec, index, layout, shard
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.recipes import CaptionRecipe, Recipe
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.frozen import NonFiniteOutputError

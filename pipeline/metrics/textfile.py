@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pipeline import counters
-from pipeline.cache.local_files import make_folder, replacing
+from pipeline.cache.disk import make_folder, replacing
 from pipeline.processes import beating
 
 RENEW_S = 15.0

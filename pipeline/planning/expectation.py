@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pipeline.amounts import amount
-from pipeline.cache.local_files import free_at
+from pipeline.cache.disk import free_at
 from pipeline.config import Config, TrainConfig
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec

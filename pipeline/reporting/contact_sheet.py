@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline.cache.local_files import replacing
+from pipeline.cache.disk import replacing
 
 MARGIN = 12
 LINE = 17

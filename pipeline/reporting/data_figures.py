@@ -2,7 +2,7 @@
 
 What: `snapshot_figures` gives JSON values from the snapshot's head and tables and from the scans that the head names.
 Why here: pages, scripts and tests read the same numbers. Rules that decide a number (crop loss, steps per epoch, kinds
-of rejects) are those of `pipeline.images.buckets`, `pipeline.snapshots.join` and `pipeline.sources.reasons`.
+of rejects) are those of `pipeline.images.buckets`, `pipeline.snapshots.join` and `pipeline.sources.reject_kinds`.
 Price: all tables of the snapshot are read, chunk after chunk, in columns; the keys of all samples and captions (16
 bytes each) and the scans' items are in memory to be compared.
 """
@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import index
-from pipeline.cache.key_columns import fixed
+from pipeline.cache.cache import MOVING, Cache
+from pipeline.cache.keys import fixed
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import MOVING, Cache
 from pipeline.cache.snapshot import Bucket, BucketPart, Snapshot, picture_keys
 from pipeline.config import BucketConfig
 from pipeline.errors import CacheError, IntegrityError
@@ -32,7 +32,7 @@ from pipeline.signals.phash import HashRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import near, near_samples
 from pipeline.snapshots.join import epoch_steps
-from pipeline.sources.reasons import EXAMPLES, kind
+from pipeline.sources.reject_kinds import EXAMPLES, kind
 
 CROP_EDGES = np.linspace(0.0, 0.5, 21)
 """Bins of the crop loss, shares of the picture's area; the last bin has the larger ones, too."""

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from pipeline.cache.key_columns import key_bytes
+from pipeline.cache.cache import Cache
+from pipeline.cache.keys import key_bytes
 from pipeline.cache.prompts import NAME, PromptSet, newest
-from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config, DataConfig, StorageConfig, dump
 from pipeline.errors import NoSpaceError, UserError

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from pipeline import __version__
-from pipeline.cache.local_files import replacing
+from pipeline.cache.disk import replacing
 from pipeline.errors import UserError, writing
 from pipeline.reporting.blocks import COLUMNS, ROWS, Card, Prompt, Table
 from pipeline.reporting.sections import FIRST, SECTIONS, headline

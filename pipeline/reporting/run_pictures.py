@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cache import layout
-from pipeline.cache.local_files import replacing
+from pipeline.cache.disk import replacing
 from pipeline.config import VaeConfig
 from pipeline.errors import ConfigError, UserError, not_permitted, writing
 from pipeline.processes import catching, shown

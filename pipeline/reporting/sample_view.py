@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image, ImageDraw
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot, picture_keys
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets

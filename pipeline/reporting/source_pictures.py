@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import PLACE, places
 from pipeline.config import Config
 from pipeline.encoding.scan import reopen

@@ -15,8 +15,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from pipeline.cache.cache import Cache
 from pipeline.cache.codec import to_float
-from pipeline.cache.root import Cache
 from pipeline.snapshots.join import EncodedRecords, Frame
 from pipeline.snapshots.record_values import read_records
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Head, HeldOut, Snapshot, picture_keys
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.signals.latent import LatentRecipe

@@ -22,8 +22,7 @@ from pipeline.cache import scan_table
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
 from pipeline.cache.index import RecordIndex
-from pipeline.cache.key_columns import as_keys, binary, fixed, key_bytes, of_halves
-from pipeline.cache.many_keys import sample_ids
+from pipeline.cache.keys import as_keys, binary, fixed, key_bytes, of_halves, sample_ids
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, pictures_of
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.snapshot import (
@@ -42,7 +41,7 @@ from pipeline.config import DataConfig
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
 from pipeline.sources import caption_rules as captions
-from pipeline.sources.reasons import EXAMPLES, Kinds
+from pipeline.sources.reject_kinds import EXAMPLES, Kinds
 
 ENCODE = "run sana-pipe encode"
 Shape = tuple[int, int]

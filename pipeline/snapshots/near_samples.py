@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import ConfigError
 from pipeline.images.perceptual_hash import WORDS

@@ -20,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import index, layout
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.joint import JointWriter, Payload
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import (
     CHUNK_ROWS,

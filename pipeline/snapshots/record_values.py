@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pipeline.cache.cache import Cache
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache
 from pipeline.cache.shard import ShardReader
 
 READ_BYTES = 64 << 20

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.key_columns import SortedKeys, halves, of_halves
+from pipeline.cache.keys import SortedKeys, halves, of_halves
 from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter

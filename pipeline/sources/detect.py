@@ -21,8 +21,8 @@ from typing import Any
 
 import braceexpand
 
-from pipeline.cache import drivers
-from pipeline.cache.root import as_source_name
+from pipeline.cache import connections
+from pipeline.cache.cache import as_source_name
 from pipeline.config import DataConfig
 from pipeline.errors import UserError, alternatives, not_permitted
 from pipeline.retrying import PATIENCE_S
@@ -123,7 +123,7 @@ def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None
     path = data.removeprefix("file://")
     if remote:
         refuse_surrogates(data)
-        drivers.refuse_credentials(data)
+        connections.refuse_credentials(data)
     mode = 0 if remote else mode_of(path, patience_s)
     pattern = _PATTERN.search(path)
     if pattern and not mode:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
 from pipeline import retrying
-from pipeline.cache.local_files import raise_if_of_machine
+from pipeline.cache.disk import raise_if_of_machine
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import AwayError, UserError
 from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, spellings, unsafe_reason

@@ -16,9 +16,8 @@ import pyarrow as pa
 
 from pipeline.cache.arrow import batches
 from pipeline.cache.item_rows import ItemGroups, ItemRows
-from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves, is_first, of_halves
+from pipeline.cache.keys import SortedKeys, binary, fixed, halves, is_first, item_keys, of_halves
 from pipeline.cache.layout import digest
-from pipeline.cache.many_keys import item_keys
 from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
 from pipeline.sources import annotation_files
@@ -49,7 +48,7 @@ from pipeline.sources.metadata_files import (
     no_column,
 )
 from pipeline.sources.range_prefetch import FileRange
-from pipeline.sources.reasons import EXAMPLES, Kinds
+from pipeline.sources.reject_kinds import EXAMPLES, Kinds
 from pipeline.sources.sidecars import CAPTION_ENDINGS, MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
 from pipeline.sources.source import (
     Format,

@@ -26,7 +26,7 @@ from typing import Any
 import fsspec
 
 from pipeline import retrying
-from pipeline.cache.drivers import Connection, ObjectAwayError, RequestFailed
+from pipeline.cache.connections import Connection, ObjectAwayError, RequestFailed
 from pipeline.errors import AwayError, UserError
 from pipeline.sources.filenames import escaped, host
 from pipeline.sources.filesystem import Unreadable

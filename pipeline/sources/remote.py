@@ -30,10 +30,9 @@ import xxhash
 
 from pipeline import retrying
 from pipeline.cache.arrow import batches
-from pipeline.cache.drivers import CHANGE_TIMES, Connection, ObjectAwayError, RequestFailed, refuse_credentials
-from pipeline.cache.key_columns import SortedKeys, binary, fixed, halves
-from pipeline.cache.local_files import raise_if_of_machine
-from pipeline.cache.many_keys import item_keys
+from pipeline.cache.connections import CHANGE_TIMES, Connection, ObjectAwayError, RequestFailed, refuse_credentials
+from pipeline.cache.disk import raise_if_of_machine
+from pipeline.cache.keys import SortedKeys, binary, fixed, halves, item_keys
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError, expanded
 from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason

@@ -30,7 +30,7 @@ from pipeline.sources.filenames import escaped, extension, kind_of_file
 from pipeline.sources.filesystem import Filesystem, Unreadable, or_unreadable
 from pipeline.sources.further import Further
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
-from pipeline.sources.reasons import Kinds, kind
+from pipeline.sources.reject_kinds import Kinds, kind
 
 _LISTED = pa.schema(
     [

@@ -35,7 +35,7 @@ from pipeline.sources.filenames import (
 from pipeline.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.further import Further
 from pipeline.sources.range_prefetch import FileRange
-from pipeline.sources.reasons import Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.sidecars import (
     CAPTION_ENDINGS,
     MAX_CAPTION_BYTES,

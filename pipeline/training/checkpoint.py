@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from pipeline.cache.local_files import file_digest, make_folder, replacing, sync_path
+from pipeline.cache.disk import file_digest, make_folder, replacing, sync_path
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.loader.loader import LoaderState

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pipeline.cache.local_files import make_folder, replacing
+from pipeline.cache.disk import make_folder, replacing
 from pipeline.config import Config, PicturesConfig
 from pipeline.errors import ConfigError, writing
 from pipeline.models.sampler import INPUTS, Sampling, prompt_noise, sample

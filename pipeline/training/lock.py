@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from pipeline.amounts import duration
 from pipeline.cache import process_identity as processes
+from pipeline.cache.disk import make_folder, now_in, replacing
 from pipeline.cache.layout import Paths
-from pipeline.cache.local_files import make_folder, now_in, replacing
 from pipeline.errors import CacheError, UserError, machine_error
 from pipeline.launch import scheduled_attempt
 from pipeline.parallel.collectives import broadcast_from_rank_0

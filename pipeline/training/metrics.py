@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.amounts import duration
-from pipeline.cache.local_files import replacing
+from pipeline.cache.disk import replacing
 from pipeline.errors import writing
 from pipeline.metrics import rows
 from pipeline.metrics.textfile import Textfile

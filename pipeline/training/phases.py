@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.amounts import duration
-from pipeline.cache.local_files import replacing
+from pipeline.cache.disk import replacing
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import ConfigError, writing

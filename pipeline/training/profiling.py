@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.cache.local_files import make_folder
+from pipeline.cache.disk import make_folder
 from pipeline.config import ProfileConfig
 
 _MEMORY_EVENTS = 200_000

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import retrying
-from pipeline.cache.local_files import make_folder, replacing
+from pipeline.cache.disk import make_folder, replacing
 from pipeline.config import Config, TrainConfig, dump, written
 from pipeline.errors import UserError, printed_first, writing
 from pipeline.launch import Launch, set_tf32

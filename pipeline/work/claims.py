@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from pipeline.cache import index, process_identity
+from pipeline.cache.cache import Cache, WorkPlan
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache, WorkPlan
 from pipeline.errors import CacheError
 from pipeline.processes import beating
 

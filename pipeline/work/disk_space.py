@@ -16,8 +16,8 @@ from collections.abc import Callable
 import click
 
 from pipeline.amounts import amount
-from pipeline.cache.local_files import cache_errors
-from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.cache import Cache, Unit, WorkPlan
+from pipeline.cache.disk import cache_errors
 from pipeline.config import EncodeConfig
 from pipeline.errors import NoSpaceError
 

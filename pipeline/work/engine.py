@@ -15,8 +15,8 @@ from itertools import chain
 from typing import Generic, Literal, Protocol, TypeVar
 
 from pipeline.cache import index, layout
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.layout import Paths
-from pipeline.cache.root import Cache, Unit, WorkPlan
 from pipeline.errors import NoSpaceError
 from pipeline.metrics.textfile import store_counts
 from pipeline.work.claims import BEATS, Claims

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import click
 
 from pipeline import __version__, counters, launch
-from pipeline.cache.root import Unit, WorkPlan
+from pipeline.cache.cache import Unit, WorkPlan
 from pipeline.config import EncodeConfig
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.work import engine

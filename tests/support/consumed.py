@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import xxhash
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.loader.loader import Batch, Loader, LoaderSettings, unpack
 
 

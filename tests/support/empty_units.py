@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.cache import index, layout
-from pipeline.cache.root import Cache, Unit, WorkPlan
+from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.work.engine import Work
 
 RECIPE = "latent-0123456789abcdef0123456789abcdef"

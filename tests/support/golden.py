@@ -14,7 +14,7 @@ import torch
 
 import stages.bucket
 import stages.pack
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.loader.loader import Loader
 from tests.support import synthetic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cache import arrow, drivers, index, key_columns, root, scratch, snapshot, snapshot_lists
+from pipeline.cache import arrow, cache, connections, index, keys, scratch, snapshot, snapshot_lists
 from pipeline.encoding import scan_rows
 from pipeline.snapshots import join
 from pipeline.sources import folder, remote
@@ -15,15 +15,15 @@ def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     row group) stay as they are, so that results can be compared with those under the usual limits."""
     for module in (arrow, scan_rows, join):
         monkeypatch.setattr(module, "ROWS", 2)
-    for module in (key_columns, index):
+    for module in (keys, index):
         monkeypatch.setattr(module, "BATCH", 2)
     monkeypatch.setattr(snapshot, "OPEN_CHUNKS", 1)
-    for module in (snapshot_lists, index, root):
+    for module in (snapshot_lists, index, cache):
         monkeypatch.setattr(module, "ENTRIES", 1)
     monkeypatch.setattr(scan_rows, "RUN", 2)
     monkeypatch.setattr(folder, "METADATA_BATCH", 2)
     monkeypatch.setattr(folder, "SIDECAR_BATCH", 2)
-    monkeypatch.setattr(drivers, "PAGE", 2)
+    monkeypatch.setattr(connections, "PAGE", 2)
     monkeypatch.setattr(remote, "DESCRIBED", 2)
     monkeypatch.setattr(scratch, "LIMIT", 1)
     monkeypatch.setattr(scratch, "RUN", 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.snapshots import packing
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import index, layout, shard
+from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.root import Cache, Unit
 from pipeline.cache.scan_table import SCAN
 from pipeline.config import Config, load
 from pipeline.images import buckets

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache import index, layout, shard, snapshot
-from pipeline.cache.root import Cache, Unit
+from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.snapshot import Bucket, Head, Policies, ShardFile, TextPlace
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.processes import run_and_exit
 from tests.support.consumed import loader, seen
 

@@ -31,8 +31,8 @@ from PIL import Image
 
 from pipeline import config
 from pipeline.cache import codec, layout, shard
+from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
-from pipeline.cache.root import Cache
 from pipeline.config import DataConfig
 from pipeline.encoding import scan
 from pipeline.errors import UserError

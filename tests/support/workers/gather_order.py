@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.processes import run_and_exit
 from tests.support.consumed import loader, seen
 

@@ -19,7 +19,7 @@ from typing import Any
 import stages.encode
 from benchmarks import large_cache
 from benchmarks.report import resident
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import load
 from pipeline.encoding import plan as planning
 from pipeline.encoding.fragments import Fragments

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.cache.root import Cache
+from pipeline.cache.cache import Cache
 from pipeline.config import DataConfig
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import scan_rows

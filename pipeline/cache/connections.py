@@ -16,7 +16,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from pipeline import retrying
-from pipeline.cache.local_files import is_out_of_resources
+from pipeline.cache.disk import is_out_of_resources
 from pipeline.errors import AwayError, UserError
 from pipeline.urls import strip_credentials
 
