@@ -34,10 +34,10 @@ from pipeline import retrying
 from pipeline.cache import (
     adopt,
     audit,
+    disk,
     garbage,
     index,
     layout,
-    local_files,
     object_store,
     process_identity,
     scratch,
@@ -272,9 +272,9 @@ def test_a_limit_of_this_machine_is_no_fault_of_a_file(cache: Cache, monkeypatch
 
     for place, attribute, look in (
         (os, "scandir", lambda: list(files.walk("shards"))),
-        (local_files, "digest_of", lambda: files.mapped(table, Path(table).stem)),
-        (local_files.Handle, "file", lambda: shard.read_table(files, path)),
-        (local_files.Handle, "read_into", lambda: reader.read(name, row["offset"], row["key"], row["checksum"], into)),
+        (disk, "digest_of", lambda: files.mapped(table, Path(table).stem)),
+        (disk.Handle, "file", lambda: shard.read_table(files, path)),
+        (disk.Handle, "read_into", lambda: reader.read(name, row["offset"], row["key"], row["checksum"], into)),
     ):
         look()
         with monkeypatch.context() as patch, pytest.raises(ResourceError, match=naming("ulimit -v")):
