@@ -711,7 +711,9 @@ def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
 )
 @click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
-@click.option("--control", metavar="FILE", help="With --prompt: the control picture of a ControlNet.")
+@click.option(
+    "--control", "controls", multiple=True, metavar="FILE", help="With --prompt: the control picture of all prompts."
+)
 @click.option(
     "--watch",
     metavar="RUN",
@@ -733,7 +735,7 @@ def sample(
     base: bool,
     height: int | None,
     width: int | None,
-    control: str | None,
+    controls: tuple[str, ...],
     watch: str | None,
     once: bool,
 ) -> Any:
@@ -751,10 +753,12 @@ def sample(
         config = given.load()
         from stages import sample as stage
 
-        given_control = None if control is None else local_path(control)
-        shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": given_control}
+        if len(controls) > 1:
+            raise click.UsageError("--control is given once: all prompts are drawn with it")
+        control = local_path(controls[0]) if controls else None
+        shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": control}
         return stage.run_prompts(config, checkpoint, prompts, local_path(out), height=height, width=width, **shared)
-    if control is not None:
+    if controls:
         raise click.UsageError(
             "--control is for --prompt: captions are drawn with the control pictures of the snapshot"
         )

@@ -313,6 +313,7 @@ def test_prompts_are_drawn_instead_of_captions(stage: Callable[..., Calls]) -> N
     assert options == {**shared, "control": None} and config.text.mode == "exact"
     assert end(*words, "--control", "edges.png") == 0 and calls.pop()[1]["control"] == Path("edges.png")
     assert end("sample", "--control", "edges.png") == 2
+    assert end(*words, "--control", "edges.png", "--control", "other.png") == 2
     assert end(*words, "--count", "2") == 2 and end(*words, "--snapshot", "x") == 2
     assert end("sample", "--width", "512") == 2 and end(*words, "--watch", "run") == 2 and len(calls) == 1
 
