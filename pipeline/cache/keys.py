@@ -201,7 +201,7 @@ def digests_of(start: bytes, *columns: pa.Array | pa.Scalar) -> np.ndarray:
 
 
 class ItemRows:
-    """Finds rows of a table by their item; of equal items the last.
+    """Finds rows of a table by their item.
 
     Args:
         table: with a column `item`.
@@ -209,55 +209,35 @@ class ItemRows:
 
     def __init__(self, table: pa.Table, scratch: Scratch):
         self.table = table
-        found = scratch.arrays(_sorted(table, scratch), {"high": np.uint64, "low": np.uint64, "row": np.int64})
-        self._keys, self._rows = SortedKeys(found["high"], found["low"]), found["row"]
-
-    def find(self, items: Sequence[str]) -> np.ndarray:
-        """Rows (n,) int64 of items, -1 where absent."""
-        at = self._keys.find(item_keys(items))
-        rows = np.full(len(at), -1, np.int64)
-        rows[at >= 0] = self._rows[at[at >= 0]]
-        return rows
-
-
-class ItemGroups:
-    """Finds all rows of an item.
-
-    Args:
-        table: with a column `item`.
-    """
-
-    def __init__(self, table: pa.Table, scratch: Scratch):
         types = {"high": np.uint64, "low": np.uint64, "start": np.int64, "row": np.int64}
-        found = scratch.arrays(_grouped(table, scratch), types)
+        found = scratch.arrays(_by_item(table, scratch), types)
         self._keys, self._starts, self._rows = SortedKeys(found["high"], found["low"]), found["start"], found["row"]
 
-    def find(self, items: Sequence[str]) -> list[list[int]]:
-        """For each item its rows, ascending."""
-        return [self._of(group) for group in self._keys.find(item_keys(items)).tolist()]
-
-    def _of(self, group: int) -> list[int]:
-        if group < 0:
-            return []
-        start, *after = self._starts[group : group + 2].tolist()
-        rows: list[int] = self._rows[start : after[0] if after else None].tolist()
+    def find(self, items: Sequence[str]) -> np.ndarray:
+        """Rows (n,) int64 of items, of equal items the last; -1 where absent."""
+        groups = self._keys.find(item_keys(items))
+        rows, there = np.full(len(groups), -1, np.int64), groups >= 0
+        rows[there] = self._rows[self._ends(groups[there]) - 1]
         return rows
 
+    def every(self, items: Sequence[str]) -> list[list[int]]:
+        """For each item all its rows, ascending."""
+        groups, result = self._keys.find(item_keys(items)), list[list[int]]([] for _ in items)
+        (there,) = np.nonzero(groups >= 0)
+        starts, ends = self._starts[groups[there]], self._ends(groups[there])
+        for at, start, end in zip(there.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            result[at] = self._rows[start:end].tolist()
+        return result
 
-def _keys(table: pa.Table) -> Iterator[np.ndarray]:
-    return (item_keys(batch.column("item").to_pylist()) for batch in batches(table.select(["item"])))
+    def _ends(self, groups: np.ndarray) -> np.ndarray:
+        """Where the rows of groups end."""
+        following = np.minimum(groups + 1, len(self._starts) - 1)
+        return np.where(groups + 1 < len(self._starts), self._starts[following], len(self._rows))
 
 
-def _grouped(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
-    before = 0
-    for keys, rows, first in scratch.by_key(_keys(table)):
+def _by_item(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
+    before, parts = 0, batches(table.select(["item"]))
+    for keys, rows, first in scratch.by_key(item_keys(part.column("item").to_pylist()) for part in parts):
         high, low = halves(keys[first])
         yield {"high": high, "low": low, "start": before + np.flatnonzero(first), "row": rows}
         before += len(rows)
-
-
-def _sorted(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
-    for keys, rows, _ in scratch.by_key(_keys(table)):
-        last = is_last(keys)
-        high, low = halves(keys[last])
-        yield {"high": high, "low": low, "row": rows[last]}

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.keys import ItemGroups, ItemRows, SortedKeys, binary, fixed, halves, is_first, item_keys, of_halves
+from pipeline.cache.keys import ItemRows, SortedKeys, binary, fixed, halves, is_first, item_keys, of_halves
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import RowWriter, Scratch
 from pipeline.errors import UserError
@@ -114,7 +114,7 @@ class Listing:
         rows: Pictures | None = None,
     ):
         self.rows = rows
-        self.further: dict[Further, tuple[pa.Table, ItemGroups]] = {}
+        self.further: dict[Further, ItemRows] = {}
         self.others: ItemRows | None = None
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
@@ -157,10 +157,9 @@ class Listing:
 
     def further_of(self, further: Further, keys: list[str]) -> list[list[str]]:
         """The further pictures of some pictures, by name."""
-        table, groups = self.further[further]
-        owners = [further.owners(key) for key in keys]
-        rows = iter(groups.find(list(chain.from_iterable(owners))))
-        names = table.column("name")
+        owners, found = [further.owners(key) for key in keys], self.further[further]
+        rows = iter(found.every(list(chain.from_iterable(owners))))
+        names = found.table.column("name")
         return [[names[row].as_py() for _ in some for row in next(rows)] for some in owners]
 
     def rejected(self, start: int, stop: int) -> Iterator[Reject]:
@@ -369,7 +368,7 @@ class FolderSource(PrefetchedSource):
         owned = ItemRows(pictures.finish(), self.scratch) if found.further else None
         for one, writer in found.further.items():
             table = writer.finish()
-            listing.further[one] = table, ItemGroups(table, self.scratch)
+            listing.further[one] = ItemRows(table, self.scratch)
             for batch in batches(table):
                 assert owned is not None
                 for row in np.flatnonzero(owned.find(batch.column("item").to_pylist()) < 0).tolist():

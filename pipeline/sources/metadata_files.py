@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.cache.keys import ItemGroups
+from pipeline.cache.keys import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError
@@ -73,16 +73,16 @@ class Pictures:
     """What the rows say about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
 
     def __init__(self, table: pa.Table, scratch: Scratch):
-        self._table, self._groups = table, ItemGroups(table, scratch)
+        self._rows = ItemRows(table, scratch)
 
     def find(self, keys: list[str]) -> list[PictureRows | None]:
         """What the rows say about each picture; None where no row names it."""
-        return [self._merged(rows) if rows else None for rows in self._groups.find(keys)]
+        return [self._merged(rows) if rows else None for rows in self._rows.every(keys)]
 
     def _merged(self, rows: list[int]) -> PictureRows:
         picture = PictureRows()
         for row in rows:
-            picture.add(PictureRows(*pickle.loads(self._table.column("row")[row].as_buffer())))
+            picture.add(PictureRows(*pickle.loads(self._rows.table.column("row")[row].as_buffer())))
         return picture
 
 
