@@ -33,7 +33,7 @@ from pipeline.cache.snapshot import BucketPart, Snapshot
 from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.cli import cli
-from pipeline.config import Config, load
+from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.loader.loader import Loader
@@ -166,19 +166,6 @@ def test_many_keys_are_the_keys_of_each() -> None:
     assert item_keys(words).tobytes() == b"".join(bytes.fromhex(layout.content_digest(word.encode())) for word in words)
     of_variant = layout.digest("sample", "photos", "a cat", "512")[:8]
     assert sample_ids("photos", pa.array(["a cat"]), "512").tobytes() == of_variant
-
-
-def test_many_buckets_are_the_bucket_of_each() -> None:
-    table = buckets.table(load("sana_600m_512").data, 32)
-    rng = np.random.default_rng(0)
-    heights, widths = rng.integers(1, 3000, 2000), rng.integers(1, 3000, 2000)
-    chosen = buckets.nearest_all(table, heights, widths)
-    scale, loss = buckets.fits(heights, widths, np.array(table)[chosen])
-    for i, (h, w) in enumerate(zip(heights.tolist(), widths.tolist(), strict=True)):
-        nearest = buckets.nearest(table, h, w)
-        assert table[chosen[i]] == nearest
-        assert scale[i] == buckets.upscale(h, w, nearest)
-        assert loss[i] == pytest.approx(buckets.crop_loss(h, w, nearest), abs=1e-12)
 
 
 # ---------------------------------------------------------------- filters

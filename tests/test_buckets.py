@@ -161,14 +161,16 @@ def test_many_at_once_are_judged_as_one_by_one() -> None:
     rng = np.random.default_rng(0)
     heights, widths = rng.integers(1, 5000, (2, (1 << 17) + 3))
     indexes = buckets.nearest_all(TABLE, heights, widths)
-    scales, losses = buckets.fits(heights, widths, np.array(TABLE)[indexes])
+    fit = heights, widths, np.array(TABLE)[indexes].T
+    scales, losses = buckets.upscale(*fit), buckets.crop_loss(*fit)
     for n in (*range(50), *range((1 << 16) - 3, (1 << 16) + 3), *range((1 << 17) - 3, (1 << 17) + 3)):
         height, width = int(heights[n]), int(widths[n])
         bucket = buckets.nearest(TABLE, height, width)
         assert TABLE[indexes[n]] == bucket
         assert scales[n] == pytest.approx(buckets.upscale(height, width, bucket), rel=1e-12)
         assert losses[n] == pytest.approx(buckets.crop_loss(height, width, bucket), abs=1e-12)
-    assert buckets.fits(np.array([7]), np.array([7]), np.array([[21, 21]])) == (3.0, 0.0)
+    seven, bucket = np.array([7]), np.array([[21], [21]])
+    assert buckets.upscale(seven, seven, bucket) == 3 and buckets.crop_loss(seven, seven, bucket) == 0
 
 
 SHAPES = [(256, 256), (128, 512), (256, 512)]  # 64, 64 and 128 latent tokens

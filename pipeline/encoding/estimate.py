@@ -176,7 +176,7 @@ def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Tab
         sized = usable.filter(pc.is_valid(usable.column("width")))
         height, width = (sized.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
         which = buckets.nearest_all(table, height, width)
-        _, loss = buckets.fits(height, width, shapes[which])
+        loss = buckets.crop_loss(height, width, shapes[which].T)
         for number in np.unique(which).tolist():
             bucket = work.buckets.setdefault(table[number], [0, 0.0])
             bucket[0] += int((which == number).sum())

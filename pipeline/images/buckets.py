@@ -9,7 +9,8 @@ necessary: over ratios 0.25 to 4 (log-uniform) the mean loss is 2.3 % of the pic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -157,13 +158,6 @@ def nearest_all(buckets: Sequence[Shape], heights: np.ndarray, widths: np.ndarra
     return indexes
 
 
-def fits(heights: np.ndarray, widths: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`upscale` and `crop_loss` of many pictures, (n,) floats each. heights, widths: (n,); shapes: (n, 2) buckets."""
-    scale = np.maximum(shapes[:, 0] / heights, shapes[:, 1] / widths)
-    loss = 1.0 - (shapes[:, 0] * shapes[:, 1]) / (heights * scale * widths * scale)
-    return scale, np.maximum(0.0, loss)
-
-
 def resolutions(bucket: BucketConfig, data: DataConfig, compression: int) -> list[tuple[str, list[Shape]]]:
     """The bucket tables of a snapshot: (name of the resolution, table). The name is "" for `data.resolution`.
 
@@ -228,27 +222,36 @@ def batches(bucket: BucketConfig, shapes: Sequence[Shape], compression: int) -> 
     return result
 
 
-def upscale(height: int, width: int, bucket: Shape) -> float:
-    """The factor by which a picture is scaled to cover the bucket; above 1 it is visibly enlarged."""
-    return max(bucket[0] / height, bucket[1] / width)
+def upscale(height: Any, width: Any, bucket: Any) -> Any:
+    """The factor by which a picture is scaled to cover the bucket; above 1 it is visibly enlarged. Of one picture, or
+    of many: arrays (n,), and a pair of them."""
+    return np.maximum(bucket[0] / height, bucket[1] / width)
 
 
-def crop_loss(height: int, width: int, bucket: Shape) -> float:
-    """The share of the picture's area, 0 to 1, that the centre crop after the covering resize removes."""
+def crop_loss(height: Any, width: Any, bucket: Any) -> Any:
+    """The share of the picture's area, 0 to 1, that the centre crop after the covering resize removes. Arguments as of
+    `upscale`."""
     scale = upscale(height, width, bucket)
-    return max(0.0, 1.0 - (bucket[0] * bucket[1]) / (height * scale * width * scale))
+    return np.maximum(0.0, 1.0 - (bucket[0] * bucket[1]) / (height * scale * width * scale))
+
+
+def refusals(height: Any, width: Any, bucket: Any, data: DataConfig) -> Iterator[tuple[str, Any]]:
+    """Reasons of `data.min_side`, `data.max_upscale` and `data.max_crop_loss`, and whether each excludes a picture.
+    Arguments as of `upscale`.
+
+    A reason names the setting and not the value of the picture (which is in the scan's table), so that equal reasons
+    can be counted. Values equal to the limit pass, also if rounding puts them above it.
+    """
+    if data.min_side is not None:
+        yield f"the shorter side is below data.min_side = {data.min_side}", np.minimum(height, width) < data.min_side
+    if data.max_upscale is not None:
+        enlarged = upscale(height, width, bucket) > data.max_upscale * (1 + 1e-9)
+        yield f"it would be enlarged by more than data.max_upscale = {data.max_upscale:g}", enlarged
+    if data.max_crop_loss is not None:
+        cropped = crop_loss(height, width, bucket) > data.max_crop_loss + 1e-9
+        yield f"the crop would cut away more than data.max_crop_loss = {data.max_crop_loss:g}", cropped
 
 
 def refusal(height: int, width: int, bucket: Shape, data: DataConfig) -> str | None:
-    """Why `data.min_side`, `data.max_upscale` or `data.max_crop_loss` excludes a picture; None if they do not.
-
-    The reason names the setting and not the value of the picture (which is in the scan's table), so that equal reasons
-    can be counted. Values equal to the limit pass, also if rounding puts them above it.
-    """
-    if data.min_side is not None and min(height, width) < data.min_side:
-        return f"the shorter side is below data.min_side = {data.min_side}"
-    if data.max_upscale is not None and upscale(height, width, bucket) > data.max_upscale * (1 + 1e-9):
-        return f"it would be enlarged by more than data.max_upscale = {data.max_upscale:g}"
-    if data.max_crop_loss is not None and crop_loss(height, width, bucket) > data.max_crop_loss + 1e-9:
-        return f"the crop would cut away more than data.max_crop_loss = {data.max_crop_loss:g}"
-    return None
+    """The first reason that excludes a picture, or None."""
+    return next((reason for reason, excludes in refusals(height, width, bucket, data) if excludes), None)

@@ -270,7 +270,7 @@ def _enlarged(facts: Facts, resolution: int, limit: float) -> int:
         return 0
     shapes = np.array(buckets.SANA_UNITS, np.int64) * resolution // buckets.UNITS_PER_SIDE
     nearest = buckets.nearest_all([(int(h), int(w)) for h, w in shapes], facts.heights, facts.widths)
-    return int((buckets.fits(facts.heights, facts.widths, shapes[nearest])[0] > limit).sum())
+    return int((buckets.upscale(facts.heights, facts.widths, shapes[nearest].T) > limit).sum())
 
 
 def _purpose(facts: Facts, purpose: str | None, resolution: int) -> tuple[str, str]:

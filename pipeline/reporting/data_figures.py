@@ -214,7 +214,8 @@ class _Sizes:
                 self.missing = f"the scan of source {name!r} does not list all of its samples"
                 return
             at, of = rows.to_numpy(), bucket[chosen]
-            scale, loss = buckets.fits(height[at], width[at], self.shapes[of])
+            fit = height[at], width[at], self.shapes[of].T
+            scale, loss = buckets.upscale(*fit), buckets.crop_loss(*fit)
             self.sums += np.bincount(of, loss, len(self.sums))
             self.counts += np.bincount(of, minlength=len(self.counts))
             self.histogram += np.histogram(np.minimum(loss, CROP_EDGES[-1]), CROP_EDGES)[0]

@@ -423,21 +423,11 @@ def allowed(joined: Joined, scan: pa.Table, resolution: Resolution) -> pa.Table:
     assert policy is not None
     height, width = (scan.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
     shapes = np.array(table, np.int64)[buckets.nearest_all(table, height, width)]
-    scale, loss = buckets.fits(height, width, shapes)
-    suspect = np.zeros(len(height), bool)
-    if policy.min_side is not None:
-        suspect |= np.minimum(height, width) < policy.min_side
-    if policy.max_upscale is not None:
-        suspect |= scale > policy.max_upscale
-    if policy.max_crop_loss is not None:
-        suspect |= loss > policy.max_crop_loss
     refused = np.zeros(len(height), bool)
-    for row in np.flatnonzero(suspect):
-        size = (int(shapes[row, 0]), int(shapes[row, 1]))
-        reason = buckets.refusal(int(height[row]), int(width[row]), size, policy)
-        if reason is not None:
-            refused[row] = True
-            joined.leave(f"at {resolution.variant or policy.resolution} px {reason}", 1, "change that setting")
+    for reason, excluded in buckets.refusals(height, width, shapes.T, policy):
+        where = f"at {resolution.variant or policy.resolution} px"
+        joined.leave(f"{where} {reason}", int((excluded & ~refused).sum()), "change that setting")
+        refused |= excluded
     return scan.filter(pa.array(~refused))
 
 
@@ -615,7 +605,7 @@ def _grouped(
     crops, part_sizes = np.zeros(count), np.zeros((len(parts.weights), count), np.int64)
     for piece in pieces(len(frame)):
         which = frame.bucket[piece]
-        _, loss = buckets.fits(frame.height[piece], frame.width[piece], shapes[which])
+        loss = buckets.crop_loss(frame.height[piece], frame.width[piece], shapes[which].T)
         np.add.at(crops, which, loss)
         np.add.at(part_sizes, (parts.of(frame, piece), which), 1)
     sizes = part_sizes.sum(axis=0)
