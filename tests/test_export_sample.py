@@ -711,7 +711,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
     """A source that does not answer is asked once, not for every picture."""
     source = Mock(**{"read.side_effect": error})
     monkeypatch.setattr(reading, "reopen", lambda *_: source)
-    places = pa.table({"item": ["a.png"], "part": [None], "where": [None]})
+    places = pa.table({"item": ["a.png"], "part": [None], "where": [None], "digest": [None]})
     cache = Mock(**{"table.return_value": places, "last_scan.return_value": {"table": ""}})
     photos = reading.SourcePictures(trained.config, cache)
     assert [photos.cropped("photos", "a.png", (48, 80)) for _ in range(2)] == [None, None]

@@ -68,7 +68,7 @@ def lose(cache: Cache, table: str) -> None:
 def test_lists_give_back_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, at_a_time: int
 ) -> None:
-    for module in ("index", "root", "snapshot_lists"):
+    for module in ("index", "cache", "snapshot_lists"):
         monkeypatch.setattr(f"pipeline.cache.{module}.ENTRIES", at_a_time)
     files = Cache(tmp_path / "cache", create=True).files
     units = [Unit(f"{n:032x}", 3 * n, 3, 8) for n in range(count)]
