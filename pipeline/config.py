@@ -228,8 +228,10 @@ class FurtherConfig(_Section):
         given = [name for name in ("suffix", "folder", "column", "made") if getattr(self, name, None)]
         if len(given) != 1:
             raise ValueError(f"give one of suffix, folder, column and made (given: {', '.join(given) or 'none'})")
-        if self.folder is not None and (self.folder.startswith("/") or "://" in self.folder):
-            raise ValueError(f"folder is relative to the data: edges for DIR/edges of --data DIR (found {self.folder})")
+        folder = self.folder or ""
+        if folder.startswith("/") or "://" in folder or {".", ".."} & {*folder.split("/")}:
+            example = "edges for DIR/edges of --data DIR, which holds the pictures, too"
+            raise ValueError(f"folder is relative to the data: {example} (found {folder})")
         if made is not None and not self.required:
             raise ValueError("required: false goes with suffix, folder and column: what is made is never missing")
         return self

@@ -748,6 +748,8 @@ def _refuse_rejects(source: Source, items: int, kinds: Kinds, most: float, look:
         fix = look
         if any(os.strerror(errno.EACCES) in kind for kind in kinds.counts) and not is_url(source.location):
             fix = let_read(source.location)
+        elif lacking := [each for each in source.further if any(each.lacking in kind for kind in kinds.counts)]:
+            fix = "; ".join(each.advice for each in lacking)
         elif any("caption" in kind for kind in kinds.counts):
             fix = "put the caption of X.jpg into X.txt, name its column (--set data.caption_field=COLUMN), or give all "
             fix += "pictures one caption: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"

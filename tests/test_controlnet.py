@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from pipeline.models.adapters.controlnet import PREFIX, ControlNet
 from pipeline.models.sampler import Sampling, pad_rows
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, deinterleave
+from pipeline.models.spec import spec_of
 from pipeline.parallel.compile import compile_conditions
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import predict
@@ -228,13 +230,14 @@ def test_strategies_that_divide_matrices_and_blocks_are_refused(parallel: dict[s
 def test_a_folder_or_file_of_diffusers_is_continued(tmp_path: Path) -> None:
     ours = trained(layers=2)
     saved(ours, tmp_path)
-    places = tmp_path / "controlnet", tmp_path / "controlnet/diffusion_pytorch_model.safetensors"
+    places = tmp_path / "controlnet", tmp_path / "controlnet/diffusion_pytorch_model.safetensors", tmp_path
     for place in places:
         again = start(layers=2, start=str(place))
         with torch.no_grad():
             assert torch.equal(again(*GIVEN, CONTROL), ours(*GIVEN, CONTROL))
     wrong = {
-        (3, places[0]): "missing transformer_blocks.2",
+        (3, places[0]): "holds 2 blocks, this run 3",
+        (3, places[1]): "missing transformer_blocks.2",
         (1, places[1]): "unexpected controlnet_blocks.1.bias",
         (2, tmp_path / "transformer"): "missing .*controlnet_blocks",
         (2, tmp_path / "nothing"): "nothing",
@@ -243,6 +246,25 @@ def test_a_folder_or_file_of_diffusers_is_continued(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"train\.controlnet\.start: .*{message}"):
             adapter_of(settings(layers=layers, start=str(place)), BASE)
     adapter_of(settings(start="missing"), BASE, start=False)
+    with pytest.raises(ConfigError) as error:
+        adapter_of(settings(layers=3, start=str(tmp_path)), BASE)
+    assert error.value.fix == "--set train.controlnet.layers=2"
+
+
+def test_a_controlnet_is_no_base(tmp_path: Path) -> None:
+    saved(trained(layers=2), tmp_path)
+    values = json.loads((tmp_path / "controlnet/config.json").read_text())
+    with pytest.raises(ConfigError, match="describes another model") as error:
+        spec_of(values)
+    assert "train.controlnet.start" in str(error.value.fix)
+
+
+def test_a_resume_with_other_blocks_names_the_section(tmp_path: Path) -> None:
+    given = run_settings(tmp_path, steps=1)
+    fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
+    other = run_settings(tmp_path, steps=2, controlnet={"layers": 1})
+    with pytest.raises(checkpoint.CheckpointError, match=r"train\.controlnet: the checkpoint has .*'layers': 2"):
+        fit(other, tiny_run.task(other), Launch(), resume="auto", log=lambda line: None)
 
 
 # ------------------------------------------------------------------------------------------------------------- recipe

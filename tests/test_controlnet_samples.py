@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ import stages.train
 from pipeline.cache import prompts
 from pipeline.cache.cache import Cache
 from pipeline.config import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.models.adapters import adapter_from
 from pipeline.reporting import draw_latents, encoder_process, further_figures
 from pipeline.reporting.draw_latents import SnapshotTensors
@@ -71,6 +72,19 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 def pixels(path: Path) -> np.ndarray:
     return np.asarray(Image.open(path)).astype(int)
+
+
+def test_a_control_that_is_no_picture_is_refused_before_anything_is_encoded(
+    trained: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_process, "_run", lambda *args, **options: pytest.fail("a process was started"))
+    config, text, cut = configured(make_config, trained), tmp_path / "text.png", tmp_path / "cut.png"
+    text.write_text("no picture")
+    cut.write_bytes((trained / "data/3.control.png").read_bytes()[:3000])
+    for place in (text, cut, tmp_path, tmp_path / "missing.png"):
+        with pytest.raises(UserError, match=f"--control {re.escape(str(place))}: cannot be read") as error:
+            stages.sample.run_prompts(config, "auto", ["one"], tmp_path / "out", control=place, height=64, width=64)
+        assert error.value.found and error.value.fix
 
 
 def test_captions_are_drawn_with_the_controls_of_their_samples(

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,28 @@ def test_a_sample_without_a_required_picture_is_rejected_with_the_reason(
     assert done["rejects"] == done["controls"] == done["images"] == 0 and done["reused"]["controls"] == len(SIDES)
 
 
+def test_a_source_without_any_names_the_place_that_was_looked_at(
+    samples: Samples, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    ways = {
+        "suffix": ("suffix=.edges", "put X.edges.png beside X.jpg"),
+        "sister_folders": ("folder=lines/", "into the data as lines/X.png"),
+        "parquet": ("column=meta", "fill the column meta"),
+    }
+    for layout, (option, place) in ways.items():
+        data, _ = laid_out(samples, layout, tmp_path / layout)
+        config = configured(make_config, tmp_path / layout, f"data.pictures.control.{option}")
+        if layout == "parquet":
+            table = pq.read_table(next(Path(data).glob("*.parquet")))
+            empty = pa.nulls(len(table), pa.string())
+            pq.write_table(table.append_column("meta", empty), next(Path(data).glob("*.parquet")))
+        for end in (stages.encode.run, partial(stages.encode.dry_run, probe=False)):
+            with pytest.raises(RejectRateError) as error:
+                end(config, data)
+            assert place in str(error.value.fix)
+            assert "--set data.pictures.control.required=false" in str(error.value.fix)
+
+
 def test_a_sample_may_lack_a_picture_that_is_not_required(
     copied: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,6 +319,9 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
     config = configured(make_config, copied, *SUFFIXES, *relaxed)
     assert stages.encode.dry_run(config, str(data)) == 0
     done = stages.encode.run(config, str(data))
+    printed = capsys.readouterr().out
+    for line in ("1 samples have no control picture: a black one", "2 samples have no mask picture: a white one"):
+        assert printed.count(line) == 2, "of the dry run, and of the run"
     assert done["rejects"] == done["left"] == done["images"] == 0 and done["controls"] == 1 and done["masks"] == 2
     stages.bucket.run(config)
     assert (from_bits(values(config, "mask")["00.png"]) == 1).all()
@@ -510,6 +536,8 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
         ("control.required=false",): "one of suffix, folder, column and made",
         ("control.folder=/data/edges",): "folder is relative to the data",
         ("mask.folder=s3://data/masks",): "folder is relative to the data",
+        ("control.folder=../edges",): "folder is relative to the data",
+        ("control.folder=./edges",): "folder is relative to the data",
         ("mask.made=alpha", "mask.required=false"): "required: false goes with",
     }.items():
         with pytest.raises(ConfigError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,17 @@ def test_a_configuration_that_is_asked_for_decides_and_the_shipped_default_does_
     assert read(scan, None)[0].config.data.resolution == resolution
     for second in ("sana_600m_512", "sana_1600m_1024"):
         assert read(scan, second)[0].config.data.resolution == load(second).data.resolution
+
+
+def test_a_note_names_what_is_given_of_further_pictures(tmp_path: Path) -> None:
+    plain = file(tmp_path, "plain.yaml", "{}")
+    _, scan = read(None, plain, "data.pictures.mask.made=alpha")
+    changed, _ = read(scan, plain, "data.pictures={control: {folder: edges}}")
+    [note] = changed.notes
+    assert '"control": {"folder": "edges"' in note and '"made": "alpha"' in note and "null" not in note
+    (given,) = re.findall(r"so far: (.*)\)", note)
+    name, value = shlex.split(given)
+    assert name == "--set" and load(plain, [value]).data.pictures == read(scan, plain)[0].config.data.pictures
 
 
 def test_pictures_that_fit_their_bucket_badly_are_counted_unless_a_limit_decides() -> None:

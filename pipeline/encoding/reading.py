@@ -105,7 +105,14 @@ def _changed(data: DataConfig) -> dict[str, Any]:
 
 
 def _note(name: str, option: str, before: Any, now: Any, on_purpose: bool) -> str:
-    old, new = setting(option, before), setting(option, now)
+    old, new = (setting(option, _given(value)) for value in (before, now))
     if on_purpose:
         return f"source {name!r} is read another way: {new} (so far: {old})"
     return f"source {name!r} is read as before: {old} (another way: {new})"
+
+
+def _given(value: Any) -> Any:
+    """A value without the options in it that are null, which is their default."""
+    if isinstance(value, dict):
+        return {name: _given(one) for name, one in value.items() if one is not None}
+    return value

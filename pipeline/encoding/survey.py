@@ -21,6 +21,7 @@ from pipeline import signals
 from pipeline.cache.arrow import batches
 from pipeline.cache.cache import Cache, check_source_name
 from pipeline.cache.recipes import PictureRecipe, Recipe, caption_of, pictures_of
+from pipeline.cache.scan_table import ABSENT, places
 from pipeline.config import Config, DataConfig
 from pipeline.encoding import estimate, last_scan, scan_rows, unit_encoder
 from pipeline.encoding import scan as scanning
@@ -35,6 +36,8 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.source import Source
 from pipeline.work.progress import Progress
 
+_BLANK = {"control": "black", "mask": "white"}
+"""What stands for a further picture that a sample lacks."""
 ENLARGED, CROPPED = 2.0, 1 / 3
 """Pictures that are enlarged by more, or lose more of their area, are counted (`fit_notes`)."""
 
@@ -157,15 +160,20 @@ def scanning_of(
 
 
 def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) -> list[str]:
-    """How many usable pictures of a scan fit their buckets badly, where no setting leaves such pictures out."""
+    """How many usable pictures of a scan fit their buckets badly, where no setting leaves such pictures out, and how
+    many samples lack a further picture that they need not have."""
     rules = (
         ("max_upscale", buckets.upscale, ENLARGED, f"are enlarged by more than {ENLARGED:g} times", "{:.3g} times"),
         ("max_crop_loss", buckets.crop_loss, CROPPED, f"lose more than {CROPPED:.0%} of their area", "{:.0%}"),
     )
     counts: dict[str, int] = Counter()
     worst: dict[str, tuple[float, str]] = {}
-    for batch in batches(table.select(["item", "width", "height", "reject"])):
+    lacking: dict[str, int] = Counter()
+    for batch in batches(table.select(["item", "width", "height", "reject", "pictures"])):
         usable = batch.filter(pc.and_(pc.is_null(batch.column("reject")), pc.is_valid(batch.column("width"))))
+        for kind in _BLANK:
+            absent = pc.equal(places(usable, kind).column("digest"), pa.scalar(ABSENT, pa.binary(16)))
+            lacking[kind] += pc.sum(absent).as_py() or 0
         height, width = (usable.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
         sizes, first, number = np.unique(height << 32 | width, return_index=True, return_counts=True)
         for size, row, count in zip(sizes.tolist(), first.tolist(), number.tolist(), strict=True):
@@ -181,6 +189,11 @@ def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) ->
         f"(data.{option} leaves such pictures out)"
         for option, _, _, what, form in rules
         if option in worst
+    ] + [
+        f"{count} samples have no {kind} picture: a {_BLANK[kind]} one stands for it "
+        f"(data.pictures.{kind}.required: false)"
+        for kind, count in lacking.items()
+        if count
     ]
 
 

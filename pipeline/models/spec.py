@@ -270,7 +270,8 @@ def reset_buffers(module: nn.Module) -> None:
 def spec_class(name: str | None, source: str) -> type[ModelSpec]:
     """The class for a `_class_name`; an unknown one is refused."""
     if name not in KINDS:
-        raise ConfigError(f"{source} describes another model", expected=" or ".join(KINDS), found=name)
+        fix = "name it as train.controlnet.start, and its base as model.weights.id" if "Control" in str(name) else None
+        raise ConfigError(f"{source} describes another model", expected=" or ".join(KINDS), found=name, fix=fix)
     module, _, cls = KINDS[name].partition(":")
     return getattr(importlib.import_module(module), cls)
 

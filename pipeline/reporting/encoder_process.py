@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from pipeline.cache.prompts import NAME, PromptSet, newest
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config, DataConfig, StorageConfig, dump
 from pipeline.errors import NoSpaceError, UserError
+from pipeline.images import decoding
 from pipeline.loader.loader import bf16
 from pipeline.processes import command
 from pipeline.signals.latent import LatentRecipe
@@ -72,14 +72,18 @@ def encode_prompts(
     file.write_text(json.dumps(list(prompts)), encoding="utf-8")
     words = ["--prompts", str(file)]
     if picture is not None:
-        folder = work / "picture"
+        folder, data = work / "control", config.data
         folder.mkdir()
         try:
-            shutil.copy(picture, folder / "control.png")  # a source needs an ending, decoders look at the content
-        except OSError as error:
-            raise UserError(f"--control {picture}: cannot be read", found=error.strerror or str(error)) from None
-        decoding = {"background": config.data.background, "decoder": config.data.decoder}
-        data = DataConfig.model_validate({"buckets": [size], "caption": "none", **decoding})
+            content = picture.read_bytes()
+            decoding.load(content, size)
+        except (OSError, decoding.ImageReject) as error:
+            found = error.strerror if isinstance(error, OSError) else None
+            what, fix = f"--control {picture}: cannot be read", "give the file of a picture"
+            raise UserError(what, found=found or str(error), fix=fix) from None
+        (folder / "control.png").write_bytes(content)  # a source needs an ending, decoders look at the content
+        given = {"background": data.background, "decoder": data.decoder, "max_upscale": 1e9, "max_crop_loss": 1}
+        data = DataConfig.model_validate({"buckets": [size], "caption": "none", **given})
         config = config.model_copy(update={"data": data})
         words += ["--data", str(folder), "--format", "folder"]
     _run(config, work, "encode", *words, what="the process that encodes the prompts")

@@ -30,6 +30,22 @@ class Further:
         """The setting, for messages."""
         return f"data.pictures.{self.kind}.{self.way}: {getattr(self, self.way)}"
 
+    @property
+    def lacking(self) -> str:
+        """The beginning of the reason of a sample that is rejected without it."""
+        return f"has no {self.kind} picture"
+
+    @property
+    def advice(self) -> str:
+        """What a user can do where samples lack it."""
+        places = {
+            "suffix": f"put X{self.suffix}.png beside X.jpg",
+            "folder": f"put the {self.kind} picture of X.jpg into the data as {(self.folder or '').strip('/')}/X.png",
+            "column": f"fill the column {self.column}",
+        }
+        option = f"data.pictures.{self.kind}"
+        return f"{places[self.way]}, or name another place by {option}; --set {option}.required=false does without it"
+
     def owner(self, name: str) -> str | None:
         """The `base` of the pictures that a file is the further picture of; None: it is none by its name."""
         if self.folder is not None:

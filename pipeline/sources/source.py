@@ -264,7 +264,7 @@ class Source(ABC):
                 names = ", ".join(escaped(place.item) for place in places[:3])
                 return Reject(item.key, f"has {len(places)} {further.kind} pictures: {names}")
             if not places and further.required:
-                return Reject(item.key, f"has no {further.kind} picture ({further.option})")
+                return Reject(item.key, f"{further.lacking} ({further.option})")
             pictures.append((further.kind, places[0] if places else None))
         return replace(item, pictures=tuple(pictures)) if pictures else item
 

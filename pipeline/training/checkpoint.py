@@ -455,8 +455,16 @@ def _of_another_model(
     part = None if adapter is None else adapter.to_dict()
     return [
         *_differing("model.", document.architecture.to_dict(), architecture.to_dict(), free),
-        *_differing("train.", {"adapter": document.adapter}, {"adapter": part}),
+        *_differing("train.", _by_section(document.adapter), _by_section(part)),
     ]
+
+
+def _by_section(part: dict[str, Any] | None) -> dict[str, Any]:
+    """What is trained of a model, by the section of `train` that says it; empty: all of it."""
+    if part is None:
+        return {}
+    kind = part["kind"]
+    return {kind if kind in ("only", "controlnet") else "adapter": part}
 
 
 def _differing(section: str, stored: dict[str, Any], here: dict[str, Any], free: Collection[str] = ()) -> list[str]:
