@@ -284,9 +284,10 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
 
 
 def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> None:
-    def validated(name: str, **train: Any) -> list[dict[str, Any]]:
+    def validated(name: str, alone: int = 0, **train: Any) -> list[dict[str, Any]]:
         given = run_settings(tmp_path / name, validation={"every": 40, "levels": 2}, **train)
         held_out = [(copied(batch), count) for batch, count in tiny_run.held_out(given)]
+        held_out += [(copied(held_out[-1][0]), 1)] * alone
         task = tiny_run.task(given, touch=lambda step: copied(tiny_run.global_batch(step)))
         fit(given, replace(task, validation=lambda layout: held_out), Launch(), log=lambda line: None)
         return metrics.read_events(tmp_path / name / "metrics.jsonl")["validation"]
@@ -299,6 +300,10 @@ def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> 
     assert before["parts"] == {"shuffled_control": pytest.approx(before["loss"])}, "the first step is the base's"
     assert after["parts"]["shuffled_control"] > 1.02 * after["loss"] and after["loss"] < before["loss"]
     assert "parts" not in validated("one", steps=1, microbatch=1)[0], "one sample has no other"
+    with_one = validated("alone", alone=3, steps=40, microbatch=8)[1]
+    added = with_one["parts"]["shuffled_control"] - with_one["loss"]
+    assert with_one["samples"] == after["samples"] + 3
+    assert added == pytest.approx(after["parts"]["shuffled_control"] - after["loss"]), "one that is alone has no other"
     batch = tiny_run.global_batch(0)
     other = recipe_of(settings()).contrasted(batch).pictures["control"]
     assert torch.equal(other[1:], batch.pictures["control"][:-1]) and torch.equal(

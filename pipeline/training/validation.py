@@ -32,9 +32,10 @@ from pipeline.training.metrics import Metrics
 from pipeline.training.stop_request import StopRequest
 
 Totals = dict[tuple[int, int], Tensor]
-"""By bucket: (groups, levels + parts + 1) float64, the sums of the losses at each level, of each part of a loss that
-has several and of the recipe's contrast, and the numbers of samples. The groups are `_AGES` where the task names old
-samples, else there is one."""
+"""By bucket: (groups, levels + parts + 1) float64, the sums of the losses at each level and of each part of a loss that
+has several, and the numbers of samples; before these, for a recipe with a contrast, the sums of what it adds to the
+loss and the numbers of samples that have another one in their microbatch. The groups are `_AGES` where the task names
+old samples, else there is one."""
 _AGES = ("old", "new")
 
 
@@ -52,9 +53,8 @@ class Validation:
         parts = run.trainable.recipe.parts
         self._parts = tuple(parts) if len(parts) > 1 else ()
         self._contrast = run.trainable.recipe.contrast if context.train.microbatch > 1 else None
-        if self._contrast is not None:
-            self._parts += (self._contrast,)
-        self._keys = "loss", "by_sigma", "by_bucket", *self._divided, *(("parts",) if self._parts else ())
+        has_parts = self._parts or self._contrast is not None
+        self._keys = "loss", "by_sigma", "by_bucket", *self._divided, *(("parts",) if has_parts else ())
 
     def __call__(self, step: int) -> bool:
         """Validate if it is due. Collective. Returns False if a stop request ended it early."""
@@ -96,7 +96,7 @@ class Validation:
                 rows = torch.stack(model.losses(prepared, step.loss))[:, :, :counted]
                 groups = self._groups(batch.sample_ids[:counted]).to(rows.device)
                 losses, parts = rows[:, 0].double(), rows[:, 1:].double().mean(0)
-                contrast = self._contrasting(batch, counted)
+                contrast = self._contrasting(batch, losses.mean(0))
                 values = torch.cat([losses, parts, *contrast, losses.new_ones(1, counted)])
                 sums = torch.stack([values[:, group].sum(1) for group in groups])
                 # waits for the device, so that the loader may use the batch's memory again
@@ -110,13 +110,16 @@ class Validation:
             dist.all_reduce(joined)
         return dict(zip(totals, joined / context.layout.model_parallel_size, strict=True))
 
-    def _contrasting(self, batch: Batch, counted: int) -> list[Tensor]:
-        """The losses (1, counted) of the recipe's contrast, means over the levels; none without one."""
+    def _contrasting(self, batch: Batch, losses: Tensor) -> list[Tensor]:
+        """What the recipe's contrast adds to the losses (n,) of the samples that count, and which of them have another
+        one in the microbatch: (1, n) each. None without a contrast."""
         if self._contrast is None:
             return []
         step, other = self.run.step, self.run.trainable.recipe.contrasted(batch)
         rows = self.run.model.losses((step.prepare(other, level) for level in self.levels), step.loss)
-        return [torch.stack(rows)[:, :1, :counted].double().mean(0)]
+        added = torch.stack(rows)[:, :1, : len(losses)].double().mean(0) - losses
+        compared = torch.full_like(added, len(losses) > 1)  # one that is alone is repeated to fill the microbatch
+        return [added * compared, compared]
 
     def _groups(self, ids: Sequence[int]) -> Tensor:
         """Which samples are in which group, bool (groups, n)."""
@@ -149,8 +152,12 @@ class Validation:
             "by_bucket": {f"{h}x{w}": self._mean(sums.sum(0)) for (h, w), sums in totals.items()},
             **{name: dict(zip(_AGES, map(self._mean, groups), strict=True)) for name in self._divided},
         }
-        if self._parts:
-            means["parts"] = dict(zip(self._parts, map(_finite, means_by_row[count:]), strict=True))
+        parts = dict(zip(self._parts, map(_finite, means_by_row[count:]), strict=False))
+        if self._contrast is not None:
+            added, compared = joined[-3:-1].tolist()
+            parts[self._contrast] = means["loss"] + added / compared if compared and means["loss"] is not None else None
+        if parts:
+            means["parts"] = parts
         return {prefix + name: value for name, value in means.items()}
 
 
