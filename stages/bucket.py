@@ -446,6 +446,8 @@ def _held_out(
     one side; None: digests."""
     distance = None if keys is None else config.bucket.dedup_distance
     held_out = selection.heldout(frame.digest if keys is None else keys, config.bucket.heldout, joined.scratch)
+    if keys is not None:  # a new copy may have another digest, and with it another side
+        held_out &= ~selection.in_earlier_snapshot(joined, frame, earlier, keys)
     if not held_out.any():
         return frame, None
     heldout_joined = Joined(joined.sources, scratch=joined.scratch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
@@ -19,12 +21,13 @@ import stages.snapshots
 import stages.train
 import stages.verify
 import stages.view
+from pipeline.cache import layout
 from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.reporting.figures import collect
-from pipeline.snapshots import heldout
+from pipeline.snapshots import heldout, selection
 
 MakeConfig = Callable[..., Config]
 SIZE = "encode.signals=[phash]"
@@ -316,6 +319,34 @@ def test_tasks_and_a_changed_picture(source: Path, encoded: Path, make_config: M
     stages.encode.run(alone, data=str(data))
     stages.bucket.run(alone)
     assert items(Cache(alone.cache).open_snapshot()) == before | {f"{name}-small.png"}
+
+
+def test_growth_holds_out_nothing_that_was_trained_on(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """The side of a group hangs on the smallest digest of its files, which a new copy may have."""
+    data = Path(shutil.copytree(source, tmp_path / "all"))
+    config = make_config(tmp_path, SIZE, "bucket.heldout=0.5")
+    stages.encode.run(config, data=str(data))
+    stages.bucket.run(config, name="one")
+    trained = items(Cache(config.cache).open_snapshot("one"))
+    moved, smallest = 0, min(layout.digest(path.read_bytes()) for path in data.glob("*.jpg"))
+    for item in sorted(trained)[:3]:
+        picture = Image.open(data / item).convert("RGB")
+        for quality in range(95, 40, -1):
+            picture.save(out := io.BytesIO(), "JPEG", quality=quality)
+            digest = layout.digest(out.getvalue())
+            if digest < smallest and selection.is_held_out(np.array([digest], "S16"), 0.5)[0]:
+                (data / f"{item.removesuffix('.jpg')}-again.jpg").write_bytes(out.getvalue())
+                (data / f"{item.removesuffix('.jpg')}-again.txt").write_text("a copy")
+                moved += 1
+                break
+    assert moved
+    stages.encode.run(config, data=str(data))
+    stages.bucket.run(config, name="anew")
+    assert trained & items(Cache(config.cache).open_snapshot("anew.heldout")), "without growth they change sides"
+    stages.bucket.run(make_config(tmp_path, SIZE, "bucket.heldout=0.5", "bucket.grow=one"), name="two")
+    cache = Cache(config.cache)
+    assert not trained & items(cache.open_snapshot("two.heldout"))
+    assert trained < items(cache.open_snapshot("two"))
 
 
 def test_a_source_without_hashes_is_named(

@@ -110,13 +110,14 @@ def places(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
     return rows
 
 
-def in_earlier_snapshot(joined: Joined, frame: Frame, earlier: Earlier) -> np.ndarray:
-    """(n,) bool: samples whose picture has a record in an earlier snapshot."""
+def in_earlier_snapshot(joined: Joined, frame: Frame, earlier: Earlier, groups: np.ndarray | None = None) -> np.ndarray:
+    """(n,) bool: samples whose picture is in an earlier snapshot, or one of their group. groups: (n,) S16 keys."""
     stays = joined.scratch.array(len(frame), bool)
     for piece in pieces(len(frame)) if len(earlier) else ():
         stays[piece] = earlier.find(frame.sample_id[piece]) < len(earlier)
-    pictures = (of_halves(frame.picture_id[piece]) for piece in pieces(len(frame)))
-    for _, rows, first in joined.scratch.by_key(pictures) if len(earlier) else ():
+    every = pieces(len(frame))
+    keys = (of_halves(frame.picture_id[piece]) if groups is None else groups[piece] for piece in every)
+    for _, rows, first in joined.scratch.by_key(keys) if len(earlier) else ():
         known = np.logical_or.reduceat(stays[rows], np.flatnonzero(first))
         stays[rows] = known[np.cumsum(first) - 1]
     return stays

@@ -155,7 +155,8 @@ class Validation:
         parts = dict(zip(self._parts, map(_finite, means_by_row[count:]), strict=False))
         if self._contrast is not None:
             added, compared = joined[-3:-1].tolist()
-            parts[self._contrast] = means["loss"] + added / compared if compared and means["loss"] is not None else None
+            there = compared and means["loss"] is not None
+            parts[self._contrast] = _finite(means["loss"] + added / compared) if there else None
         if parts:
             means["parts"] = parts
         return {prefix + name: value for name, value in means.items()}
