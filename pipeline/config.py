@@ -692,8 +692,8 @@ class ControlNetConfig(_Section):
     control_drop: Share = 0.0
     """Share of samples that are trained with zeros in place of the control, whatever becomes of their caption."""
     start: Place | None = None
-    """A folder or file of diffusers' `SanaControlNetModel` whose values a new run begins with; null: those of the
-    model's blocks, and zero layers."""
+    """An export, or a folder or file of diffusers' `SanaControlNetModel`, whose values a new run begins with; null:
+    those of the model's blocks, and zero layers."""
 
 
 class PreserveConfig(_Section):

@@ -36,6 +36,13 @@ def run(config: Config, given: Given, name: str | None = None, as_json: bool = F
     values = written(config)
     rows = [row for row in _rows(values, given) if name is None or within(row["name"], name)]
     if not rows:
+        assert name is not None
+        above = [name.rsplit(".", count)[0] for count in range(name.count("."), 0, -1)]
+        if name in dict(option_fields()) and (null := [each for each in above if value_at(values, each, "") is None]):
+            raise ConfigError(
+                f"{name} is an option of {null[0]}, which is null",
+                fix=f"sana-pipe config {null[0]} --set {null[0]}={{}}; docs/configuration.md has every option",
+            )
         known = ", ".join(section for section, field in option_fields() if section_of(field))
         raise ConfigError(
             f"there is no option or section {name!r}",
@@ -45,14 +52,14 @@ def run(config: Config, given: Given, name: str | None = None, as_json: bool = F
     if as_json:
         click.echo(json.dumps({"file": str(given.file), "options": rows}))
         return 0
-    above: list[str] = []
+    printed: list[str] = []
     for row in rows:
         *sections, _ = row["name"].split(".")
         for depth, section in enumerate(sections):  # headings of the sections that this row is the first of
-            if sections[: depth + 1] != above[: depth + 1]:
+            if sections[: depth + 1] != printed[: depth + 1]:
                 click.echo(f"{'  ' * depth}{section}:")
-                above = sections[: depth + 1]
-        above = sections
+                printed = sections[: depth + 1]
+        printed = sections
         click.echo("\n".join(_lines(row, "  " * len(sections))))
     return 0
 

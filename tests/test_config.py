@@ -618,6 +618,14 @@ def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[st
     assert list(tree["train"]["optim"]) == list(module.OptimConfig.model_fields)
     with pytest.raises(ConfigError, match=r"train\.optim"):
         stages.config.run(*load_given("tiny"), "train.optin")
+    with pytest.raises(
+        ConfigError, match=r"train\.controlnet\.layers is an option of train\.controlnet, which is null"
+    ) as error:
+        stages.config.run(*load_given("tiny"), "train.controlnet.layers")
+    assert "sana-pipe config train.controlnet --set train.controlnet={}" in str(error.value.fix)
+    stages.config.run(*load_given("tiny", ["train.controlnet={}"]), "train.controlnet.layers")
+    with pytest.raises(ConfigError, match="no option"):
+        stages.config.run(*load_given("tiny"), "train.controlnet.layer")
 
 
 def test_secrets_of_addresses_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def pixels(path: Path) -> np.ndarray:
 def test_a_control_that_is_no_picture_is_refused_before_anything_is_encoded(
     trained: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder_process, "_run", lambda *args, **options: pytest.fail("a process was started"))
+    monkeypatch.setattr(encoder_process, "command", lambda *words: pytest.fail("a process was started"))
     config, text, cut = configured(make_config, trained), tmp_path / "text.png", tmp_path / "cut.png"
     text.write_text("no picture")
     cut.write_bytes((trained / "data/3.control.png").read_bytes()[:3000])
