@@ -10,24 +10,22 @@ Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransf
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
 from pipeline.options import MISSING, deepest, field_at, fields_below, flat, put, value_at, values_of, within
 from pipeline.urls import strip_credentials
+from pipeline.yaml_text import NO_YAML, as_yaml, from_yaml, not_yaml, on_one_line
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_NAME = "sana_1600m_1024.yaml"
@@ -1386,7 +1384,7 @@ def read_tree(source: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise not_permitted(source) or ConfigError(f"{source}: cannot be read: {error}") from None
     except NO_YAML as error:
-        raise _no_yaml(source, error) from None
+        raise not_yaml(source, error) from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -1412,111 +1410,9 @@ def dump(config: Config) -> str:
     return as_yaml(written(config), sort_keys=False)
 
 
-NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
-"""What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
-
-
-MAX_VALUES = 100_000
-"""Limit on the values of a file, aliases and merge keys written out: a few lines can mean billions."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, and aliases that stand for too much. Scalars are those of YAML 1.2:
-    0100 is a hundred, 1e-4 a number; 1:30, 2026-01-01 and `no` are text."""
-
-    def __init__(self, stream: Any):
-        super().__init__(stream)
-        self._sizes: dict[yaml.Node, int] = {}  # of the mappings and lists that are complete
-
-    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
-        node = super().compose_sequence_node(anchor)
-        self._measure(node, node.value)
-        return node
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        self._measure(node, chain.from_iterable(node.value))
-        words = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        keys: set[str] = set()
-        for word in words:
-            if word.value in keys:
-                raise _wrong(word, f"key {word.value!r} is given twice", "keep one of the two lines")
-            keys.add(word.value)
-        return node
-
-    def _measure(self, node: yaml.Node, inside: Iterable[yaml.Node]) -> None:
-        sizes = [1 if isinstance(child, yaml.ScalarNode) else self._sizes.get(child) for child in inside]
-        if None in sizes:
-            raise _wrong(node, "an alias stands inside of what it names", "write out its values in place of the alias")
-        self._sizes[node] = 1 + sum(filter(None, sizes))
-        if self._sizes[node] > MAX_VALUES:
-            what = f"its aliases and merge keys stand for more than {MAX_VALUES:,} values"
-            raise _wrong(node, what, "write out the values that are needed")
-
-
-def _wrong(node: yaml.Node, what: str, fix: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark, note=fix)
-
-
-def _no_yaml(source: Path | str, error: Exception) -> ConfigError:
-    """The error on a file, or on the text of an option, that is no YAML. `error`: one of `NO_YAML`."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        fix = "`sana-pipe config` prints a valid file"
-        return ConfigError(f"{source} is not valid YAML: {error}", fix=fix)
-    mark, fix = error.problem_mark, error.note or "correct it there, or just before"
-    if alias := re.fullmatch("found undefined alias '(.+)'", error.problem or ""):
-        fix = f"an earlier line has to name the value, `&{alias[1]} VALUE`; or write it in place of `*{alias[1]}`"
-    what = ": ".join(filter(None, (error.context, error.problem)))
-    line = (mark.buffer or "").rstrip("\0").splitlines()[mark.line : mark.line + 1]
-    place = f"{source}, line {mark.line + 1}" if isinstance(source, Path) else source
-    return ConfigError(f"{place}: not valid YAML: {what}", found=line[0].strip() if line else None, fix=fix)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 reads as something else."""
-
-
-def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    text = str(loader.construct_scalar(node))
-    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
-
-
-_Loader.yaml_implicit_resolvers = {}
-_Dumper.yaml_implicit_resolvers = {first: [*rules] for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
-for _tag, _pattern, _first in (
-    ("merge", "<<", "<"),
-    ("null", "~|null|Null|NULL|", ("", *"~nN")),
-    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.?[0-9]*)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
-    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
-):
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
-
-
-def from_yaml(text: str) -> Any:
-    """The value that a configuration file or `--set` means. Raises one of `NO_YAML`."""
-    return yaml.load(text, Loader=_Loader)
-
-
-def as_yaml(value: Any, **style: Any) -> str:
-    """A value as YAML that `from_yaml` reads as this value."""
-    return yaml.dump(value, Dumper=_Dumper, **style)
-
-
 def setting(option: str, *values: Any) -> str:
     """`--set OPTION=VALUE` as it is typed in a shell, of values that are alternatives each."""
-    return alternatives("--set", (f"{option}={_typed(value)}" for value in values))
-
-
-def _typed(value: Any) -> str:
-    """A value on one line as `from_yaml` reads it: text without quotes where these are not needed."""
-    with suppress(*NO_YAML):
-        if isinstance(value, str) and value.isprintable() and from_yaml(value) == value:
-            return value
-    return json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
+    return alternatives("--set", (f"{option}={on_one_line(value)}" for value in values))
 
 
 WITH_SPACES = ("caption_prefix", "caption_suffix")
@@ -1532,7 +1428,7 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
     try:
         meaning = from_yaml(value)
     except NO_YAML as error:
-        raise _no_yaml(f"--set {text!r}", error) from None
+        raise not_yaml(f"--set {text!r}", error) from None
     if keys[-1] in WITH_SPACES and meaning == value.strip():  # YAML drops the spaces of a text without quotes
         meaning = value
     return keys, meaning, text

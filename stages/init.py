@@ -27,7 +27,7 @@ from pipeline.cache.cache import check_source_name
 from pipeline.cache.disk import replacing
 from pipeline.cache.files import Files
 from pipeline.cache.keys import fixed
-from pipeline.config import LOCAL_NAME, Config, as_yaml, from_yaml, load, load_given, validated
+from pipeline.config import LOCAL_NAME, Config, load, load_given, validated
 from pipeline.encoding import estimate, scan_rows, survey
 from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB
@@ -43,6 +43,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.selection import is_held_out
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Place, Source
+from pipeline.yaml_text import as_yaml, from_yaml
 
 PROMPTS = "prompts.txt"
 COUNTED = 200

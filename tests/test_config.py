@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.options import section_of
 from pipeline.training.optimizers import peak_learning_rate
 from pipeline.training.recipes.control import Controlled
+from pipeline.yaml_text import as_yaml, from_yaml
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
 
@@ -250,8 +251,8 @@ def test_words_are_those_of_yaml_1_2_in_files_and_in_set(tmp_path: Path, text: s
         else:
             with pytest.raises(ConfigError, match=naming(f"(found {value!r})")):
                 load(path, override)
-    assert module.from_yaml(module.as_yaml([text])) == [text], "written text stays text"
-    assert yaml.safe_load(module.as_yaml([text, value])) == [text, value], "for other readers, too"
+    assert from_yaml(as_yaml([text])) == [text], "written text stays text"
+    assert yaml.safe_load(as_yaml([text, value])) == [text, value], "for other readers, too"
 
 
 @pytest.mark.parametrize(
@@ -613,7 +614,7 @@ def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     stages.config.run(*load_given("tiny"), "train.optim")
-    tree = module.from_yaml(capsys.readouterr().out)
+    tree = from_yaml(capsys.readouterr().out)
     assert list(tree) == ["train"] and list(tree["train"]) == ["optim"]
     assert list(tree["train"]["optim"]) == list(module.OptimConfig.model_fields)
     with pytest.raises(ConfigError, match=r"train\.optim"):

@@ -23,7 +23,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline": "",
         "pipeline.errors": "urls",
         "pipeline.options": "",
-        "pipeline.config": "errors options urls",
+        "pipeline.yaml_text": "errors",
+        "pipeline.config": "errors options urls yaml_text",
         "pipeline.launch": "config errors",
         "pipeline.gpus": "errors",
         "pipeline.processes": "errors",
@@ -49,8 +50,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.reporting": "config errors options amounts processes cache signals sources images models snapshots"
         " loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",
-        "stages": "config errors options gpus amounts urls launch processes retrying cache metrics signals sources"
-        " images models snapshots loader work parallel encoding training planning reporting demo",
+        "stages": "config errors options yaml_text gpus amounts urls launch processes retrying cache metrics signals"
+        " sources images models snapshots loader work parallel encoding training planning reporting demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it

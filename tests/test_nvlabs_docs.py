@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import TrainConfig, from_yaml, load, shipped
+from pipeline.config import TrainConfig, load, shipped
 from pipeline.models import objective
 from pipeline.models.sana_config import DIFFUSERS, numerics
 from pipeline.training.optimizers import came
+from pipeline.yaml_text import from_yaml
 
 TEXT = (Path(__file__).parent.parent / "docs/nvlabs.md").read_text(encoding="utf-8")
 ROWS = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config import as_yaml
 from pipeline.planning.recommend import MEMORY, PURPOSES, STEPS, VALUES
 from pipeline.processes import run_and_exit
+from pipeline.yaml_text import as_yaml
 
 
 def markdown() -> str:
