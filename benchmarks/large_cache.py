@@ -257,7 +257,7 @@ def scan_alone(folder: Path, count: int) -> None:
     cache = Cache.of(config)
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
-    if scan.num_rows != count or last_scan.gone(cache, SOURCE, scan, 0.0):
+    if scan.num_rows != count or last_scan.gone(cache, tars, scan, 0.0):
         raise RuntimeError("the source has changed")
 
 

@@ -52,6 +52,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.sources import reject_kinds
 from pipeline.sources.filenames import is_url
 from pipeline.sources.filesystem import let_read
+from pipeline.sources.further import remedy
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
@@ -477,7 +478,7 @@ def _opened(run: EncodeRun, planned: _Planned) -> _Work:
 def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     """Check and publish a scan, and plan what it lacks."""
     config, cache, source = run.config, run.cache, run.source
-    gone = last_scan.gone(cache, source.name, table, config.encode.max_shrink)
+    gone = last_scan.gone(cache, source, table, config.encode.max_shrink)
     faults = _faults(table)
     rejects = len(table) - table.column("reject").null_count
     _check_rejects(run, table.num_rows, _Rejects(work, rejects), faults)
@@ -576,8 +577,8 @@ def _encode(
     if idle:
         click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
     else:
-        click.echo("\n".join([*_summary(run, planned), *planned.fit]))
-    for line in estimate.ignored_lines(run.source.ignored):
+        click.echo("\n".join(_summary(run, planned)))
+    for line in planned.fit + estimate.ignored_lines(run.source.ignored):
         click.echo(line)
 
     def missing(plans: list[WorkPlan]) -> Work:
@@ -748,8 +749,8 @@ def _refuse_rejects(source: Source, items: int, kinds: Kinds, most: float, look:
         fix = look
         if any(os.strerror(errno.EACCES) in kind for kind in kinds.counts) and not is_url(source.location):
             fix = let_read(source.location)
-        elif lacking := [each for each in source.further if any(each.lacking in kind for kind in kinds.counts)]:
-            fix = "; ".join(each.advice for each in lacking)
+        elif found_by := remedy(source.further, kinds.counts):
+            fix = found_by
         elif any("caption" in kind for kind in kinds.counts):
             fix = "put the caption of X.jpg into X.txt, name its column (--set data.caption_field=COLUMN), or give all "
             fix += "pictures one caption: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"

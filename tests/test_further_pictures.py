@@ -309,6 +309,18 @@ def test_a_source_without_any_names_the_place_that_was_looked_at(
             assert "--set data.pictures.control.required=false" in str(error.value.fix)
 
 
+def test_an_option_that_finds_no_picture_of_a_source_that_was_read_before_is_named(
+    copied: Path, make_config: MakeConfig
+) -> None:
+    config = configured(make_config, copied, *SUFFIXES, "data.pictures.control.suffix=.edges")
+    for end in (stages.encode.run, partial(stages.encode.dry_run, probe=False)):
+        with pytest.raises(UserError, match="are missing") as error:
+            end(config, str(copied / "data"))
+        fix = str(error.value.fix)
+        assert fix.startswith("data.pictures.control.suffix: .edges finds none: put X.edges.png beside X.jpg")
+        assert "bring them back" not in fix and "encode.max_shrink=1" in fix
+
+
 def test_a_sample_may_lack_a_picture_that_is_not_required(
     copied: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +335,9 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
     for line in ("1 samples have no control picture: a black one", "2 samples have no mask picture: a white one"):
         assert printed.count(line) == 2, "of the dry run, and of the run"
     assert done["rejects"] == done["left"] == done["images"] == 0 and done["controls"] == 1 and done["masks"] == 2
+    again = stages.encode.run(config, str(data))
+    assert again["images"] == again["controls"] == again["masks"] == 0
+    assert capsys.readouterr().out.count("1 samples have no control picture") == 1, "also with nothing to do"
     stages.bucket.run(config)
     assert (from_bits(values(config, "mask")["00.png"]) == 1).all()
     figures = further_figures(Cache.of(config).open_snapshot())

@@ -479,9 +479,10 @@ def test_another_data_set_under_a_known_name_is_refused(folder: Path, cache: Cac
     other.mkdir()
     (other / "other.png").write_bytes(picture(1000))
     (other / "other.txt").write_text("other")
-    table = scanned(Counted(other), cache, publish=False)
+    source = Counted(other)
+    table = scanned(source, cache, publish=False)
     with pytest.raises(UserError, match=naming(folder)) as caught:
-        last_scan.gone(cache, "photos", table, 0.99)
+        last_scan.gone(cache, source, table, 0.99)
     assert "--source-name" in str(caught.value.fix)
 
 

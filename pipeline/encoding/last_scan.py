@@ -23,6 +23,7 @@ from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
+from pipeline.sources.further import remedy
 from pipeline.sources.links import DEAD
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
@@ -140,7 +141,7 @@ def is_limited(reject: str) -> bool:
     return any(limit in reject for limit in decoding.LIMITS)
 
 
-def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
+def gone(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
     """How many usable pictures of the last scan are missing in `table`.
 
     A picture is missing if neither its item nor its bytes are among the readable rows. A picture that a setting leaves
@@ -152,7 +153,7 @@ def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
     Raises:
         UserError: more are missing.
     """
-    document = cache.last_scan(name)
+    document = cache.last_scan(source.name)
     if document is None or (last := _table(cache, document)) is None:
         return 0
     before = last.column("reject").null_count
@@ -176,12 +177,13 @@ def gone(cache: Cache, name: str, table: pa.Table, most: float) -> int:
                 row = int(here.find([item])[0])
                 yield item, (table.column("reject")[row].as_py() if row >= 0 else None) or "is not there any more"
 
-        kinds = Kinds.of(reasons())
+        kinds, name = Kinds.of(reasons()), source.name
+        back = remedy(source.further, kinds.counts) or "bring them back"
         raise UserError(
             f"{len(lost)} of the {before} pictures of source {name!r} (last read from {document['root']}) are missing",
             expected=f"at most {most:.0%} (encode.max_shrink)",
             found="\n" + "\n".join(kinds.lines()),
-            fix="bring them back; if they are gone for good: --set encode.max_shrink=1; if this is another data set: "
+            fix=f"{back}; if they are gone for good: --set encode.max_shrink=1; if this is another data set: "
             "--source-name NAME",
         )
     return len(lost)

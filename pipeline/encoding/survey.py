@@ -96,7 +96,7 @@ def survey(
     with scanning_of(config, source, cache, table, rehash, scan_rows.from_header) as (scanned, _):
         scan = scanned.table()
     if cache is not None:
-        last_scan.gone(cache, source.name, scan, config.encode.max_shrink)
+        last_scan.gone(cache, source, scan, config.encode.max_shrink)
     work = estimate.wanted(scan, cache, recipes, table)
     count = partial(count_rows, config.text, caption_rules.instruction(config.text))
     return Survey(config, source, cache, recipes, table, scan, work, count)

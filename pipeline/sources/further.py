@@ -36,7 +36,7 @@ class Further:
         return f"has no {self.kind} picture"
 
     @property
-    def advice(self) -> str:
+    def remedy(self) -> str:
         """What a user can do where samples lack it."""
         places = {
             "suffix": f"put X{self.suffix}.png beside X.jpg",
@@ -44,7 +44,10 @@ class Further:
             "column": f"fill the column {self.column}",
         }
         option = f"data.pictures.{self.kind}"
-        return f"{places[self.way]}, or name another place by {option}; --set {option}.required=false does without it"
+        return (
+            f"{self.option} finds none: {places[self.way]}, or name another place by {option}; "
+            f"--set {option}.required=false does without it"
+        )
 
     def owner(self, name: str) -> str | None:
         """The `base` of the pictures that a file is the further picture of; None: it is none by its name."""
@@ -69,6 +72,12 @@ def wanted(pictures: FurtherPictures) -> tuple[Further, ...]:
         for kind, given in every
         if given is not None and (given.suffix or given.folder or given.column)
     )
+
+
+def remedy(further: Iterable[Further], reasons: Iterable[str]) -> str | None:
+    """What a user can do, if reasons of rejects say that samples lack one; else None."""
+    reasons = list(reasons)
+    return "; ".join(one.remedy for one in further if any(one.lacking in reason for reason in reasons)) or None
 
 
 def check(further: Iterable[Further], ways: frozenset[str], format: str) -> None:
