@@ -184,7 +184,7 @@ def _grouped(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return add
 
 
-def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
+def _given(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of the configuration; the command gets them as its first argument, a `_Given`."""
 
     @wraps(command)
@@ -198,6 +198,16 @@ def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return _CONFIGURATION(with_given)
+
+
+def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `_given`; the command gets the configuration."""
+
+    @wraps(command)
+    def with_config(given: _Given, **options: Any) -> Any:
+        return command(given.load(), **options)
+
+    return _given(with_config)
 
 
 def _is_main() -> bool:
@@ -378,7 +388,7 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the work, its bytes and its time.")
 @click.option("--probe/--no-probe", default=True, help="Whether --dry-run times the encoders (about a minute).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end; lines go to stderr.")
-def encode(given: _Given, dry_run: bool, probe: bool, **options: Any) -> Any:
+def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
     After SIGTERM or SIGUSR1 the shards at hand are finished within encode.grace_s or dropped, and the exit code is 0;
@@ -395,7 +405,6 @@ def encode(given: _Given, dry_run: bool, probe: bool, **options: Any) -> Any:
             raise click.UsageError("--format, --source-name and --rehash are about --data")
     if dry_run and prompts is not None:
         raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
-    config = given.load()
     from stages import encode as stage
 
     if dry_run:
@@ -427,7 +436,7 @@ def encode(given: _Given, dry_run: bool, probe: bool, **options: Any) -> Any:
 @click.option("--again", metavar="NAME|ID", help="Write the lists of this snapshot again, from what it was made from.")
 @_json
 def bucket(
-    given: _Given,
+    config: Config,
     name: str | None,
     condition: str | None,
     dry_run: bool,
@@ -456,7 +465,6 @@ def bucket(
         raise click.UsageError("--filter is for a new snapshot, and --snapshot names one that is there")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
-    config = given.load()
     if condition is not None:
         config = config.model_copy(update={"bucket": config.bucket.model_copy(update={"filter": condition})})
     from stages import bucket as stage
@@ -480,7 +488,7 @@ def bucket(
         "sana-pipe snapshots name latest round3",
     ],
 )
-@_configured
+@_given
 @_json
 @click.pass_context
 def snapshots(context: click.Context, given: _Given, as_json: bool) -> Any:
@@ -500,9 +508,8 @@ def snapshots(context: click.Context, given: _Given, as_json: bool) -> Any:
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sample that differs.")
-def diff(given: _Given, a: str, b: str, as_json: bool) -> Any:
+def diff(config: Config, a: str, b: str, as_json: bool) -> Any:
     """List the samples that were added, removed or changed from A to B (names or ids)."""
-    config = given.load()
     from stages import snapshots as stage
 
     return stage.diff(config, a, b, as_json=as_json)
@@ -513,9 +520,8 @@ def diff(given: _Given, a: str, b: str, as_json: bool) -> Any:
 @click.argument("snapshot", metavar="SNAPSHOT")
 @click.argument("label", metavar="NAME")
 @click.option("--move", is_flag=True, help="Move NAME from another snapshot to this one.")
-def name(given: _Given, snapshot: str, label: str, move: bool) -> Any:
+def name(config: Config, snapshot: str, label: str, move: bool) -> Any:
     """Name a snapshot (given by name, id or the start of its id), so that `gc` keeps it."""
-    config = given.load()
     from stages import snapshots as stage
 
     return stage.name(config, snapshot, label, move)
@@ -526,12 +532,11 @@ def name(given: _Given, snapshot: str, label: str, move: bool) -> Any:
 @click.option("--source", metavar="NAME", help="A source that `bucket` shall not use any more. Its records stay.")
 @click.option("--snapshot", metavar="NAME", help="A name of a snapshot (also trained-ID); not `latest`.")
 @click.option("--prompts", "prompt_set", metavar="NAME", help="A prompt set of `encode --prompts`. Its records stay.")
-def forget(given: _Given, **what: str | None) -> Any:
+def forget(config: Config, **what: str | None) -> Any:
     """Forget a source, the name of a snapshot or a prompt set. Removes no records; `gc` does, where nothing else needs
     them."""
     if sum(name is not None for name in what.values()) != 1:
         raise click.UsageError("give either --source, --snapshot or --prompts")
-    config = given.load()
     from stages import forget as stage
 
     return stage.run(config, **what)
@@ -568,13 +573,12 @@ def forget(given: _Given, **what: str | None) -> Any:
     metavar="FILE",
     help="Replace an unreadable record by another sample of its bucket, and write a line to FILE.",
 )
-def train(given: _Given, snapshot: str | None, resume: str | None, origin: str | None, quarantine: str | None) -> Any:
+def train(config: Config, snapshot: str | None, resume: str | None, origin: str | None, quarantine: str | None) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train.
 
     With `phases` in the configuration their runs follow one another, each from the last checkpoint of the run before;
     --resume auto finds its place among them.
     """
-    config = given.load()
     from stages import train as stage
 
     report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, origin=origin)
@@ -602,7 +606,7 @@ def train(given: _Given, snapshot: str | None, resume: str | None, origin: str |
 @click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @_json
-def plan(given: _Given, **options: Any) -> Any:
+def plan(config: Config, **options: Any) -> Any:
     """Predict memory, speed and cost of a training before it starts; needs no GPU.
 
     The training step is traced without memory on this machine's CPU, for the worst bucket. Exit code 1 if it does not
@@ -610,7 +614,6 @@ def plan(given: _Given, **options: Any) -> Any:
     """
     if options["search"] and options["price"] is not None:
         raise click.UsageError("--price is for one configuration, such as the one that --search prints first")
-    config = given.load()
     from stages import plan as stage
 
     return stage.run(config, stage.Options(**options))
@@ -619,13 +622,12 @@ def plan(given: _Given, **options: Any) -> Any:
 @cli.command(examples=["sana-pipe check", "sana-pipe check --config sana15_1600m_1024 --json"])
 @_configured
 @_json
-def check(given: _Given, as_json: bool) -> Any:
+def check(config: Config, as_json: bool) -> Any:
     """Check that the models of the configuration are available and fit together, before anything is encoded.
 
     Fetches JSON files only, and prints how much `encode` and `train` will fetch. Exit code 2 if a model is missing,
     gated, of the wrong kind, or does not fit the others.
     """
-    config = given.load()
     from stages import check as stage
 
     return stage.run(config, as_json=as_json)
@@ -668,9 +670,8 @@ _weights = _grouped(
 )
 @click.option("--out", default="./export", show_default=True, metavar="DIR", help="The folder; new or empty.")
 @click.option("--overwrite", is_flag=True, help="Replace an export that is in the folder.")
-def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
+def export(config: Config, checkpoint: str, out: str, **options: Any) -> Any:
     """Write a folder for diffusers' SanaPipeline.from_pretrained, or files with NVlabs' names."""
-    config = given.load()
     from stages import export as stage
 
     return stage.run(config, checkpoint, local_path(out), **options)
@@ -724,7 +725,7 @@ def export(given: _Given, checkpoint: str, out: str, **options: Any) -> Any:
 @click.pass_context
 def sample(
     context: click.Context,
-    given: _Given,
+    config: Config,
     checkpoint: str,
     snapshot: str | None,
     ema: bool,
@@ -742,48 +743,42 @@ def sample(
     """Draw pictures for captions of a snapshot, or for new prompts, and put them on a contact sheet."""
     if watch is not None:
         _only_with(context, "--watch", "once")
-        from stages import sample as stage
-
-        return stage.watch(given.load(), local_path(watch), once=once)
-    if once:
+    elif once:
         raise click.UsageError("--once is for --watch")
-    if prompts:
-        if snapshot is not None or count is not None:
-            raise click.UsageError("--prompt does not go with --snapshot and --count, which are about captions")
-        config = given.load()
-        from stages import sample as stage
-
-        if len(controls) > 1:
-            raise click.UsageError("--control is given once: all prompts are drawn with it")
-        control = local_path(controls[0]) if controls else None
-        shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": control}
-        return stage.run_prompts(config, checkpoint, prompts, local_path(out), height=height, width=width, **shared)
-    if controls:
+    if prompts and (snapshot is not None or count is not None):
+        raise click.UsageError("--prompt does not go with --snapshot and --count, which are about captions")
+    if len(controls) > 1:
+        raise click.UsageError("--control is given once: all prompts are drawn with it")
+    if controls and not prompts:
         raise click.UsageError(
             "--control is for --prompt: captions are drawn with the control pictures of the snapshot"
         )
-    if height is not None or width is not None:
+    if not prompts and (height is not None or width is not None):
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
-    config = given.load()
     from stages import sample as stage
 
-    return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale, base=base)
+    if watch is not None:
+        return stage.watch(config, local_path(watch), once=once)
+    if not prompts:
+        return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale, base=base)
+    control = local_path(controls[0]) if controls else None
+    shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": control}
+    return stage.run_prompts(config, checkpoint, prompts, local_path(out), height=height, width=width, **shared)
 
 
 @cli.command(hidden=True)
 @_configured
 @click.option("--latents", required=True, metavar="FILE", help="safetensors file of latents, one tensor a picture.")
 @click.option("--out", required=True, metavar="DIR", help="Folder for the PNGs.")
-def decode(given: _Given, latents: str, out: str) -> Any:
+def decode(config: Config, latents: str, out: str) -> Any:
     """Decode latents in a separate process (`sample` calls it)."""
-    config = given.load()
     from stages import sample as stage
 
     return stage.decode(config, local_path(latents), local_path(out))
 
 
 @cli.command(hidden=True)
-@_configured
+@_given
 @click.option("--run", required=True, metavar="DIR", help="The run directory.")
 @click.option("--next", "following", help="The command that the training named as the next one.")
 def finish(given: _Given, run: str, following: str | None) -> Any:
@@ -799,11 +794,10 @@ def finish(given: _Given, run: str, following: str | None) -> Any:
 @click.option("--watch", is_flag=True, help="Print it again and again, until Ctrl-C.")
 @click.option("--every", type=click.FloatRange(min=0.1), metavar="S", help="With --watch: seconds between (10).")
 @_json
-def status(given: _Given, watch: bool, every: float | None, as_json: bool) -> Any:
+def status(config: Config, watch: bool, every: float | None, as_json: bool) -> Any:
     """Print what the cache holds, what is missing, and how far running processes are."""
     if every is not None and not watch:
         raise click.UsageError("--every is for --watch")
-    config = given.load()
     from stages import status as stage
 
     return stage.watch(config, every or 10.0, as_json) if watch else stage.run(config, as_json=as_json)
@@ -841,12 +835,11 @@ def _path(text: str | None) -> Path | None:
     help="Decode that many latents, too: loads the VAE, in a process of its own.",
 )
 @click.option("--out", default="./report.html", show_default=True, metavar="FILE", help="The page.")
-def report(given: _Given, run: str | None, compare: str | None, out: str, **options: Any) -> Any:
+def report(config: Config, run: str | None, compare: str | None, out: str, **options: Any) -> Any:
     """Write one HTML page about a snapshot and a run: numbers, plots, pictures; opens without network.
 
     A section without data is left out; the page names the command that makes its data.
     """
-    config = given.load()
     from stages import report as stage
 
     return stage.run(config, local_path(out), run=_path(run), compare=_path(compare), **options)
@@ -862,9 +855,8 @@ def report(given: _Given, run: str | None, compare: str | None, out: str, **opti
 @_configured
 @_shown
 @_json
-def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool) -> Any:
+def inspect(config: Config, run: str | None, snapshot: str | None, as_json: bool) -> Any:
     """Print the numbers of a snapshot and of a run: those of `report`, for scripts."""
-    config = given.load()
     from stages import inspect as stage
 
     return stage.run(config, run=_path(run), snapshot=snapshot, as_json=as_json)
@@ -884,13 +876,12 @@ def inspect(given: _Given, run: str | None, snapshot: str | None, as_json: bool)
 @click.option("--out", metavar="FILE", help="Also write an HTML page with the picture, its crop and the latent.")
 @click.option("--near", is_flag=True, help="Also name the samples that look like it (bucket.dedup_distance).")
 @_json
-def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None, near: bool, as_json: bool) -> Any:
+def view(config: Config, sample_name: str, snapshot: str | None, out: str | None, near: bool, as_json: bool) -> Any:
     """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.
 
     ID is a sample id, an item (or 'source: item'), the key of the latent, or the beginning of one that no other sample
     shares.
     """
-    config = given.load()
     from stages import view as stage
 
     return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json, near=near)
@@ -901,11 +892,10 @@ def view(given: _Given, sample_name: str, snapshot: str | None, out: str | None,
 @click.option("--repair", is_flag=True, help="Restore documents, and encode the damaged records again.")
 @click.option("--data", multiple=True, metavar="NAME=DIR", help="The present place of a moved source (for --repair).")
 @_json
-def verify(given: _Given, repair: bool, data: tuple[str, ...], as_json: bool) -> Any:
+def verify(config: Config, repair: bool, data: tuple[str, ...], as_json: bool) -> Any:
     """Read the whole cache and name the damaged records and documents."""
     if data and not repair:
         raise click.UsageError("--data is for --repair")
-    config = given.load()
     from stages import verify as stage
 
     return stage.run(config, repair=repair, data=data, as_json=as_json)
@@ -916,9 +906,8 @@ def verify(given: _Given, repair: bool, data: tuple[str, ...], as_json: bool) ->
 @click.option("--yes", is_flag=True, help="Remove the files; without it they are only listed.")
 @click.option("--older-than-hours", type=click.FloatRange(min=0), default=48, show_default=True)
 @_json
-def gc(given: _Given, yes: bool, older_than_hours: float, as_json: bool) -> Any:
+def gc(config: Config, yes: bool, older_than_hours: float, as_json: bool) -> Any:
     """List or remove files that no commit, snapshot or scan refers to."""
-    config = given.load()
     from stages import gc as stage
 
     return stage.run(config, yes=yes, older_than_hours=older_than_hours, as_json=as_json)
@@ -932,7 +921,7 @@ def gc(given: _Given, yes: bool, older_than_hours: float, as_json: bool) -> Any:
         "sana-pipe config --config sana_1600m_1024 > sana-pipe.yaml   # a start for your own file",
     ]
 )
-@_configured
+@_given
 @click.argument("name", required=False, metavar="[OPTION|SECTION]", shell_complete=_complete_options)
 @_json
 @click.option("--markdown", is_flag=True, help="The reference of all options (docs/configuration.md).")
@@ -957,7 +946,7 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
         "sana-pipe run /data/photos /data/drawings --config sana_1600m_1024 --set train.steps=4000",
     ]
 )
-@_configured
+@_given
 @click.argument("data", nargs=-1, required=True, metavar="PATH|URL...")
 @click.option(
     "--prompts",
