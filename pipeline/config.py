@@ -1055,22 +1055,13 @@ class PhaseConfig(_Section):
     """`train.steps`."""
     epochs: Positive | None = None
     """`train.epochs`."""
-    resolution: Positive | None = None
-    """`data.resolution`."""
-    lr: Annotated[float, Field(gt=0)] | None = None
-    """`train.optim.lr`."""
-    warmup_steps: NotNegative | None = None
-    """`train.optim.warmup_steps`; the warm-up of every phase begins anew."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] | None = None
-    """`train.optim.schedule`, over the steps of this phase."""
-    caption_drop: Share | None = None
-    """`train.caption_drop`."""
     set: dict[str, Any] = {}
-    """Any other option that `train` reads, such as `{train.microbatch: 4, train.flow.shift: 4.0}`."""
+    """Any other option that `train` reads, such as `{train.optim.lr: 5.0e-5, data.resolution: 1024}`. Warm-up and
+    schedule begin anew in every phase."""
 
     def by_field(self) -> dict[str, Any]:
         """The options that its fields give."""
-        return {_OF_PHASE[key]: value for key, value in self if key in _OF_PHASE and value is not None}
+        return {f"train.{key}": value for key, value in self if key in ("steps", "epochs") and value is not None}
 
     def gives(self, option: str) -> bool:
         """Whether an option has another value in this phase than in the rest of the configuration."""
@@ -1079,16 +1070,6 @@ class PhaseConfig(_Section):
         return any(within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
 
 
-_OF_PHASE = {
-    "steps": "train.steps",
-    "epochs": "train.epochs",
-    "resolution": "data.resolution",
-    "lr": "train.optim.lr",
-    "warmup_steps": "train.optim.warmup_steps",
-    "schedule": "train.optim.schedule",
-    "caption_drop": "train.caption_drop",
-}
-"""The option that a field of `PhaseConfig` sets."""
 _NO_PHASE = ("checkpoints", "pictures", "profile")
 """Names of folders in a run directory."""
 

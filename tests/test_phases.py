@@ -277,8 +277,9 @@ def phases(*parts: dict[str, Any]) -> str:
 
 
 A: dict[str, Any] = {"name": "a", "snapshot": "one", "steps": 3}
-B: dict[str, Any] = {"name": "b", "snapshot": "two", "steps": 2, "lr": 5e-4, "set": {"train.ema.decay": 0.5}}
-C: dict[str, Any] = {"name": "c", "snapshot": "two", "epochs": 2, "caption_drop": 0.0}
+B: dict[str, Any] = {"name": "b", "snapshot": "two", "steps": 2}
+B["set"] = {"train.optim.lr": 5e-4, "train.ema.decay": 0.5}
+C: dict[str, Any] = {"name": "c", "snapshot": "two", "epochs": 2, "set": {"train.caption_drop": 0.0}}
 
 
 @pytest.fixture
@@ -431,7 +432,7 @@ def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..
     (tmp_path / "run/a/summary.json").unlink()
     with open(tmp_path / "run/a/metrics.jsonl", "a") as file:
         file.write(json.dumps({"event": "validation", "step": 3, "loss": 0.25}) + "\n")
-    report, printed = run_phases(rounds({**A, "lr": 2e-4, "snapshot": "two"}, B, C), resume="auto")
+    report, printed = run_phases(rounds({**A, "set": {"train.optim.lr": 2e-4}, "snapshot": "two"}, B, C), resume="auto")
     assert report.checkpoint == step(tmp_path / "run/c", 6)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert any("phase a (1 of 3): finished after step 3" in line for line in printed)
@@ -559,7 +560,7 @@ def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> Non
         ({**A, "set": {"bucket.batch": 3}}, r"does not read bucket\.batch"),
         ({**A, "set": {"train.steps": 3}}, r"train\.steps is given by the option steps"),
         ({**A, "epochs": 2}, r"(?s)train\.steps.*train\.epochs"),
-        ({**A, "lrr": 1.0}, r"unknown key 'phases\.0\.lrr'; did you mean 'phases\.0\.lr'"),
+        ({**A, "epoch": 1}, r"unknown key 'phases\.0\.epoch'; did you mean 'phases\.0\.epochs'"),
         ({**A, "name": "../a"}, r"phases\.0\.name"),
         ({**A, "name": "checkpoints"}, "'checkpoints' is a folder"),
     ):
@@ -578,8 +579,8 @@ def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> Non
 
 
 def test_an_option_that_every_phase_replaces_is_refused_on_the_command_line() -> None:
-    b = {**B, "set": {"train.flow.shift": 4.0}}
-    a = {**A, "lr": 1e-3, "set": {"train.flow.shift": 2.0}}
+    b = {**B, "set": {"train.optim.lr": 5e-4, "train.flow.shift": 4.0}}
+    a = {**A, "set": {"train.optim.lr": 1e-3, "train.flow.shift": 2.0}}
     for option in ("train.steps=9", "train.epochs=9", "train.flow.shift=1.0", "train.optim.lr=1.0"):
         name = option.partition("=")[0]
         for command in ("train", "plan"):

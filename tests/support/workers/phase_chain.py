@@ -19,8 +19,13 @@ from tests.support.workers import tiny_run
 
 PHASES: list[dict[str, Any]] = [
     {"name": "a", "snapshot": "latest", "steps": 5},
-    {"name": "b", "snapshot": "latest", "epochs": 2, "lr": 1e-3, "set": {"train.text": "packed"}},
-    {"name": "c", "snapshot": "latest", "steps": 6, "schedule": "linear", "caption_drop": 0.5},
+    {"name": "b", "snapshot": "latest", "epochs": 2, "set": {"train.optim.lr": 1e-3, "train.text": "packed"}},
+    {
+        "name": "c",
+        "snapshot": "latest",
+        "steps": 6,
+        "set": {"train.optim.schedule": "linear", "train.caption_drop": 0.5},
+    },
 ]
 
 
