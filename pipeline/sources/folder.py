@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.keys import ItemRows, SortedKeys, binary, fixed, halves, is_first, item_keys, of_halves
+from pipeline.cache.keys import ItemRows
 from pipeline.cache.layout import digest
-from pipeline.cache.scratch import RowWriter, Scratch
+from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
 from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
@@ -47,7 +47,7 @@ from pipeline.sources.metadata_files import (
     no_column,
 )
 from pipeline.sources.range_prefetch import FileRange
-from pipeline.sources.reject_kinds import EXAMPLES, Kinds
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.sidecars import CAPTION_ENDINGS, MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
 from pipeline.sources.source import (
     Format,
@@ -72,12 +72,13 @@ SIDECAR_BATCH = 256
 """Pictures whose caption files are requested at once; an object store answers the requests in parallel."""
 
 
-_TEXT, _OBJECT, _PREFIXED = range(3)
-"""Kinds of caption files, by precedence: text, X.json, and .json with a longer name than the picture's."""
+_PICTURE, _TEXT, _OBJECT, _PREFIXED = "", "0", "1", "2"
+"""Kinds of files while they are sorted; of caption files by precedence: text, X.json, and .json with a longer name than
+the picture's."""
 
 _PICTURES = pa.schema([("item", pa.string())])
-FILES = pa.schema([("kind", pa.int8()), ("name", pa.string())])
-_SIDECARS = pa.schema([("row", pa.int64()), *FILES])
+FILES = pa.schema([("kind", pa.string()), ("name", pa.string())])
+_SIDECARS = pa.schema([("item", pa.string()), *FILES])
 _FURTHER = pa.schema([("item", pa.string()), ("name", pa.string())])
 
 
@@ -102,8 +103,7 @@ class Listing:
 
     Attributes:
         further: files by name, with the `Further.owner` of each. others: pictures that rows name as further pictures.
-        rejects: ascending by item. orphans: caption files without a picture, by their ending. orphan_examples: some of
-            them.
+        rejects: ascending by item. orphans: caption files without a picture.
     """
 
     def __init__(
@@ -118,10 +118,9 @@ class Listing:
         self.others: ItemRows | None = None
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
-        self.orphans: Counter[str] = Counter()
-        self.orphan_examples: dict[str, list[str]] = {}
+        self.orphans = Kinds()
         self._scratch = scratch
-        self._assign(captions())
+        self._sidecars = ItemRows(scratch.rows(_SIDECARS, self._owned(captions())), scratch)
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -135,7 +134,7 @@ class Listing:
     @property
     def has_sidecars(self) -> bool:
         """Whether any picture has a caption file."""
-        return bool(len(self._sidecars))
+        return bool(len(self._sidecars.table))
 
     def keys(self, start: int, stop: int) -> list[str]:
         """Some pictures, by their position."""
@@ -145,15 +144,11 @@ class Listing:
         """What the metadata files say about pictures."""
         return [None] * len(keys) if self.rows is None else self.rows.find(keys)
 
-    def sidecars(self, start: int, stop: int) -> list[list[str]]:
+    def sidecars(self, keys: list[str]) -> list[list[str]]:
         """The caption files of some pictures."""
-        low, high = np.searchsorted(self._rows, [start, stop]).tolist()
-        files: list[list[tuple[int, str]]] = [[] for _ in range(start, stop)]
-        for row, kind, name in zip(
-            *(c.to_pylist() for c in self._sidecars.slice(low, high - low).columns), strict=True
-        ):
-            files[row - start].append((kind, name))
-        return [[name for _, name in sorted(some)] for some in files]
+        kinds, names = (self._sidecars.table.column(name) for name in FILES.names)
+        every = self._sidecars.every(keys)
+        return [[name for _, name in sorted((kinds[at].as_py(), names[at].as_py()) for at in rows)] for rows in every]
 
     def further_of(self, further: Further, keys: list[str]) -> list[list[str]]:
         """The further pictures of some pictures, by name."""
@@ -167,73 +162,32 @@ class Listing:
         columns = self.rejects.slice(start, stop - start).columns
         yield from map(Reject, *(column.to_pylist() for column in columns))
 
-    def _assign(self, captions: pa.Table) -> None:
-        """Give each caption file to the pictures of its name, or to those with the longest name it begins with."""
-        scratch, sidecars = self._scratch, self._scratch.row_writer(_SIDECARS)
-        stems = {name: scratch.writer(dtype) for name, dtype in (("high", "u8"), ("low", "u8"), ("row", "i8"))}
-        others = scratch.row_writer(_PICTURES)
-        for part in scratch.sorted_by_key(self._by_stem(captions)):
-            keys, row = fixed(part.column("key")), part.column("row").to_numpy()
-            rows, kinds, names = (part.column(name).to_pylist() for name in _SIDECARS.names)
-            for first, after in pairwise([*np.flatnonzero(is_first(keys)).tolist(), len(rows)]):
-                pictures = [(rows[at], names[at]) for at in range(first, after) if rows[at] >= 0]
-                for at in range(first, after):
-                    if rows[at] >= 0:
-                        continue
-                    for picture in _owners(names[at], pictures):
-                        sidecars.add(picture, kinds[at], names[at])
-                    if not pictures and kinds[at] == _OBJECT:
-                        others.add(names[at])
-                    if not pictures:
-                        self.orphans[extension(names[at])] += 1
-                        if kinds[at] != _OBJECT:
-                            self._orphan(names[at])
-            for name, values in zip(stems, (*halves(keys[row >= 0]), row[row >= 0]), strict=True):
-                stems[name].add(values)
-        columns = {name: writer.finish() for name, writer in stems.items()}
-        self._assign_prefixed(others.finish(), SortedKeys(columns["high"], columns["low"]), columns["row"], sidecars)
-        stretch = np.uint64((1 << 64) // max(2, len(self)))  # over all ranges of keys
+    def _owned(self, captions: pa.Table) -> Iterator[tuple[str, str, str]]:
+        """(picture, kind, caption file): a caption file goes to the pictures of its name, a .json file without any to
+        those with the longest name that it begins with."""
+        above: list[tuple[str, list[str]]] = []  # names that the next ones may begin with, the longest last
+        for name, files in groupby(self._scratch.sorted_rows(self._by_base(captions)), itemgetter(0)):
+            while above and not name.startswith(above[-1][0]):
+                above.pop()
+            pictures: list[str] = []
+            for _, kind, file in files:
+                if kind == _PICTURE:
+                    pictures.append(file)
+                elif pictures:
+                    yield from ((picture, kind, file) for picture in _owners(file, pictures))
+                elif kind == _OBJECT and above and "/" not in name.removeprefix(above[-1][0]):
+                    yield from ((picture, _PREFIXED, file) for picture in above[-1][1])
+                else:
+                    self.orphans.note(f".{extension(file)} file without a picture", 1, [file])
+            if pictures:
+                above.append((name, pictures))
 
-        def by_row() -> Iterator[pa.Table]:
-            for batch in batches(sidecars.finish()):
-                yield batch.append_column("key", binary(of_halves(batch["row"].to_numpy().astype(np.uint64) * stretch)))
-
-        self._sidecars = scratch.table(_SIDECARS, (part.drop(["key"]) for part in scratch.sorted_by_key(by_row())))
-        rows = ({"row": batch["row"].to_numpy()} for batch in batches(self._sidecars))
-        self._rows = scratch.arrays(rows, {"row": np.int64})["row"]
-
-    def _orphan(self, name: str) -> None:
-        examples = self.orphan_examples.setdefault(extension(name), [])
-        if len(examples) < EXAMPLES:
-            examples.append(name)
-
-    def _by_stem(self, captions: pa.Table) -> Iterator[pa.Table]:
-        first = 0
-        for batch in batches(self.pictures):
-            names = batch["item"]
-            rows, none = np.arange(first, first + len(batch)), pa.nulls(len(batch), pa.int8())
-            columns = [binary(item_keys(map(base, names.to_pylist()))), rows, none, names]
-            yield pa.table(columns, ["key", *_SIDECARS.names])
-            first += len(batch)
-        for batch in batches(captions):
-            keys, rows = item_keys(map(base, batch["name"].to_pylist())), np.full(len(batch), -1)
-            yield pa.table([binary(keys), rows, *batch.columns], ["key", *_SIDECARS.names])
-
-    def _assign_prefixed(self, others: pa.Table, stems: SortedKeys, rows: np.ndarray, sidecars: RowWriter) -> None:
-        """Assign .json files without a picture of their name. stems, rows: of the pictures, by key."""
-        for start in range(0, len(others), SIDECAR_BATCH):
-            for name in others.column("item").slice(start, SIDECAR_BATCH).to_pylist():
-                longer = base(name)
-                prefixes = [longer[:n] for n in range(len(longer) - 1, longer.rfind("/") + 1, -1)]
-                matches = stems.find(item_keys(prefixes))
-                at = int(matches[matches >= 0][0]) if (matches >= 0).any() else len(rows)
-                self.orphans["json"] -= at < len(rows)
-                if at == len(rows):
-                    self._orphan(name)
-                high, low = stems.high[at : at + 1], stems.low[at : at + 1]
-                while at < len(rows) and stems.high[at] == high and stems.low[at] == low:
-                    sidecars.add(int(rows[at]), _PREFIXED, name)
-                    at += 1
+    def _by_base(self, captions: pa.Table) -> Iterator[tuple[str, str, str]]:
+        """(`base`, kind, name) of each picture and caption file."""
+        for (name,) in texts(self.pictures):
+            yield base(name), _PICTURE, name
+        for kind, name in texts(captions):
+            yield base(name), kind, name
 
 
 class FolderSource(PrefetchedSource):
@@ -306,7 +260,7 @@ class FolderSource(PrefetchedSource):
 
     def _identity(self, start: int, stop: int, listing: Listing, stats: Stats) -> bytes:
         keys = listing.keys(start, stop)
-        sidecars = dict(zip(keys, listing.sidecars(start, stop), strict=True))
+        sidecars = dict(zip(keys, listing.sidecars(keys), strict=True))
         files = self.filesystem.stat_many(sorted({name for names in sidecars.values() for name in names}))
 
         def described(key: str, rows: PictureRows | None) -> str:
@@ -333,9 +287,7 @@ class FolderSource(PrefetchedSource):
             files = ((key, unsafe_reason(key)) for key in disk.find_with_sizes(self.scratch))
         pictures = (key for key, problem in files if self._is_picture(key, problem, found))
         listing = Listing(self.scratch, pictures, found.captions.finish)
-        for kind, count in sorted(listing.orphans.items()):
-            if count:
-                self._ignore(f".{kind} file without a picture", count, listing.orphan_examples[kind])
+        self.ignored.merge(listing.orphans)
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
         self._assign_further(listing, found)
         if not len(listing) and not found.refused:
@@ -451,7 +403,7 @@ class FolderSource(PrefetchedSource):
         for start in range(first, after, SIDECAR_BATCH):
             stop = min(start + SIDECAR_BATCH, after)
             batch = listing.keys(start, stop)
-            sidecars = dict(zip(batch, listing.sidecars(start, stop), strict=True))
+            sidecars = dict(zip(batch, listing.sidecars(batch), strict=True))
             names = sorted({name for files in sidecars.values() for name in files})
             data = dict(zip(names, self.filesystem.read_many(names, MAX_CAPTION_BYTES), strict=True))
             every = listing.metadata(batch)
@@ -580,15 +532,15 @@ def _is_data(name: str, kind: str) -> bool:
     return kind in EXTENSIONS or kind in CAPTION_ENDINGS or name.lower() in METADATA_NAMES
 
 
-def _owners(file: str, pictures: list[tuple[int, str]]) -> list[int]:
-    """The pictures (row, name) that a caption file with the same `base` belongs to: `X.jpg.txt` to X.jpg, else to those
-    whose name it has up to the ending, as written or in another Unicode form; else to all."""
+def _owners(file: str, pictures: list[str]) -> list[str]:
+    """The pictures that a caption file with the same `base` belongs to: `X.jpg.txt` to X.jpg, else to those whose name
+    it has up to the ending, as written or in another Unicode form; else to all."""
     name = stem(file)
     for form in (str, composed) if len(pictures) > 1 else ():
-        owners = [row for row, picture in pictures if form(name) in (form(picture), form(stem(picture)))]
+        owners = [picture for picture in pictures if form(name) in (form(picture), form(stem(picture)))]
         if owners:
             return owners
-    return [row for row, _ in pictures]
+    return pictures
 
 
 def _problem(entry: os.DirEntry[str], key: str, disk: LocalFilesystem) -> str | None:
