@@ -653,14 +653,16 @@ def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
         names = {"".join(rng.choice(part) for part in parts) for _ in range(count)}
         by_kind = [(kinds[posixpath.splitext(name)[1]], name) for name in rng.permutation(sorted(names)).tolist()]
         pictures, captions = [n for kind, n in by_kind if kind is None], [n for kind, n in by_kind if kind is not None]
-        table = there.rows(folder_source.FILES, [row for row in by_kind if row[0] is not None])
+        beside = [(filenames.base(name), kind, name) for kind, name in by_kind if kind is not None]
+        table = there.rows(folder_source.FILES, beside)
         listing = folder_source.Listing(there, pictures, partial(pa.concat_tables, [table]))
         expected, left = files_of(pictures, captions)
         assert listing.keys(0, len(listing)) == list(expected)
         for start in range(0, len(listing), 7):
             stop = min(start + 7, len(listing))
             keys = listing.keys(start, stop)
-            assert dict(zip(keys, listing.sidecars(keys), strict=True)) == {name: expected[name] for name in keys}
+            files = [[name for kind in sorted(each) for name in each[kind]] for each in listing.beside(keys)]
+            assert dict(zip(keys, files, strict=True)) == {name: expected[name] for name in keys}
         orphans = listing.orphans.counts
         assert orphans == {f".{kind} file without a picture": count for kind, count in left.items() if count}
         rejects = [(f"{rng.integers(0, 9)}", f"{n}") for n in range(count)]

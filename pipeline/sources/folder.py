@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache.arrow import batches
 from pipeline.cache.keys import ItemRows
@@ -72,55 +73,55 @@ SIDECAR_BATCH = 256
 """Pictures whose caption files are requested at once; an object store answers the requests in parallel."""
 
 
-_PICTURE, _TEXT, _OBJECT, _PREFIXED = "", "0", "1", "2"
-"""Kinds of files while they are sorted; of caption files by precedence: text, X.json, and .json with a longer name than
-the picture's."""
+_PICTURE, _SISTER, TEXT, OBJECT, _PREFIXED = "", "!", "0", "1", "2"
+"""Kinds of files, in the order in which those of one name are sorted: a picture, one whose further picture is in
+another folder, and caption files by precedence: text, X.json, and .json with a longer name than the picture's. Behind
+them come the further pictures, by `Further.kind`."""
 
 _PICTURES = pa.schema([("item", pa.string())])
-FILES = pa.schema([("kind", pa.string()), ("name", pa.string())])
-_SIDECARS = pa.schema([("item", pa.string()), *FILES])
-_FURTHER = pa.schema([("item", pa.string()), ("name", pa.string())])
+FILES = pa.schema([("base", pa.string()), ("kind", pa.string()), ("name", pa.string())])
+_BESIDE = pa.schema([("item", pa.string()), ("kind", pa.string()), ("name", pa.string())])
 
 
 class _Found:
-    """Files of a folder while it is listed. refused: pictures among the rejects; further: by kind, for their owners."""
+    """Files of a folder while it is listed. beside: captions and further pictures, with the `base` of their pictures;
+    refused: pictures among the rejects."""
 
-    def __init__(self, scratch: Scratch, further: Sequence[Further]):
-        self.captions, self.rejects = scratch.row_writer(FILES), scratch.row_writer(REJECTS)
-        self.further = {one: scratch.row_writer(_FURTHER) for one in further if one.column is None}
+    def __init__(self, scratch: Scratch):
+        self.beside, self.rejects = scratch.row_writer(FILES), scratch.row_writer(REJECTS)
         self.metadata: list[str] = []
         self.refused = 0
 
 
 class Listing:
-    """The pictures of a source with their caption files, in temporary files.
+    """The pictures of a source with the files beside them, in temporary files.
 
     Args:
         pictures: names in any order, each once.
-        captions: caption files, columns `kind` and `name`.
-        rejects: columns `item` and `reason`.
-        rows: what the metadata files say about them; set before items are asked for.
+        beside: caption files and further pictures, columns of `FILES`; called after the last picture.
+        further: the kinds of further pictures.
+        rows: what the metadata files say about the pictures; set before items are asked for.
 
     Attributes:
-        further: files by name, with the `Further.owner` of each. others: pictures that rows name as further pictures.
-        rejects: ascending by item. orphans: caption files without a picture.
+        others: pictures that rows name as further pictures.
+        rejects: columns `item` and `reason`, ascending by item. orphans: files beside no picture.
     """
 
     def __init__(
         self,
         scratch: Scratch,
         pictures: Iterable[str],
-        captions: Callable[[], pa.Table] = FILES.empty_table,
+        beside: Callable[[], pa.Table] = FILES.empty_table,
+        further: Sequence[Further] = (),
         rows: Pictures | None = None,
     ):
         self.rows = rows
-        self.further: dict[Further, ItemRows] = {}
         self.others: ItemRows | None = None
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
         self.orphans = Kinds()
-        self._scratch = scratch
-        self._sidecars = ItemRows(scratch.rows(_SIDECARS, self._owned(captions())), scratch)
+        self._scratch, self._further = scratch, {one.kind: one for one in further}
+        self._beside = ItemRows(scratch.rows(_BESIDE, self._owned(beside())), scratch)
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -132,9 +133,10 @@ class Listing:
         self.rejects = self._scratch.rows(REJECTS, ordered)
 
     @property
-    def has_sidecars(self) -> bool:
+    def has_captions(self) -> bool:
         """Whether any picture has a caption file."""
-        return bool(len(self._sidecars.table))
+        kinds = pc.unique(self._beside.table.column("kind")).to_pylist()
+        return not self._further.keys() >= set(kinds)
 
     def keys(self, start: int, stop: int) -> list[str]:
         """Some pictures, by their position."""
@@ -144,50 +146,66 @@ class Listing:
         """What the metadata files say about pictures."""
         return [None] * len(keys) if self.rows is None else self.rows.find(keys)
 
-    def sidecars(self, keys: list[str]) -> list[list[str]]:
-        """The caption files of some pictures."""
-        kinds, names = (self._sidecars.table.column(name) for name in FILES.names)
-        every = self._sidecars.every(keys)
-        return [[name for _, name in sorted((kinds[at].as_py(), names[at].as_py()) for at in rows)] for rows in every]
-
-    def further_of(self, further: Further, keys: list[str]) -> list[list[str]]:
-        """The further pictures of some pictures, by name."""
-        owners, found = [further.owners(key) for key in keys], self.further[further]
-        rows = iter(found.every(list(chain.from_iterable(owners))))
-        names = found.table.column("name")
-        return [[names[row].as_py() for _ in some for row in next(rows)] for some in owners]
+    def beside(self, keys: list[str]) -> list[dict[str, list[str]]]:
+        """The files beside some pictures: names by kind."""
+        kinds, names = (self._beside.table.column(column) for column in ("kind", "name"))
+        result: list[dict[str, list[str]]] = [{} for _ in keys]
+        for files, rows in zip(result, self._beside.every(keys), strict=True):
+            for kind, name in sorted((kinds[row].as_py(), names[row].as_py()) for row in rows):
+                files.setdefault(kind, []).append(name)
+        return result
 
     def rejected(self, start: int, stop: int) -> Iterator[Reject]:
         """Some rejects, by their position."""
         columns = self.rejects.slice(start, stop - start).columns
         yield from map(Reject, *(column.to_pylist() for column in columns))
 
-    def _owned(self, captions: pa.Table) -> Iterator[tuple[str, str, str]]:
-        """(picture, kind, caption file): a caption file goes to the pictures of its name, a .json file without any to
-        those with the longest name that it begins with."""
+    def _owned(self, beside: pa.Table) -> Iterator[tuple[str, str, str]]:
+        """(picture, kind, file): a file goes to the pictures of its name, a .json file without any to those with the
+        longest name that it begins with."""
         above: list[tuple[str, list[str]]] = []  # names that the next ones may begin with, the longest last
-        for name, files in groupby(self._scratch.sorted_rows(self._by_base(captions)), itemgetter(0)):
+        for name, files in groupby(self._scratch.sorted_rows(self._by_base(beside)), itemgetter(0)):
             while above and not name.startswith(above[-1][0]):
                 above.pop()
-            pictures: list[str] = []
+            pictures, sisters = list[str](), list[str]()
             for _, kind, file in files:
-                if kind == _PICTURE:
-                    pictures.append(file)
+                one, owners = self._further.get(kind), list[str]()
+                if kind in (_PICTURE, _SISTER):
+                    (pictures if kind == _PICTURE else sisters).append(file)
+                    continue
+                if one is not None:
+                    owners = pictures + (sisters if one.folder is not None else [])
                 elif pictures:
-                    yield from ((picture, kind, file) for picture in _owners(file, pictures))
-                elif kind == _OBJECT and above and "/" not in name.removeprefix(above[-1][0]):
-                    yield from ((picture, _PREFIXED, file) for picture in above[-1][1])
-                else:
-                    self.orphans.note(f".{extension(file)} file without a picture", 1, [file])
+                    owners = _owners(file, pictures)
+                elif kind == OBJECT and above and "/" not in name.removeprefix(above[-1][0]):
+                    kind, owners = _PREFIXED, above[-1][1]
+                if not owners:
+                    what = f".{extension(file)} file without a" if one is None else f"{one.kind} picture of no"
+                    self.orphans.note(f"{what} picture", 1, [file])
+                yield from ((picture, kind, file) for picture in owners)
             if pictures:
                 above.append((name, pictures))
 
-    def _by_base(self, captions: pa.Table) -> Iterator[tuple[str, str, str]]:
-        """(`base`, kind, name) of each picture and caption file."""
+    def _by_base(self, beside: pa.Table) -> Iterator[tuple[str, ...]]:
+        """Rows of `FILES` for all files."""
+        has_sisters = any(one.folder is not None for one in self._further.values())
         for (name,) in texts(self.pictures):
             yield base(name), _PICTURE, name
-        for kind, name in texts(captions):
-            yield base(name), kind, name
+            _, _, below = base(name).partition("/") if has_sisters else ("", "", "")
+            if below:
+                yield below, _SISTER, name
+        yield from texts(beside)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A picture of a listing. captions: its caption files; rows: what metadata files say about it; further: as of
+    `Source._with_further`."""
+
+    key: str
+    captions: list[str]
+    rows: PictureRows | None
+    further: dict[Further, list[Place]]
 
 
 class FolderSource(PrefetchedSource):
@@ -242,31 +260,43 @@ class FolderSource(PrefetchedSource):
                 after - first,
             )
 
-    def _stats(self, start: int, stop: int, listing: Listing) -> Stats:
+    def _listed(self, start: int, stop: int, listing: Listing) -> list[_Listed]:
+        """Some pictures, by their position."""
         keys = listing.keys(start, stop)
-        stats = self.filesystem.stat_many(keys)
+        result = []
+        for key, beside, rows in zip(keys, listing.beside(keys), listing.metadata(keys), strict=True):
+            captions = [name for kind in (TEXT, OBJECT, _PREFIXED) for name in beside.get(kind, ())]
+            further = {}
+            for one in self.further:
+                named = rows.meta.get(one.column) if rows is not None and one.column is not None else None
+                further[one] = [Place(name) for name in ([named] if named else beside.get(one.kind, ()))]
+            result.append(_Listed(key, captions, rows, further))
+        return result
+
+    def _stats(self, start: int, stop: int, listing: Listing) -> Stats:
         if not self.further:
-            return stats
-        every = self._further_places(keys, listing.metadata(keys), listing)
-        names = {key: [place.item for places in found.values() for place in places] for key, found in every.items()}
-        others = self.filesystem.stat_many(sorted(set(chain.from_iterable(names.values()))))
+            return self.filesystem.stat_many(listing.keys(start, stop))
+        names = {
+            picture.key: [picture.key, *(place.item for places in picture.further.values() for place in places)]
+            for picture in self._listed(start, stop, listing)
+        }
+        stats = self.filesystem.stat_many(sorted(set(chain.from_iterable(names.values()))))
 
         def whole(key: str) -> tuple[int, int] | Unreadable:
-            some = [stats[key], *(others[name] for name in names[key])]
+            some = [stats[name] for name in names[key]]
             bad = next((stat for stat in some if isinstance(stat, Unreadable)), None)
             return bad or with_further(some[0], some[1:])  # type: ignore[arg-type]
 
-        return {key: whole(key) for key in keys}
+        return {key: whole(key) for key in names}
 
     def _identity(self, start: int, stop: int, listing: Listing, stats: Stats) -> bytes:
-        keys = listing.keys(start, stop)
-        sidecars = dict(zip(keys, listing.sidecars(keys), strict=True))
-        files = self.filesystem.stat_many(sorted({name for names in sidecars.values() for name in names}))
-
-        def described(key: str, rows: PictureRows | None) -> str:
-            return repr((key, stats[key], [(name, files[name]) for name in sidecars[key]], rows))
-
-        return digest("files", self.rule.identity(), repr(self.further), *map(described, keys, listing.metadata(keys)))
+        pictures = self._listed(start, stop, listing)
+        files = self.filesystem.stat_many(sorted({name for picture in pictures for name in picture.captions}))
+        described = (
+            repr((picture.key, stats[picture.key], [(name, files[name]) for name in picture.captions], picture.rows))
+            for picture in pictures
+        )
+        return digest("files", self.rule.identity(), repr(self.further), *described)
 
     def stat(self, place: Place) -> tuple[int, int]:
         return self.filesystem.stat(place.item)
@@ -280,16 +310,15 @@ class FolderSource(PrefetchedSource):
         """All names by kind, with the contents of the metadata files."""
         self.filesystem.refresh()
         self._reset_ignored()
-        found, disk = _Found(self.scratch, self.further), self.filesystem
+        found, disk = _Found(self.scratch), self.filesystem
         if isinstance(disk, LocalFilesystem):
             files = self._walk(disk, found)
         else:
             files = ((key, unsafe_reason(key)) for key in disk.find_with_sizes(self.scratch))
         pictures = (key for key, problem in files if self._is_picture(key, problem, found))
-        listing = Listing(self.scratch, pictures, found.captions.finish)
+        listing = Listing(self.scratch, pictures, found.beside.finish, self.further)
         self.ignored.merge(listing.orphans)
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
-        self._assign_further(listing, found)
         if not len(listing) and not found.refused:
             what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
             kinds = "\n" + "\n".join(self.ignored.ranked().lines()) if self.ignored.total else "an empty folder"
@@ -299,7 +328,7 @@ class FolderSource(PrefetchedSource):
                 found=": ".join(filter(None, [what, kinds])),
                 fix=way,
             )
-        if not found.metadata and not listing.has_sidecars and self.rule.default is None:
+        if not found.metadata and not listing.has_captions and self.rule.default is None:
             self._refuse_annotations(listing)
         rows = ItemRows(listing.pictures, self.scratch) if found.metadata else None
         for file in sorted(found.metadata):
@@ -309,22 +338,6 @@ class FolderSource(PrefetchedSource):
         listing.others = ItemRows(metadata.others.finish(), self.scratch) if metadata.column_names else None
         listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
         return listing
-
-    def _assign_further(self, listing: Listing, found: _Found) -> None:
-        """Take over the further pictures; those of no picture are ignored."""
-        pictures = self.scratch.row_writer(_PICTURES)
-        if found.further:
-            for key in (key for batch in batches(listing.pictures) for key in batch.column("item").to_pylist()):
-                for owner in {owner for one in found.further for owner in one.owners(key)}:
-                    pictures.add(owner)
-        owned = ItemRows(pictures.finish(), self.scratch) if found.further else None
-        for one, writer in found.further.items():
-            table = writer.finish()
-            listing.further[one] = ItemRows(table, self.scratch)
-            for batch in batches(table):
-                assert owned is not None
-                for row in np.flatnonzero(owned.find(batch.column("item").to_pylist()) < 0).tolist():
-                    self._ignore(f"{one.kind} picture of no picture", 1, [batch.column("name")[row].as_py()])
 
     def _refuse_annotations(self, listing: Listing) -> None:
         """Raises a UserError if captions of another form lie among the pictures, which have none."""
@@ -362,9 +375,9 @@ class FolderSource(PrefetchedSource):
         elif name.lower() in METADATA_NAMES:
             found.metadata.append(key)
         elif kind in CAPTION_ENDINGS:
-            found.captions.add(_OBJECT if kind == "json" else _TEXT, key)
-        elif owned := next(((one, owner) for one in found.further if (owner := one.owner(key)) is not None), None):
-            found.further[owned[0]].add(owned[1], key)
+            found.beside.add(base(key), OBJECT if kind == "json" else TEXT, key)
+        elif owned := next(((owner, one.kind) for one in self.further if (owner := one.owner(key)) is not None), None):
+            found.beside.add(*owned, key)
         else:
             return True
         return False
@@ -401,35 +414,19 @@ class FolderSource(PrefetchedSource):
 
     def _items(self, first: int, after: int, listing: Listing) -> Iterator[Item | Reject]:
         for start in range(first, after, SIDECAR_BATCH):
-            stop = min(start + SIDECAR_BATCH, after)
-            batch = listing.keys(start, stop)
-            sidecars = dict(zip(batch, listing.sidecars(batch), strict=True))
-            names = sorted({name for files in sidecars.values() for name in files})
+            pictures = self._listed(start, min(start + SIDECAR_BATCH, after), listing)
+            names = sorted({name for picture in pictures for name in picture.captions})
             data = dict(zip(names, self.filesystem.read_many(names, MAX_CAPTION_BYTES), strict=True))
-            every = listing.metadata(batch)
-            further = self._further_places(batch, every, listing)
-            others = None if listing.others is None else dict(zip(batch, listing.others.find(batch) >= 0, strict=True))
-            for key, rows in zip(batch, every, strict=True):
-                contents = {name: read_sidecar(name, data[name]) for name in sidecars[key]}
-                if others is not None and others[key] and rows is None and not contents:
+            others = set[str]()
+            if listing.others is not None:
+                keys = [picture.key for picture in pictures]
+                others = {key for key, row in zip(keys, listing.others.find(keys).tolist(), strict=True) if row >= 0}
+            for picture in pictures:
+                if picture.key in others and picture.rows is None and not picture.captions:
                     continue  # a further picture of another one
-                for item in self._item(key, contents, rows):
-                    yield self._with_further(item, further[key].__getitem__) if isinstance(item, Item) else item
-
-    def _further_places(
-        self, keys: list[str], rows: list[PictureRows | None], listing: Listing
-    ) -> dict[str, dict[Further, list[Place]]]:
-        """The further pictures of some pictures. rows: what metadata files say about them."""
-        every: dict[str, dict[Further, list[Place]]] = {key: {} for key in keys}
-        for one in self.further:
-            if one.column is None:
-                names = listing.further_of(one, keys)
-            else:
-                named = [None if row is None else row.meta.get(one.column) for row in rows]
-                names = [[name] if name else [] for name in named]
-            for key, some in zip(keys, names, strict=True):
-                every[key][one] = [Place(name) for name in some]
-        return every
+                contents = {name: read_sidecar(name, data[name]) for name in picture.captions}
+                for item in self._item(picture.key, contents, picture.rows):
+                    yield self._with_further(item, picture.further) if isinstance(item, Item) else item
 
     def _item(
         self, key: str, contents: dict[str, str | dict[str, Any] | Reject], rows: PictureRows | None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -255,11 +255,12 @@ class Source(ABC):
 
     # ------------------------------------------------------------ for subclasses
 
-    def _with_further(self, item: Item, found: Callable[[Further], Sequence[Place]]) -> Item | Reject:
-        """An item with its further pictures; a Reject if it lacks a required one, or has several of a kind."""
+    def _with_further(self, item: Item, found: Mapping[Further, Sequence[Place]]) -> Item | Reject:
+        """An item with its further pictures; a Reject if it lacks a required one, or has several of a kind. found: the
+        places of each of `further`."""
         pictures = list[tuple[str, Place | None]]()
         for further in self.further:
-            places = found(further)
+            places = found[further]
             if len(places) > 1:
                 names = ", ".join(escaped(place.item) for place in places[:3])
                 return Reject(item.key, f"has {len(places)} {further.kind} pictures: {names}")

@@ -258,7 +258,7 @@ class ParquetSource(LinkTables):
             except ValueError as error:
                 return Reject(row.item, f"its {escaped(str(one.column))!r} names {shown(file or '')!r}: {error}")
             found[one] = [Place(key, row.part, f"={key}")] if key else []
-        return self._with_further(item, found.__getitem__)
+        return self._with_further(item, found)
 
     def _other_columns(self, name: str, table: ParquetFile) -> list[str]:
         """The columns beside the picture.

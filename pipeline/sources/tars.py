@@ -16,7 +16,6 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, BinaryIO
 
 from pipeline.cache.layout import digest
@@ -306,7 +305,8 @@ class TarSource(PrefetchedSource, FilesSource):
             name, offset, size = sample.fields[key]
             if captions:
                 item = Item(f"{tar.name}/{name}", captions, meta, tar.name, f"{offset}+{size}")
-                owned = partial(_owned, further, f"{prefix}.{key}")
+                names = {one: one.owners(f"{prefix}.{key}") for one in self.further}
+                owned = {one: [place for name in names[one] for place in further.get((one, name), ())] for one in names}
                 entry = self._with_further(item, owned)
                 (tar.items if isinstance(entry, Item) else tar.rejects).append(entry)  # type: ignore[arg-type]
                 continue
@@ -403,11 +403,6 @@ class TarSource(PrefetchedSource, FilesSource):
         count = [repr(self._sample_counts[file])] if file in self._sample_counts else []
         numbers = [str(number) for version in versions for number in version]
         return digest(RULE, self.rule.identity(), repr(self.further), *numbers, *count).hex()
-
-
-def _owned(further: Mapping[tuple[Further, str], list[Place]], name: str, one: Further) -> list[Place]:
-    """The further pictures of a kind of the picture with this name. further: as of `TarSource._take_further`."""
-    return [place for owner in one.owners(name) for place in further.get((one, owner), ())]
 
 
 class Webdataset(Format):
