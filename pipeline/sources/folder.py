@@ -10,7 +10,6 @@ from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,14 +41,22 @@ from pipeline.sources.metadata_files import (
     METADATA_NAMES,
     REJECTS,
     MetadataReader,
-    PictureRows,
     Pictures,
     check_caption_columns,
     no_column,
 )
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.reject_kinds import Kinds
-from pipeline.sources.sidecars import CAPTION_ENDINGS, MAX_CAPTION_BYTES, TEXT_ENDINGS, SampleColumns, read_sidecar
+from pipeline.sources.sidecars import (
+    CAPTION_ENDINGS,
+    MAX_CAPTION_BYTES,
+    TEXT_ENDINGS,
+    Content,
+    PictureCaptions,
+    SampleColumns,
+    captions_of,
+    read_sidecar,
+)
 from pipeline.sources.source import (
     Format,
     Fragment,
@@ -142,7 +149,7 @@ class Listing:
         """Some pictures, by their position."""
         return self.pictures.column("item").slice(start, stop - start).to_pylist()
 
-    def metadata(self, keys: list[str]) -> list[PictureRows | None]:
+    def metadata(self, keys: list[str]) -> list[PictureCaptions | None]:
         """What the metadata files say about pictures."""
         return [None] * len(keys) if self.rows is None else self.rows.find(keys)
 
@@ -204,7 +211,7 @@ class _Listed:
 
     key: str
     captions: list[str]
-    rows: PictureRows | None
+    rows: PictureCaptions | None
     further: dict[Further, list[Place]]
 
 
@@ -425,74 +432,42 @@ class FolderSource(PrefetchedSource):
                 if picture.key in others and picture.rows is None and not picture.captions:
                     continue  # a further picture of another one
                 contents = {name: read_sidecar(name, data[name]) for name in picture.captions}
-                for item in self._item(picture.key, contents, picture.rows):
-                    yield self._with_further(item, picture.further) if isinstance(item, Item) else item
+                item = self._item(picture.key, contents, picture.rows)
+                yield self._with_further(item, picture.further) if isinstance(item, Item) else item
 
-    def _item(
-        self, key: str, contents: dict[str, str | dict[str, Any] | Reject], rows: PictureRows | None
-    ) -> Iterator[Item | Reject]:
-        """An item and its rejects. contents: of the caption files; rows: from the metadata files."""
-        name = posixpath.basename(stem(key))
-        columns, contents = self._split_sample_files(key, contents)
-        picture = PictureRows()
-        if columns.captions:
-            captions = self.rule.read(columns.captions, columns.scores)
-            picture.candidates += captions.candidates
-            picture.problems += [(key, reason) for reason in captions.problems]
-        without = [self._add_content(picture, file, content, columns.scores) for file, content in contents.items()]
+    def _item(self, key: str, contents: dict[str, Content], rows: PictureCaptions | None) -> Item | Reject:
+        """The item of a picture, or why it is none. contents: of the caption files; rows: from the metadata files."""
+        own, columns = self._split_sample_files(key, contents)
+        picture, row = captions_of(self.rule, own, columns, key)
         if rows is not None:
             picture.add(rows)
         weighted = self._weighted(picture.candidates, key)
         if weighted:
             for file, problem in picture.problems:
                 self._note(file, problem)
-            yield Item(key, weighted, picture.meta)
-            return
-        reasons = [f"{where} {problem}" for where, problem in picture.problems] + list(filter(None, without))
+            return Item(key, weighted, picture.meta)
+        reasons = [f"{where} {problem}" for where, problem in picture.problems]
+        if row and row.keys().isdisjoint(self.rule.columns):
+            file = next((file for file, content in own.items() if isinstance(content, dict)), key)
+            reasons.append(f"{file} {self.rule.lacking(row)}")
         if reasons:
-            yield Reject(key, "has no usable caption: " + "; ".join(reasons))
-        else:
-            yield Reject(key, f"has no caption: no {name}.txt beside it and no metadata row that names it")
-
-    def _split_sample_files(
-        self, key: str, contents: dict[str, str | dict[str, Any] | Reject]
-    ) -> tuple[SampleColumns, dict[str, str | dict[str, Any] | Reject]]:
-        """The columns from files of NVlabs' SanaImgDataset, which hold an object under the picture's name; and the
-        other caption files. A file that only begins with the picture's name and is of another kind is ignored."""
+            return Reject(key, "has no usable caption: " + "; ".join(reasons))
         name = posixpath.basename(stem(key))
-        columns, others = SampleColumns(), {}
+        return Reject(key, f"has no caption: no {name}.txt beside it and no metadata row that names it")
+
+    def _split_sample_files(self, key: str, contents: dict[str, Content]) -> tuple[dict[str, Content], SampleColumns]:
+        """The picture's own caption files, and the columns from files of NVlabs' SanaImgDataset, which hold an object
+        under the picture's name. A file that only begins with the picture's name and is of another kind is ignored."""
+        name = posixpath.basename(stem(key))
+        own, columns = dict[str, Content](), SampleColumns()
         for file, content in contents.items():
             if isinstance(content, dict) and isinstance(content.get(name), dict):
                 columns.add(content[name])
             elif base(file) == base(key):
-                others[file] = content
+                own[file] = content
             else:
                 self._ignore(".json file without a picture", 1, [file])
-        return columns, others
-
-    def _add_content(
-        self, picture: PictureRows, file: str, content: str | dict[str, Any] | Reject, scores: dict[str, Any]
-    ) -> str | None:
-        """Add one caption file. scores: by column, for the text file. The result says that a .json file has no caption
-        column, though it may serve for its other columns."""
-        if isinstance(content, Reject):
-            picture.problems.append((content.key, content.reason))
-        elif isinstance(content, str):
-            if content:
-                picture.candidates.append(self.rule.text_file(content, scores))
-            else:
-                picture.problems.append((file, "is empty"))
-        else:
-            captions = self.rule.read(content)
-            picture.candidates += captions.candidates
-            others = {column: value for column, value in content.items() if column not in self.rule.columns}
-            picture.meta = {**others, **picture.meta}
-            reason = "; ".join(captions.problems)
-            if reason and any(column in content for column in self.rule.columns):
-                picture.problems.append((file, reason))
-            elif reason:
-                return f"{file} {reason}"
-        return None
+        return own, columns
 
 
 class Folder(Format):

@@ -12,7 +12,6 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -23,11 +22,11 @@ from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError
 from pipeline.sources import annotation_files
-from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.further import Further
-from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
+from pipeline.sources.sidecars import MAX_CAPTION_BYTES, PictureCaptions, parse_json
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
@@ -50,39 +49,20 @@ _NAMED = pa.schema([("item", pa.string()), ("row", pa.large_binary())])
 REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 
 
-@dataclass
-class PictureRows:
-    """What the rows that name a picture say about it.
-
-    problems: captions that cannot be used: (place, reason).
-    meta: the other columns; of several rows with the same column the first counts.
-    """
-
-    candidates: list[CaptionCandidate] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, other: PictureRows) -> None:
-        self.candidates += other.candidates
-        self.problems += other.problems
-        for column, value in other.meta.items():
-            self.meta.setdefault(column, value)
-
-
 class Pictures:
     """What the rows say about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
 
     def __init__(self, table: pa.Table, scratch: Scratch):
         self._rows = ItemRows(table, scratch)
 
-    def find(self, keys: list[str]) -> list[PictureRows | None]:
+    def find(self, keys: list[str]) -> list[PictureCaptions | None]:
         """What the rows say about each picture; None where no row names it."""
         return [self._merged(rows) if rows else None for rows in self._rows.every(keys)]
 
-    def _merged(self, rows: list[int]) -> PictureRows:
-        picture = PictureRows()
+    def _merged(self, rows: list[int]) -> PictureCaptions:
+        picture = PictureCaptions()
         for row in rows:
-            picture.add(PictureRows(*pickle.loads(self._rows.table.column("row")[row].as_buffer())))
+            picture.add(PictureCaptions(*pickle.loads(self._rows.table.column("row")[row].as_buffer())))
         return picture
 
 

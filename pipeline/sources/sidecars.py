@@ -6,9 +6,11 @@ Of `X.jpg` they are `X.txt` and `X.json`; other tools write `X.caption` (kohya's
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.filenames import escaped, extension, has_surrogates, short_repr
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.source import Reject
@@ -35,7 +37,59 @@ class SampleColumns:
                 self.captions[column] = value
 
 
-def read_sidecar(name: str, data: bytes | Unreadable) -> str | dict[str, Any] | Reject:
+@dataclass
+class PictureCaptions:
+    """What files and rows say about a picture.
+
+    problems: captions that cannot be used: (place, reason).
+    meta: the other columns; of several values of a column the first counts.
+    """
+
+    candidates: list[CaptionCandidate] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, other: PictureCaptions) -> None:
+        self.candidates += other.candidates
+        self.problems += other.problems
+        for column, value in other.meta.items():
+            self.meta.setdefault(column, value)
+
+
+Content = str | dict[str, Any] | Reject
+"""Of a caption file; a Reject says why it cannot be used."""
+
+
+def captions_of(
+    rule: CaptionRule, contents: Mapping[str, Content], sample: SampleColumns, name: str
+) -> tuple[PictureCaptions, dict[str, Any]]:
+    """What caption files say about a picture, and all columns that they have.
+
+    Args:
+        contents: of the picture's own files, by name.
+        sample: what files about many samples say of it.
+        name: stands for those in messages.
+    """
+    picture, row = PictureCaptions(), dict(sample.captions)
+    for file, content in contents.items():
+        if isinstance(content, Reject):
+            picture.problems.append((file, content.reason))
+        elif isinstance(content, dict):
+            row, name = {**content, **row}, file
+        elif content:
+            picture.candidates.append(rule.text_file(content, sample.scores))
+        else:
+            picture.problems.append((file, "is empty"))
+    if row:
+        captions = rule.read(row, sample.scores)
+        picture.candidates += captions.candidates
+        picture.meta = {column: value for column, value in row.items() if column not in rule.columns}
+        if not row.keys().isdisjoint((*rule.columns, *rule.fallback)):
+            picture.problems += [(name, reason) for reason in captions.problems]
+    return picture, row
+
+
+def read_sidecar(name: str, data: bytes | Unreadable) -> Content:
     """The text of a text file or the object of a .json file, given its bytes."""
     if isinstance(data, Unreadable):
         return Reject(name, f"cannot be read: {str(data).removeprefix(escaped(name) + ': ')}")

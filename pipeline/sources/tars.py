@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from pipeline.cache.layout import digest
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import (
     EXTENSIONS,
     error_text,
@@ -38,8 +38,8 @@ from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.sidecars import (
     CAPTION_ENDINGS,
     MAX_CAPTION_BYTES,
-    TEXT_ENDINGS,
     SampleColumns,
+    captions_of,
     parse_json,
     read_sidecar,
 )
@@ -298,13 +298,16 @@ class TarSource(PrefetchedSource, FilesSource):
                 self._ignore("sample without a picture", 1, [f"{tar.name}/{prefix}"])
             return
         beside = columns.get(prefix) or columns.get(posixpath.basename(prefix)) or SampleColumns()
-        candidates, row, problems = self._read_captions(sample, beside)
-        captions = self._weighted(candidates, f"{tar.name}/{sample.fields[pictures[0]][0]}")
-        meta = {column: value for column, value in row.items() if column not in self.rule.columns}
+        usable = CAPTION_ENDINGS if self.rule.text_weight is not None else ("json",)
+        endings = [ending for ending in usable if ending in sample.texts]
+        contents = {f"its .{end}": read_sidecar(f"its .{end}", sample.texts[end]) for end in endings}
+        said, row = captions_of(self.rule, contents, beside, "its .json")
+        captions = self._weighted(said.candidates, f"{tar.name}/{sample.fields[pictures[0]][0]}")
+        problems = [f"{file} {problem}" for file, problem in said.problems]
         for key in pictures:
             name, offset, size = sample.fields[key]
             if captions:
-                item = Item(f"{tar.name}/{name}", captions, meta, tar.name, f"{offset}+{size}")
+                item = Item(f"{tar.name}/{name}", captions, said.meta, tar.name, f"{offset}+{size}")
                 names = {one: one.owners(f"{prefix}.{key}") for one in self.further}
                 owned = {one: [place for name in names[one] for place in further.get((one, name), ())] for one in names}
                 entry = self._with_further(item, owned)
@@ -319,35 +322,6 @@ class TarSource(PrefetchedSource, FilesSource):
         if captions:
             for problem in problems:
                 self._note(f"{tar.name}/{prefix}", problem)
-
-    def _read_captions(
-        self, sample: _Sample, beside: SampleColumns
-    ) -> tuple[list[CaptionCandidate], dict[str, Any], list[str]]:
-        """(caption candidates, values by column, problems) of a sample."""
-        candidates: list[CaptionCandidate] = []
-        problems: list[str] = []
-        row: dict[str, Any] = {}
-        for ending in TEXT_ENDINGS if self.rule.text_weight is not None else ():
-            if ending not in sample.texts:
-                continue
-            text = read_sidecar(f"its .{ending}", sample.texts[ending])
-            if isinstance(text, Reject):
-                problems.append(f"{text.key} {text.reason}")
-            elif isinstance(text, str) and text:
-                candidates.append(self.rule.text_file(text))
-            else:
-                problems.append(f"its .{ending} is empty")
-        if "json" in sample.texts:
-            value = read_sidecar("x.json", sample.texts["json"])
-            if isinstance(value, dict):
-                row = value
-            elif isinstance(value, Reject):
-                problems.append(f"its .json {value.reason}")
-        row = {**row, **beside.captions}
-        captions = self.rule.read(row, beside.scores)
-        if any(column in row for column in (*self.rule.columns, *self.rule.fallback)):
-            problems += [f"its .json {problem}" for problem in captions.problems]
-        return candidates + captions.candidates, row, problems
 
     # ------------------------------------------------------------ captions and scores beside a tar
 
