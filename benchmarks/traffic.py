@@ -219,7 +219,7 @@ def compiled(run: Callable[[Callable[..., Any]], None]) -> tuple[int, int]:
 def compiled_block(config: SanaConfig, given: list[Any]) -> tuple[int, int]:
     def run(backend: Any) -> None:
         block = model(config).blocks[0]
-        compile_blocks([block], backend, 2)
+        compile_blocks([block], backend)
         block(*given).backward(torch.randn(given[0].shape))
 
     return compiled(run)
@@ -312,8 +312,9 @@ def inside(config: SanaConfig, samples: int, height: int, width: int) -> int:
 def graphs(packed: bool) -> int:
     """Compiled for 40 buckets and 3 text lengths, two blocks and what they are given, both passes."""
     torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 200
     made, counter = SanaTransformer.from_scratch(shape(2, heads=2, cross=2), 0), CompileCounterWithBackend("aot_eager")
-    compile_blocks(made.blocks, counter, 200)  # type: ignore[arg-type]
+    compile_blocks(made.blocks, counter)  # type: ignore[arg-type]
     compile_conditions(made, counter)  # type: ignore[arg-type]
     for height, width in itertools.product((2, 3, 4, 5, 6, 8, 9, 11), (2, 4, 5, 7, 12)):
         for rows in (5, 7, 16):

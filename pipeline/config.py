@@ -837,8 +837,8 @@ class PicturesConfig(_Section):
 class ProfileConfig(_Section):
     """A trace of some steps, in the folder `profile` of the run (see docs/training.md)."""
 
-    start: Positive = 10
-    """The first step that is traced, counted since the run started or resumed."""
+    start: Annotated[int, Field(ge=2)] = 10
+    """The first step that is traced, counted since the run started or resumed; the one before it is a warm-up."""
     steps: Positive = 3
     """Steps that are traced."""
     ranks: Literal["first", "all"] = "first"
@@ -871,10 +871,9 @@ class TrainConfig(_Section):
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
     multiplies in fp32 there, in a kernel that is as exact either way."""
-    residual: Literal["fp32", "compute"] | None = None
+    residual: Literal["fp32", "compute"] = "fp32"
     """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
-    compute: as `precision`. null: fp32 for a new run; a resumed run keeps its choice (compute if it is older than this
-    option). For error and memory of both see docs/figures.md."""
+    compute: as `precision`. For error and memory of both see docs/figures.md."""
     recipe: Literal["default", "nvlabs"] = "default"
     """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
@@ -918,7 +917,7 @@ class TrainConfig(_Section):
     text: Literal["padded", "packed"] | None = None
     """How captions travel to the GPU and are attended to. padded: to the batch's longest. packed: one after the other,
     without padding (on a GPU: of compute capability 8.0 or newer, in 16 bits; not with a pipeline). null: packed on
-    such a GPU, else padded; a resumed run keeps its choice."""
+    such a GPU, else padded."""
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
@@ -951,8 +950,6 @@ class TrainConfig(_Section):
     resumed run keeps its choice."""
     compile_backend: str = "inductor"
     """torch.compile's backend."""
-    compile_max_graphs: Positive = 8
-    """Limit on compiled graphs; one more is an error."""
     profile: ProfileConfig | None = None
     """Trace some steps with torch.profiler; null: none, {}: with its defaults."""
     device: str = "auto"

@@ -47,7 +47,7 @@ from pipeline.snapshots import heldout
 from pipeline.sources import caption_rules
 from pipeline.training import checkpoint, phases
 from pipeline.training.assemble import recipe_of
-from pipeline.training.build import architecture_of, with_residual, with_text
+from pipeline.training.build import architecture_of, with_text
 from pipeline.training.checkpoint import Document
 from pipeline.training.stop_request import StopRequest, catch_signals_of
 from pipeline.training.task import Context, DrawnPrompts, Log, Report, TrainingTask
@@ -129,16 +129,14 @@ def _chain(config: Config, call: _Call, stop: StopRequest) -> Report:
     places, summaries = _from_rank_0(config, launch, lambda: _survey(config, cache, call))
     report = Report(0, None, None, None)
     for number, (place, phase) in enumerate(zip(places, config.phases, strict=True), start=1):
-        phase_config, last = config.of_phase(phase.name), place.last
+        last = place.last
         title = f"phase {phase.name} ({number} of {len(places)})"
         if place.finished and last is not None:
-            log(f"{title}: finished after step {last.done}")
-            if launch.is_main and (changed := _changed(cache, place, phase_config, phase.snapshot)):
-                log(f"note: {title} is finished; what changed since is not used: {', '.join(changed)}")
+            log(f"{title}: finished after step {last.done}, as {place.folder / 'config.yaml'} says")
             report = Report(last.done, last.folder, None, None)
         else:
             log(title)
-            report = _train(phase_config, call, phase.snapshot, stop)
+            report = _train(config.of_phase(phase.name), call, phase.snapshot, stop)
             if report.stopped_by is not None:
                 return report
             _give_back()
@@ -148,19 +146,6 @@ def _chain(config: Config, call: _Call, stop: StopRequest) -> Report:
             for line in phases.table(summaries):
                 log(line)
     return report
-
-
-def _changed(cache: Cache, place: phases.PhaseState, config: Config, snapshot: str) -> list[str]:
-    """What the configuration of a finished phase says now and did not say then."""
-    assert place.last is not None
-    document, validation = place.last.document, config.train.validation
-    used = document.state.snapshot
-    if validation is not None:  # checkpoints have the id of a named or automatic choice
-        then = (document.config["train"].get("validation") or {}).get("snapshot")
-        chosen = then if validation.snapshot is None else cache.snapshot_of(validation.snapshot) or validation.snapshot
-        config = config.with_train(validation=validation.model_copy(update={"snapshot": chosen}))
-    moved = cache.snapshot_of(snapshot) not in (None, used)
-    return [*place.changed(config), *([f"snapshot: {used[:12]} -> {snapshot}"] if moved else [])]
 
 
 def _survey(config: Config, cache: Cache, call: _Call) -> tuple[list[phases.PhaseState], list[dict[str, Any]]]:
@@ -256,14 +241,13 @@ def _train(config: Config, call: _Call, snapshot: str | None, stop: StopRequest 
         log(f"{config.train.steps} steps: train.epochs of this snapshot")
     config, inputs = _inputs(config, cache, opened, resumed, log)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
-    earlier = None if resumed is None else resumed.document.config
-    config = with_text(config, device, earlier)
+    config = with_text(config, device)
     if config.train.undecided:
         config, launch = _decided(config, inputs, launch, device, data, continued, log)
 
     def predicted(context: Context) -> Expectation | None:
-        decided = with_residual(context.config, earlier)
-        return expect(decided, lambda: architecture_of(decided, context.task), data, device, launch, context.log)
+        given = context.config
+        return expect(given, lambda: architecture_of(given, context.task), data, device, launch, context.log)
 
     given = replace(
         task(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(inputs.keep, cache)

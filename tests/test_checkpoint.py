@@ -1,4 +1,4 @@
-"""Checkpoints beside the training: what is copied, what a failed save does, which ones are kept, old ones."""
+"""Checkpoints beside the training: what is copied, what a failed save does, which ones are kept."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ from pipeline.training import assemble, checkpoint, host_copy, metrics, optimize
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit, generator_seed
-from tests.support.trees import unpack
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-DATA = Path(__file__).parent / "data"
 
 
 def train(settings: Config, *, resume: str | Path | None = None, **options: Any) -> Report:
@@ -426,24 +424,6 @@ def test_every_nth_is_kept_for_ever(tmp_path: Path) -> None:
 def test_a_step_that_is_never_saved_cannot_be_kept() -> None:
     with pytest.raises(ValueError, match=r"keep_every.*750.*save_every.*500"):
         tiny_run.config(save_every=500, keep_every=750)
-
-
-# -------------------------------------------------------------------------------------------------------------- old
-
-
-def test_a_checkpoint_of_the_first_version_is_continued(tmp_path: Path) -> None:
-    """Written after two steps by the trainer that had FSDP2 alone; the losses are those it went on with."""
-    unpack(DATA / "checkpoint-version-1.tar.xz", tmp_path / "run/checkpoints")
-    shape = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 4,
-        "num_cross_attention_heads": 1,
-        "cross_attention_head_dim": 8,
-    }
-    train(tiny_run.config(tmp_path / "run", layers=3, steps=4, save_every=2, arch=shape), resume="auto")
-    rows = metrics.read(tmp_path / "run/metrics.jsonl")
-    assert [row["step"] for row in rows] == [3, 4]
-    assert [row["loss"] for row in rows] == pytest.approx([2.787405490875244, 2.900589942932129], rel=1e-6)
 
 
 def test_a_run_that_begins_anew_says_in_which_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

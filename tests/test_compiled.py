@@ -58,7 +58,7 @@ def test_gradients_are_those_without_compilation(way: str) -> None:
                 mode = "selective" if way == "selective" else "full"
                 apply_activation_checkpointing(model.blocks, TrainConfig(activation_checkpointing=mode))
             if compiled:
-                compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
+                compile_blocks(model.blocks, counter)  # type: ignore[arg-type]
                 compile_conditions(model, counter)  # type: ignore[arg-type]
             if "sharded" in way:
                 for part in (*model.blocks, model):
@@ -84,8 +84,8 @@ def test_compiled_code_of_other_operations_is_not_taken_from_the_disk(
         with torch.library._scoped_library("sana_pipe", "FRAGMENT") as library:
             library.define(f"probe({arguments}) -> Tensor")
             layer = torch.nn.Linear(2, 2)
-            compile_blocks([layer], "eager", 2)
-            compile_blocks([torch.nn.Linear(2, 2)], "eager", 2)
+            compile_blocks([layer], "eager")
+            compile_blocks([torch.nn.Linear(2, 2)], "eager")
         layer(torch.zeros(3, 2))
         tags.append(torch.compiler.config.cache_key_tag)
     assert tags[0] != tags[1] and all(tag.startswith("mine") for tag in tags)
@@ -96,7 +96,7 @@ def test_compiled_code_of_other_operations_is_not_taken_from_the_disk(
 def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     where = "pipeline.parallel.parallelize."
-    monkeypatch.setattr(where + "compile_blocks", lambda blocks, backend, count: compile_blocks(blocks, counter, count))
+    monkeypatch.setattr(where + "compile_blocks", lambda blocks, backend: compile_blocks(blocks, counter))
     monkeypatch.setattr(where + "compile_conditions", lambda model, backend: compile_conditions(model, counter))
     for how, frames in (("none", 0), ("block", 2)):
         settings = tiny_run.config(layers=1, compile=how, compile_backend="aot_eager")
@@ -112,7 +112,7 @@ def test_one_graph_serves_all_buckets_and_text_lengths(text: str) -> None:
     """40 buckets and 3 text lengths, forward and backward; nothing is compiled after the first batch."""
     model, counter = tiny_run.model(tiny_run.config(layers=2)), CompileCounterWithBackend("aot_eager")
     plain = tiny_run.model(tiny_run.config(layers=2))
-    compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
+    compile_blocks(model.blocks, counter)  # type: ignore[arg-type]
     compile_conditions(model, counter)  # type: ignore[arg-type]
     channels, width = model.config.in_channels, model.config.caption_channels
     generator = torch.Generator().manual_seed(0)
@@ -135,7 +135,7 @@ def test_inductor_compiles_two_graphs_and_nothing_after_the_second_step() -> Non
     settings = tiny_run.config(layers=2)
     model, plain = tiny_run.model(settings), tiny_run.model(settings)
     counter = CompileCounterWithBackend("inductor")
-    compile_blocks(model.blocks, counter, 2)  # type: ignore[arg-type]
+    compile_blocks(model.blocks, counter)  # type: ignore[arg-type]
     compile_conditions(model, counter)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     shapes = itertools.product(((4, 6), (6, 4), (8, 8), (3, 16), (16, 2)), (5, 7, 16))
@@ -158,7 +158,7 @@ def test_inductor_compiles_two_graphs_and_nothing_after_the_second_step() -> Non
 @pytest.mark.slow
 def test_one_graph_too_many_is_an_error_and_not_left_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_run.model(tiny_run.config(layers=1))
-    compile_blocks(model.blocks, "eager", 1)
+    compile_blocks(model.blocks, "eager")
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     dim = model.config.inner_dim
 

@@ -299,7 +299,7 @@ def run_settings(folder: Path | str = "unused", **train: Any) -> Config:
 def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
     losses = []
     for how in ("none", "block"):
-        given = run_settings(tmp_path / how, steps=4, compile=how, compile_backend="aot_eager", compile_max_graphs=4)
+        given = run_settings(tmp_path / how, steps=4, compile=how, compile_backend="aot_eager")
         fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

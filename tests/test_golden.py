@@ -2,7 +2,7 @@
 
 `data/golden.tar.xz` holds a cache of two sources (`synthetic.add`) with three plain snapshots and a packed one, and the
 checkpoint of four training steps. `figures.json` holds what was made of them then: snapshot ids, a digest of every
-batch of 40 steps, the losses of steps 5 to 8. `tests/support/golden.py` records the cache anew.
+batch of 40 steps, the losses of steps 5 to 8. `tests/support/golden.py` records both anew.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from pipeline.cache import layout
 from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.encoding import plan as planning
-from pipeline.launch import Launch
-from pipeline.training.trainer import fit
 from tests.support import synthetic
-from tests.support.golden import GOLDEN, SETTINGS, batch_digests, config
+from tests.support.golden import GOLDEN, SETTINGS, batch_digests, config, losses_after
 from tests.support.trees import unpack
-from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,14 +102,4 @@ def test_an_earlier_cache_is_encoded_further(golden: Path) -> None:
 
 
 def test_an_earlier_checkpoint_goes_on_as_it_did(golden: Path, figures: dict[str, Any]) -> None:
-    settings = tiny_run.config(
-        golden / "run",
-        steps=8,
-        layers=2,
-        arch={"num_attention_heads": 2, "num_cross_attention_heads": 1},
-        ema={"decay": 0.9},
-    )
-    fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
-    rows = [json.loads(line) for line in (golden / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    assert [losses[step] for step in (5, 6, 7, 8)] == pytest.approx(figures["losses"], rel=1e-5)
+    assert losses_after(golden, 4) == pytest.approx(figures["losses"], rel=1e-5)

@@ -155,7 +155,7 @@ def test_prompts_are_those_of_any_set_in_the_cache(small_cache_copy: Path, make_
 def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
     losses = []
     for how in ("none", "block"):
-        given = settings(tmp_path / how, steps=4, compile=how, compile_backend="aot_eager", compile_max_graphs=4)
+        given = settings(tmp_path / how, steps=4, compile=how, compile_backend="aot_eager")
         fit(given, replace(tiny_run.task(given), preserved=[ROWS]), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,12 +123,10 @@ def _fit(folder: Path, steps: int, resume: str | None = None, **train: Any) -> l
 
 
 def _began_with(folder: Path, steps: int) -> Any:
-    return checkpoint.read_document(folder / f"checkpoints/step-{steps:08d}").config["train"].get("residual")
+    return checkpoint.read_document(folder / f"checkpoints/step-{steps:08d}").config["train"]["residual"]
 
 
-def test_a_new_run_has_fp32_tokens_and_a_resumed_run_what_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_configuration_decides_also_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
 
     def noted(train: Any) -> Numerics:
@@ -139,21 +136,9 @@ def test_a_new_run_has_fp32_tokens_and_a_resumed_run_what_it_began_with(
     monkeypatch.setattr(sana_config, "numerics", noted)
     _fit(tmp_path / "new", 1)
     _fit(tmp_path / "compute", 1, residual="compute")
-    _fit(tmp_path / "compute", 2, resume="auto")
+    _fit(tmp_path / "compute", 2, resume="auto", residual="compute")
     assert used == ["fp32", "compute", "compute"]
     assert (_began_with(tmp_path / "new", 1), _began_with(tmp_path / "compute", 2)) == ("fp32", "compute")
     printed = _fit(tmp_path / "compute", 3, resume="auto", residual="fp32")
     assert used[-1] == "fp32"
     assert any("train.residual: compute -> fp32" in line for line in printed)
-
-
-def test_a_run_older_than_the_option_goes_on_as_it_was(tmp_path: Path) -> None:
-    _fit(tmp_path, 1, residual="compute")
-    path = tmp_path / "checkpoints/step-00000001/checkpoint.json"
-    document = json.loads(path.read_text())
-    for name in ("residual", "recipe"):
-        del document["config"]["train"][name]
-    values = {name: value for name, value in document.items() if name != "digest"}
-    path.write_text(json.dumps({**values, "digest": checkpoint.digest_of(values)}))
-    _fit(tmp_path, 2, resume="auto")
-    assert _began_with(tmp_path, 2) == "compute"

@@ -261,30 +261,25 @@ def test_packed_text_is_refused_where_it_has_no_kernel(
 
 
 @pytest.mark.parametrize(
-    ("options", "earlier", "capability", "expected"),
+    ("options", "capability", "expected"),
     [
-        ({}, None, (8, 0), "packed"),
-        ({}, None, (7, 5), "padded"),
-        ({"precision": "fp32"}, None, (9, 0), "padded"),
-        ({"parallel": {"pp_size": 2}}, "packed", (9, 0), "padded"),
-        ({}, "padded", (9, 0), "padded"),
-        ({}, "packed", (7, 5), "packed"),
-        ({"text": "padded"}, "packed", (9, 0), "padded"),
+        ({}, (8, 0), "packed"),
+        ({}, (7, 5), "padded"),
+        ({"precision": "fp32"}, (9, 0), "padded"),
+        ({"parallel": {"pp_size": 2}}, (9, 0), "padded"),
+        ({"text": "padded"}, (9, 0), "padded"),
     ],
 )
 def test_captions_are_packed_where_there_is_a_kernel(
     options: dict[str, Any],
-    earlier: str | None,
     capability: tuple[int, int],
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """earlier: of the checkpoint that is resumed."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = tiny_run.config(**{"precision": "bf16", **options})
-    begun = None if earlier is None else {"train": {"text": earlier}}
-    assert build.with_text(config, torch.device("cuda", 0), begun).train.text == expected
-    on_cpu = build.with_text(config, CPU, None).train.text
+    assert build.with_text(config, torch.device("cuda", 0)).train.text == expected
+    on_cpu = build.with_text(config, CPU).train.text
     assert on_cpu == "padded"
 
 

@@ -40,7 +40,7 @@ from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
 from pipeline.planning.expectation import Expectation
 from pipeline.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
-from pipeline.training.profiling import Profiler
+from pipeline.training.profiling import tracing
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.training.trainer import closable, fit
@@ -394,12 +394,11 @@ def test_some_steps_are_traced(tmp_path: Path, start: int, steps: int, traced: i
 def test_only_the_first_process_traces_unless_all_are_asked_for(tmp_path: Path) -> None:
     lines: list[str] = []
     for rank, ranks in ((0, "first"), (1, "first"), (1, "all")):
-        config = ProfileConfig(start=1, steps=1, ranks=ranks)  # type: ignore[arg-type]
-        profiler = Profiler(config, tmp_path / f"{rank}-{ranks}", rank, CPU, lines.append)
-        profiler.begin_step(1)
-        torch.zeros(3).add_(1)
-        profiler.begin_step(2)
-        profiler.close()
+        config = ProfileConfig(start=2, steps=1, ranks=ranks)  # type: ignore[arg-type]
+        with tracing(config, tmp_path / f"{rank}-{ranks}", rank, CPU, lines.append) as done:
+            done(1)
+            torch.zeros(3).add_(1)
+            done(2)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["0-first", "1-all"]
     assert len(lines) == 2
 
@@ -407,9 +406,9 @@ def test_only_the_first_process_traces_unless_all_are_asked_for(tmp_path: Path) 
 def test_a_trace_that_cannot_be_written_is_no_reason_to_lose_a_run(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("a file")
     lines: list[str] = []
-    profiler = Profiler(ProfileConfig(start=1, steps=1), tmp_path, 0, CPU, lines.append)
-    profiler.begin_step(1)
-    profiler.close()
+    with tracing(ProfileConfig(start=2, steps=1), tmp_path, 0, CPU, lines.append) as done:
+        done(1)
+        done(2)
     (line,) = lines
     assert line.startswith("note: the profile could not be written")
 
@@ -420,10 +419,11 @@ def test_on_a_gpu_a_memory_snapshot_is_written_and_recording_ends(
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
-    profiler = Profiler(ProfileConfig(start=1, steps=1), tmp_path, 0, torch.device("cuda"), lambda line: None)
-    profiler.begin_step(1)
-    profiler.begin_step(2)
-    assert calls[1] == str(tmp_path / "profile/memory-step-00000001-process-0.pickle")
+    on_gpu = torch.device("cuda")
+    with tracing(ProfileConfig(start=2, steps=1), tmp_path, 0, on_gpu, lambda line: None) as done:
+        for step in (1, 2, 3):
+            done(step)
+    assert calls[1] == str(tmp_path / "profile/memory-step-00000002-process-0.pickle")
     assert "max_entries" in calls[0] and calls[2:] == [{"enabled": None}]
 
 
@@ -564,7 +564,7 @@ def run(finished: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_directory_tells_the_run(finished: Path) -> None:
-    settings = build.with_residual(tiny_run.config(finished, steps=6, save_every=2), None)
+    settings = tiny_run.config(finished, steps=6, save_every=2)
     assert yaml.safe_load((finished / "config.yaml").read_text()) == settings.model_dump(mode="json")
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
         "step-00000002",

@@ -171,7 +171,7 @@ def test_dropout_is_off_and_blocks_run_uncompiled(tmp_path: Path, monkeypatch: p
     dropout(monkeypatch)
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(
-        "pipeline.parallel.parallelize.compile_blocks", lambda blocks, *_: compile_blocks(blocks, counter, 8)
+        "pipeline.parallel.parallelize.compile_blocks", lambda blocks, backend: compile_blocks(blocks, counter)
     )
     torch._dynamo.reset()
     config = settings(tmp_path / "run", 1, compile="block", compile_backend="eager")
@@ -585,19 +585,6 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
         trained, *checkpoint.load_model_state(folder), published, shape, torch.device("cpu")
     )
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
-
-
-def test_a_finished_phase_that_drew_has_not_changed(small: Callable[..., Config]) -> None:
-    """The checkpoint has the set's id, the configuration its name."""
-    config = small('phases=[{"name": "a", "snapshot": "latest", "steps": 1}]')
-    stages.bucket.run(config)
-    publish(Cache(config.cache))
-    stages.train.run(config, log=lambda line: None)
-    assert drawn(Path(config.train.output) / "a", 1)[1]["prompts"] == ["one", "two", "three"]
-    printed: list[str] = []
-    stages.train.run(config, resume="auto", log=printed.append)
-    assert any("phase a (1 of 1): finished after step 1" in line for line in printed)
-    assert not any(line.startswith("note: phase") for line in printed)
 
 
 def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config]) -> None:

@@ -174,7 +174,7 @@ def test_the_training_does_not_notice(
 def test_no_graph_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(
-        "pipeline.parallel.parallelize.compile_blocks", lambda blocks, *_: compile_blocks(blocks, counter, 8)
+        "pipeline.parallel.parallelize.compile_blocks", lambda blocks, backend: compile_blocks(blocks, counter)
     )
     torch._dynamo.reset()
     config = settings(tmp_path / "run", 2, compile="block", compile_backend="eager")

@@ -2,8 +2,8 @@
 
 Why per block: all blocks share one graph, so 60 compile as fast as 20, and FSDP2 gathers between them. Why dynamic
 shapes: buckets and text lengths are many; convolutions and attention are opaque operations, which leave sizes free.
-Why `forward` and not the module's call: FSDP2's hooks stay outside. Why a limit on graphs: dynamo gives up at its
-default (8) and silently runs uncompiled; here another graph is an error.
+Why `forward` and not the module's call: FSDP2's hooks stay outside. Why `fullgraph`: otherwise dynamo silently runs
+uncompiled beyond its limit (8 graphs); here another graph is an error.
 Price: the first step compiles (inductor: a minute on two CPU cores), and again for a last microbatch of one sample.
 """
 
@@ -18,18 +18,11 @@ from torch import nn
 from torch.fx.experimental import _config as shapes
 
 
-def compile_blocks(blocks: Sequence[nn.Module], backend: str, graphs: int) -> None:
+def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
     """Compile each block in place, after `apply_activation_checkpointing` and before `fully_shard`. Names of modules
     and parameters stay. Dynamo's settings are those of the process: sizes that are equal by chance stay independent,
-    and floating numbers (epsilons) are constants.
-
-    Args:
-        graphs: maximum number of graphs; another raises `FailOnRecompileLimitHit`.
-    """
-    limit = torch._dynamo.config
-    limit.recompile_limit = max(limit.recompile_limit, graphs)
-    limit.accumulated_recompile_limit = max(limit.accumulated_recompile_limit, limit.recompile_limit)
-    limit.specialize_float = True
+    and floating numbers (epsilons) are constants. A graph beyond dynamo's limit raises `FailOnRecompileLimitHit`."""
+    torch._dynamo.config.specialize_float = True
     shapes.use_duck_shape = False
     _tag_caches()
     for block in blocks:

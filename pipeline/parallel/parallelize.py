@@ -204,7 +204,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
     tensor_parallel.apply(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     apply_activation_checkpointing(blocks, train)
     if train.compile == "block":
-        compile_blocks(blocks, train.compile_backend, train.compile_max_graphs)
+        compile_blocks(blocks, train.compile_backend)
     tapped: dict[int, Tensor] = {}
     for number in taps:
         blocks[number].register_forward_hook(partial(_tap, tapped, number))

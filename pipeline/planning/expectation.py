@@ -24,7 +24,7 @@ from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
 from pipeline.planning import auto, extent
 from pipeline.planning.cost import Time
-from pipeline.planning.predict import Data, as_new_run, checkpoint_bytes, predict
+from pipeline.planning.predict import Data, checkpoint_bytes, predict, uncompiled
 from pipeline.planning.recorder import BUFFERS, GRADIENTS, LASTING
 from pipeline.training.checkpoint import complete
 
@@ -103,7 +103,7 @@ def expect(
     Also prints what the run means (`extent`).
 
     Args:
-        config: decided, with `train.residual`. shape: gives the model's shape.
+        config: decided. shape: gives the model's shape.
     """
     expected, step_s = None, None
     try:
@@ -141,7 +141,7 @@ def _expect(
     """And the seconds of a step, without what the compiler saves, where the card is known."""
     machine, given = auto.present(device, launch), config.train
     is_bound = given.compile != "none"
-    train = as_new_run(given)
+    train = uncompiled(given)
     on_gpu = machine.card.is_gpu
     if not on_gpu and checkpoint_bytes(shape, train) < MEANINGFUL:
         return None, None

@@ -208,10 +208,9 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
     return layout
 
 
-def as_new_run(train: TrainConfig) -> TrainConfig:
-    """With `train.residual` as a new run decides it, and without the compiler: what compiled blocks save is not
-    predicted; it is about as much, or less."""
-    return train.model_copy(update={"residual": train.residual or "fp32", "compile": "none"})
+def uncompiled(train: TrainConfig) -> TrainConfig:
+    """Without the compiler: what compiled blocks save is not predicted; it is about as much, or less."""
+    return train.model_copy(update={"compile": "none"})
 
 
 def predict(
@@ -223,7 +222,7 @@ def predict(
         ConfigError: sizes that do not fit, a technique that is not covered.
     """
     layout = layout or check(train, shape, data, machine.gpus)
-    train = as_new_run(train)
+    train = uncompiled(train)
     bucket, share = data.worst(layout.data_world, train.microbatch)
     microbatch = min(train.microbatch, share)
     count = -(-share // microbatch)

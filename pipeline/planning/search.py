@@ -126,7 +126,7 @@ class Search:
             NothingFitsError: with what needs least.
             ConfigError: see `choose`.
         """
-        train, limit = with_placeholders(predicting.as_new_run(train)), self.machine.memory * share
+        train, limit = with_placeholders(predicting.uncompiled(train)), self.machine.memory * share
         on_gpu, given = self.machine.card.is_gpu, train.parallel.offload
         found: list[Candidate] = []
         seen: list[Candidate] = []
@@ -210,7 +210,7 @@ class Search:
 
     def candidate(self, train: TrainConfig, layout: Layout) -> Candidate:
         """One configuration, traced whole."""
-        tree = predicting.as_new_run(train).model_dump(mode="json")
+        tree = predicting.uncompiled(train).model_dump(mode="json")
         tree["parallel"] |= {"sizes": None, "dp_replicate": None, "dp_shard": None}  # of the layout
         key = json.dumps(tree), layout
         if key not in self._made:

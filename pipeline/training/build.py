@@ -160,22 +160,11 @@ def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[st
     return replace(run, resumed=resumed)
 
 
-def with_residual(config: Config, earlier: dict[str, Any] | None) -> Config:
-    """The configuration with `train.residual` decided: as given, else as the run began, else fp32."""
-    if config.train.residual is not None:
-        return config
-    residual = "fp32" if earlier is None else earlier["train"].get("residual") or "compute"
-    return config.with_train(residual=residual)
-
-
-def with_text(config: Config, device: torch.device, earlier: dict[str, Any] | None) -> Config:
-    """The configuration with `train.text` decided: as given, else as the run began, else packed where a kernel is."""
+def with_text(config: Config, device: torch.device) -> Config:
+    """The configuration with `train.text` decided: as given, else packed where a kernel is."""
     train = config.train
-    if train.text is not None:
-        return config
     fits = train.parallel.pp_size == 1 and has_packed_kernel(train, device)
-    text = earlier["train"].get("text") if earlier is not None and train.parallel.pp_size == 1 else None
-    return config.with_train(text=text or ("packed" if fits else "padded"))
+    return config.with_train(text=train.text or ("packed" if fits else "padded"))
 
 
 def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:

@@ -613,8 +613,7 @@ def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[ModelSpe
 def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
     """The configuration with the numerics of a training (`earlier`), so that pictures are those which it draws."""
     train = earlier["train"]
-    changes = {"residual": train.get("residual") or "compute", "recipe": train.get("recipe", "default")}
-    return config.with_train(**changes)
+    return config.with_train(residual=train["residual"], recipe=train["recipe"])
 
 
 def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | None:

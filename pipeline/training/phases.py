@@ -21,7 +21,6 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError, writing
 from pipeline.loader.schedule import Schedule
 from pipeline.training import checkpoint
-from pipeline.training.build import changed_options
 from pipeline.training.metrics import read_events
 
 NAME = "summary.json"
@@ -36,23 +35,6 @@ class PhaseState:
     folder: Path
     last: checkpoint.Resumed | None
     finished: bool
-
-    def changed(self, config: Config) -> list[str]:
-        """Options of the phase, as they are now, that are not those it was trained with."""
-        assert self.last is not None
-        places = ("cache: ", "mirror.", "patience_s: ", "train.output: ")
-        undecided = (f"train.{name}{'.' if name == 'parallel' else ': '}" for name in config.train.undecided)
-        decided = (
-            "train.phase: ",
-            "train.residual: ",
-            *(("train.text: ",) if config.train.text is None else ()),
-            "train.pictures.prompts: ",
-            "train.validation.old: ",
-            *undecided,
-        )
-        counted = ("train.epochs: ", "train.steps: ") if config.train.epochs is not None else ()
-        lines = changed_options(self.last.document.config, config)
-        return [line for line in lines if not line.startswith((*places, *decided, *counted))]
 
 
 def survey(config: Config) -> list[PhaseState]:

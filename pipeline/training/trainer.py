@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Generator, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,14 +34,14 @@ from pipeline.parallel.mesh import open_mesh
 from pipeline.processes import shown
 from pipeline.terminal import LiveLine
 from pipeline.training import checkpoint, optimizers
-from pipeline.training.build import TrainingRun, build, trainable_of, with_residual
+from pipeline.training.build import TrainingRun, build, trainable_of
 from pipeline.training.checks import check_inputs, check_start
 from pipeline.training.drawings import Drawings
 from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
 from pipeline.training.metrics import Metrics, export
-from pipeline.training.profiling import Profiler
+from pipeline.training.profiling import tracing
 from pipeline.training.step import Outcome
 from pipeline.training.stop_request import StopRequest, catch_signals_of
 from pipeline.training.task import Compare, Log, Report, TrainingTask
@@ -98,7 +97,6 @@ def fit(
         if resumed is not None and (done := resumed.done) >= train.steps:
             log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
             return Report(done, resumed.folder, None, None)
-        context = replace(context, config=with_residual(config, resumed and resumed.document.config))
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
         for line in optimizers.advice(train.optim, task.batch, train.steps):
@@ -162,9 +160,8 @@ class Loop:
         self.saver = checkpoint.Saver(
             context.folder / "checkpoints", run.identity, context.config, context.log, lock, run.began_from
         )
-        launch, device = context.launch, context.device
-        self.profiler = Profiler(self.train.profile, context.folder, launch.rank, device, context.log)
-        labels = {"stage": "train", "run": "/".join(context.folder.absolute().parts[-2:]), "task": launch.rank}
+        rank = context.launch.rank
+        labels = {"stage": "train", "run": "/".join(context.folder.absolute().parts[-2:]), "task": rank}
         self.textfile = Textfile(context.config.metrics.textfile, labels, retrying.log)
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
@@ -177,7 +174,7 @@ class Loop:
         loader = run_on_all(lambda: self.context.task.loader(self.context.layout, self.done, steps))
         self.run.model.module.train()
         self.stop.looping = True
-        launch = self.context.launch
+        context, launch = self.context, self.context.launch
         with (
             closing(closable(loader)) as microbatches,
             self.saver,
@@ -185,13 +182,14 @@ class Loop:
             memory_errors(self.train),
             retrying.stopping(self.stop.check),
             self.textfile.renewed(),
-            closing(self.profiler),
+            tracing(self.train.profile, context.folder, launch.rank, context.device, context.log) as traced,
         ):
-            feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), self.context.config, self.context.log)
+            feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), context.config, context.log)
             state: LoaderState | None = None
             self._look(state)
             for waited, batches, state in feed:
                 outcome = self.step_once(batches, state.step)
+                traced(state.step)
                 self.throughput.add(outcome, batches, waited)
                 last = state.step == steps or self.step.stop_wanted
                 if last or state.step % self.train.log_every == 0:
@@ -210,7 +208,6 @@ class Loop:
         return self._report(stopped=self.step.stop_wanted or self.interrupted or feed.broken)
 
     def step_once(self, batches: list[Batch], step: int) -> Outcome:
-        self.profiler.begin_step(step)
         optimizers.set_learning_rate(self.run.optimizer, self._learning_rate(step))
         self._seed(step)
         stop = self.stop.reason() is not None or self.saver.failed or self.lock.lost

@@ -1,5 +1,5 @@
-"""The golden cache and checkpoint. `python -m tests.support.golden` records the cache anew when its format has changed;
-the orders of its snapshots must stay, and so do the checkpoint and its losses."""
+"""The golden cache and checkpoint. `python -m tests.support.golden` records them anew when a format has changed; the
+orders of the snapshots and the losses of the run must stay."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
 import stages.bucket
 import stages.pack
 from pipeline.cache.cache import Cache
 from pipeline.config import Config
+from pipeline.launch import Launch
 from pipeline.loader.loader import Loader
+from pipeline.training import metrics
+from pipeline.training.trainer import fit
 from tests.support import synthetic
 from tests.support.loading import loader_settings
 from tests.support.trees import unpack
+from tests.support.workers import tiny_run
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden.tar.xz"
 SETTINGS = {
@@ -31,6 +36,18 @@ SETTINGS = {
 
 def config(golden: Path, *overrides: str) -> Config:
     return synthetic.config(golden / "cache", *overrides)
+
+
+def run_config(golden: Path, steps: int) -> Config:
+    heads = {"num_attention_heads": 2, "num_cross_attention_heads": 1}
+    return tiny_run.config(golden / "run", steps=steps, layers=2, arch=heads, ema={"decay": 0.9})
+
+
+def losses_after(golden: Path, start: int) -> list[float]:
+    """Resume the run and return its losses up to step 8."""
+    settings = run_config(golden, 8)
+    fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
+    return [row["loss"] for row in metrics.read(golden / "run" / "metrics.jsonl") if row["step"] > start]
 
 
 def batch_digests(cache: Path, snapshot: str) -> list[str]:
@@ -71,6 +88,13 @@ def record() -> None:
         orders = {name: batch_digests(folder / "cache", name) for name in made}
         assert all(orders[name] == figures["orders"][name] for name in SETTINGS), "another order"
         figures |= {"snapshots": made, "orders": orders}
+        shutil.rmtree(folder / "run")
+        settings = run_config(folder, 4)
+        fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+        shutil.copytree(folder / "run" / "checkpoints", folder / "four" / "run" / "checkpoints")
+        shutil.rmtree(folder / "run")
+        shutil.copytree(folder / "four" / "run", folder / "run")
+        assert losses_after(folder / "four", 4) == pytest.approx(figures["losses"], rel=1e-5), "other losses"
         (folder / "figures.json").write_text(json.dumps(figures, indent=1))
         shutil.rmtree(folder / "cache" / "tmp", ignore_errors=True)
         with tarfile.open(GOLDEN, "w:xz") as tar:

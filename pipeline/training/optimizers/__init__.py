@@ -152,7 +152,7 @@ def check(config: OptimConfig) -> None:
 
 def check_resumable(earlier: dict[str, Any], train: TrainConfig) -> None:
     """Refuse to continue with an optimizer that cannot use the checkpoint's state. earlier: its section `train`."""
-    before, now, recipes = earlier["optim"]["name"], train.optim.name, (earlier.get("recipe", "default"), train.recipe)
+    before, now, recipes = earlier["optim"]["name"], train.optim.name, (earlier["recipe"], train.recipe)
     if before == now == "came" and recipes[0] != recipes[1]:
         raise ConfigError(
             "the checkpoint holds the state of another CAME",

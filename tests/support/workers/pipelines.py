@@ -116,7 +116,7 @@ def parity(launch: Launch, folder: Path, case: dict[str, Any]) -> dict[str, Any]
         "loss": [],
         "norm": [],
         "gradient": [],
-        "plain bf16": expected["bf16"][settings.train.residual or "compute"],
+        "plain bf16": expected["bf16"][settings.train.residual],
     }
     with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
         parallel_model = parallelize(start(settings), group, settings.train)
