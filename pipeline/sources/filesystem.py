@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar, cast
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from pipeline import retrying
 from pipeline.cache.disk import raise_if_of_machine
@@ -42,9 +42,6 @@ POINTERS = (
     ),
 )
 """What small files hold that stand in place of a file, and the reason."""
-
-LINES = 1 << 20
-"""Bytes of a file that are read at once for its lines."""
 
 
 class Unreadable(OSError):
@@ -162,11 +159,6 @@ class Filesystem(ABC):
     @abstractmethod
     def open(self, name: str, spool: bool = False) -> BinaryIO:
         """The file, seekable. spool: the whole file will be read soon, so a remote file is worth a temporary copy."""
-
-    def lines(self, name: str) -> Iterator[bytes]:
-        """The lines of a file, streamed, each with its end."""
-        with self.open(name, spool=True) as file, io.BufferedReader(cast("io.RawIOBase", file), LINES) as stream:
-            yield from stream
 
     def read_many(self, names: list[str], limit: int) -> list[bytes | Unreadable]:
         """`read` of many small files; for a file that fails, the error."""

@@ -9,14 +9,17 @@ the picture is fetched to be encoded.
 
 from __future__ import annotations
 
-import io
 import re
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from pipeline.cache.layout import digest
 from pipeline.errors import AwayError, UserError
@@ -31,7 +34,8 @@ from pipeline.sources.source import FilesSource, Fragment, Given, Item, ListedIt
 ADDRESS = "@"
 """In `Place.where` of a link, before the digest of its address."""
 
-LINK_RULE = "links-1"
+_URLS = pa.schema([("line", pa.int64()), ("url", pa.string())])
+LINK_RULE = "links-2"
 LINK_CAPTIONS = ("TEXT", "caption", "alt_text")
 """Caption columns of tables of links that have no column `text`, where the configuration names no other."""
 
@@ -131,17 +135,18 @@ class LinkListing(LinkTables):
 
     format = "links"
     has_links = True
-    WHERE = re.compile(rf"(?P<start>\d+)\+(?P<length>\d+){ADDRESS}(?P<address>[0-9a-f]{{16}})")
+    WHERE = re.compile(rf"(?P<line>\d+){ADDRESS}(?P<address>[0-9a-f]{{16}})")
 
     def __init__(self, given: Given, files: Iterable[str]):
         super().__init__(given, files)
-        self._headers: dict[str, bytes] = {}
+        self._urls: dict[str, pa.Table] = {}
+        self._lock = threading.Lock()
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         rule: CaptionRule | None = None
         column, any_row = self.image_field, False
         try:
-            for line, (start, end), row in RowReader(name, self.filesystem.lines(name)).placed():
+            for line, row in RowReader(name, self.filesystem.open(name, spool=True)):
                 key = f"{name}/{line:09d}"
                 any_row = True
                 if isinstance(row, str):
@@ -151,7 +156,7 @@ class LinkListing(LinkTables):
                     rule = self._rule(row)
                     column = column or link_column(row)
                     self._check(name, column, rule, row)
-                yield from self._item(key, name, f"{start}+{end - start}", row, column or "", rule)
+                yield from self._item(key, name, str(line), row, column or "", rule)
         except OSError as error:
             yield Reject(escaped(name), unreadable_reason(name, error))
             return
@@ -183,7 +188,7 @@ class LinkListing(LinkTables):
         return listed.fragments(self, part, size)
 
     def _prepare(self) -> None:
-        self._headers = {}
+        self._urls = {}
 
     def _stamp(self, file: str) -> str | None:
         versions = map(str, self._versions[file])
@@ -200,15 +205,19 @@ class LinkListing(LinkTables):
 
     def _url(self, place: Place) -> str | None:
         part, where = self._located(place)
-        data = self.filesystem.read_range(part, int(where["start"]), int(where["length"]))
-        if part not in self._headers:
-            reader = RowReader(part, self.filesystem.lines(part))
-            next(iter(reader), None)
-            self._headers[part] = reader.header
-        data = self._headers[part] + data
-        row = next((row for _, row in RowReader(part, io.BytesIO(data)) if isinstance(row, dict)), {})
-        url = row.get(self.image_field or link_column(row) or "")
-        return url if isinstance(url, str) else None
+        with self._lock:  # the first link that is read of a file costs a pass over it
+            if part not in self._urls:
+                self._urls[part] = self.scratch.rows(_URLS, self._read_urls(part))
+        table, line = self._urls[part], int(where["line"])
+        at = int(np.searchsorted(table.column("line").to_numpy(), line))
+        found = at < len(table) and table.column("line")[at].as_py() == line
+        return table.column("url")[at].as_py() if found else None
+
+    def _read_urls(self, part: str) -> Iterator[tuple[int, str]]:
+        for line, row in RowReader(part, self.filesystem.open(part, spool=True)):
+            url = row.get(self.image_field or link_column(row) or "") if isinstance(row, dict) else None
+            if isinstance(url, str) and not has_surrogates(url):
+                yield line, url
 
 
 def link_column(row: dict[str, Any]) -> str | None:
@@ -219,7 +228,7 @@ def link_column(row: dict[str, Any]) -> str | None:
 def first_row(filesystem: Filesystem, file: str, image_field: str | None) -> tuple[str, dict[str, Any]]:
     """The first picture that a listing names, and its row; ("", {}) if none of the first rows does."""
     try:
-        for _, row in islice(RowReader(file, filesystem.lines(file)), FIRST_ROWS):
+        for _, row in islice(RowReader(file, filesystem.open(file)), FIRST_ROWS):
             name = row.get(image_field or link_column(row) or "") if isinstance(row, dict) else None
             if isinstance(name, str) and name and isinstance(row, dict):
                 return name, row

@@ -11,9 +11,9 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
@@ -36,13 +36,11 @@ _CAPTION = "caption"
 """The column of a caption in a JSON object {picture: caption}."""
 
 _SEPARATORS = (",", ";", "\t", "|")
-_MARKS = {
-    codecs.BOM_UTF8: ("utf-8", "surrogateescape"),
-    codecs.BOM_UTF16_LE: ("utf-16-le", "surrogatepass"),
-    codecs.BOM_UTF16_BE: ("utf-16-be", "surrogatepass"),
-}
-_SPACE = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+MAX_JSON = 1 << 28
+"""Limit on the characters of a JSON file."""
+
+READ_BYTES = 1 << 20
+"""Bytes of a file that are read at once."""
 
 _PICTURES = pa.schema([("item", pa.string())])
 _NAMED = pa.schema([("item", pa.string()), ("row", pa.large_binary())])
@@ -93,10 +91,10 @@ class MetadataReader:
 
     def rows(self, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """(`FILE:LINE`, values by column) of the rows of a file; lines that are no row become rejects."""
-        any_line = False
-        reader = RowReader(file, self.filesystem.lines(file))
-        self.columns = reader.columns
+        any_line, self.columns = False, {}
         try:
+            reader = RowReader(file, self.filesystem.open(file, spool=True))
+            self.columns = reader.columns
             for line, row in reader:
                 any_line = True
                 if isinstance(row, str):
@@ -162,8 +160,12 @@ def no_column(
     return UserError(f"{filesystem.full_name(file)} has no column {what}", expected=expected, found=found, fix=fix)
 
 
+Rows = Iterator[tuple[int, dict[str, Any] | str]]
+"""(line number, row, or the reason why the line is no row)."""
+
+
 class RowReader:
-    """The rows of a JSONL, JSON or CSV file, of which one is in memory at a time.
+    """The rows of a JSONL or CSV file, one at a time, or of a JSON file, which is read as a whole.
 
     A JSON file is an array of objects, or an object {picture: its columns, or its caption}; JSON and JSONL are told
     apart by the first line, since either is found under the other's name. The separator of a CSV file is found in its
@@ -171,142 +173,100 @@ class RowReader:
 
     Args:
         file: its name, which decides the format.
-        stream: its lines.
+        stream: the open file; the iteration closes it.
 
     Attributes:
         columns: in order of appearance, of the rows read so far.
-        header: bytes that make a file of the bytes of a row that follow them; known with the first row.
     """
 
-    def __init__(self, file: str, stream: Iterable[bytes]):
+    def __init__(self, file: str, stream: BinaryIO):
         self._stream, self._ending = stream, extension(file)
         self.columns: dict[str, None] = {}
-        self.header = b""
-        self._encoding, self._errors = "utf-8", "surrogateescape"
-        self._end = 0
 
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        """(line number, row, or the reason why the line is not a row). A CSV record has the number of its last line, a
-        row of a JSON file its own."""
-        yield from ((line, row) for line, _, row in self.placed())
+    def __iter__(self) -> Rows:
+        """A CSV record has the number of its last line, a row of a JSON file its own."""
+        line = 0
+        with io.BufferedReader(cast("io.RawIOBase", self._stream), READ_BYTES) as stream:
+            wide = stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            encoding, errors = ("utf-16", "surrogatepass") if wide else ("utf-8-sig", "surrogateescape")
+            text = io.TextIOWrapper(stream, encoding, errors, newline="")  # lines of old Macs end with \r
+            try:
+                for line, row in self._rows(text):
+                    if isinstance(row, dict):
+                        self.columns.update(dict.fromkeys(row))
+                    yield line, row
+            except UnicodeDecodeError:
+                yield line + 1, "is not UTF-16; what follows is not read"
 
-    def placed(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
-        """As the iteration, with the position of the row: its first byte, and the byte after its last."""
-        rows = self._csv if self._ending in ("csv", "tsv") else self._json if self._is_json() else self._jsonl
-        for line, place, row in rows():
-            if isinstance(row, dict):
-                self.columns.update(dict.fromkeys(row))
-            yield line, place, row
+    def _rows(self, text: io.TextIOWrapper) -> Rows:
+        first = text.readline(MAX_JSON)
+        lines = chain([first] if first else [], text)
+        if self._ending in ("csv", "tsv"):
+            return self._csv(lines)
+        return _json(first + text.read(MAX_JSON)) if self._is_json(first) else _jsonl(lines)
 
-    def _is_json(self) -> bool:
-        """Whether the file is one JSON value, and not one in each line."""
-        lines = iter(self._stream)
-        first = next(lines, b"")
-        self._stream = chain([first], lines)
-        text = first.decode("utf-8-sig", "replace").strip()
+    def _is_json(self, first: str) -> bool:
+        """Whether the file is one JSON value, and not one in each line. first: its first line."""
         if self._ending != "json":
-            return text.startswith("[")
-        row = parse_json(text) if len(text) <= MAX_CAPTION_BYTES else ""
+            return first.lstrip().startswith("[")
+        row = parse_json(first) if len(first) <= MAX_CAPTION_BYTES else ""
         return isinstance(row, str) or row.keys().isdisjoint((*NAME_COLUMNS, *LINK_COLUMNS))
 
-    def _bytes(self, text: str) -> bytes:
-        return text.encode(self._encoding, self._errors)
-
-    def _texts(self) -> Iterator[str]:
-        """The lines of the file; `_end` is behind the last one. Bytes that are not UTF-8 are surrogates."""
-        lines, pending = iter(self._stream), ""
-        first = next(lines, b"")
-        mark = next((mark for mark in _MARKS if first.startswith(mark)), b"")
-        if mark:
-            self._encoding, self._errors = _MARKS[mark]
-            self.header, self._end = mark, len(mark)
-        decoder = codecs.getincrementaldecoder(self._encoding)(self._errors)
-        for raw in chain([first[len(mark) :]], lines, [None]):
-            if raw is None and self._encoding != "utf-8":
-                decoder.errors = "replace"  # half a character
-            *whole, pending = (pending + decoder.decode(raw or b"", final=raw is None)).split("\n")
-            for text in [*(line + "\n" for line in whole), *([pending] if raw is None and pending else [])]:
-                # As `csv` expects them: the lines of old Macs end with \r.
-                for line in io.StringIO(text, newline="") if "\r" in text else [text]:
-                    self._end += len(self._bytes(line))
-                    yield line
-
-    def _jsonl(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
-        for line, text in enumerate(self._texts(), start=1):
-            if text.strip():
-                place = self._end - len(self._bytes(text)), self._end
-                yield line, place, "is not UTF-8" if has_surrogates(text) else parse_json(text)
-
-    def _json(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
-        text, number = _JsonText(self._texts(), self._bytes), 0
-        opening = text.next()
-        text.offset += len(self.header)
-        self.header += self._bytes(opening)
-        try:
-            if opening not in ("[", "{"):
-                raise ValueError("begins neither with '[' nor with '{'")
-            text.skip(opening)
-            while text.next() != {"[": "]", "{": "}"}[opening]:
-                if number:
-                    text.skip(",")
-                text.next()
-                start, key = text.offset, text.value() if opening == "{" else None
-                if opening == "{":
-                    text.skip(":")
-                value, number = text.value(), number + 1
-                yield number, (start, text.offset), _json_row(key, value)
-            text.skip("]" if opening == "[" else "}")
-            if text.next():
-                raise ValueError("has more behind its end")
-        except ValueError as error:
-            yield number + 1, (0, 0), f"is not JSON: {error}; what follows is not read"
-
-    def _csv(self) -> Iterator[tuple[int, tuple[int, int], dict[str, Any] | str]]:
+    def _csv(self, lines: Iterator[str]) -> Rows:
         csv.field_size_limit(max(csv.field_size_limit(), MAX_CAPTION_BYTES))
-        texts, before, header = self._texts(), list[str](), list[str]()
-        first = next(texts, "")
+        first, above, header = next(lines, ""), 0, list[str]()
         named = re.fullmatch(r"sep=(.)[\r\n]*", first)
         if named:  # Excel's own line
-            before.append(first)
-            first = next(texts, "")
-        above = len(before)
-
-        def recorded() -> Iterator[str]:
-            for text in chain([first] if first else [], texts):
-                if not header:
-                    before.append(text)
-                yield text
-
+            first, above = next(lines, ""), 1
         delimiter = named[1] if named else "\t" if self._ending == "tsv" else _separator(first)
-        reader = csv.reader(recorded(), delimiter=delimiter, strict=True)
+        reader = csv.reader(chain([first] if first else [], lines), delimiter=delimiter, strict=True)
         while True:
-            start = self._end
             try:
                 fields = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield reader.line_num + above, (start, self._end), f"is not CSV: {error}"
+                yield reader.line_num + above, f"is not CSV: {error}"
                 continue
-            line, place = reader.line_num + above, (start, self._end)
+            line = reader.line_num + above
             if not fields:
                 continue
             if not header:
                 header = fields
-                self.header += b"".join(map(self._bytes, before))
                 if any(map(has_surrogates, header)):
-                    yield line, place, "the header is not UTF-8"
+                    yield line, "the header is not UTF-8"
                     return
                 self.columns.update(dict.fromkeys(header))
                 twice = sorted({escaped(name) for name in header if header.count(name) > 1})
                 if twice:
-                    yield line, place, f"the header has a column twice ({', '.join(twice)}); the last one counts"
+                    yield line, f"the header has a column twice ({', '.join(twice)}); the last one counts"
             elif len(fields) != len(header):
-                yield line, place, f"has {len(fields)} fields, the header has {len(header)}"
+                yield line, f"has {len(fields)} fields, the header has {len(header)}"
             elif any(map(has_surrogates, fields)):
-                yield line, place, "is not UTF-8"
+                yield line, "is not UTF-8"
             else:
-                yield line, place, dict(zip(header, fields, strict=True))
+                yield line, dict(zip(header, fields, strict=True))
+
+
+def _jsonl(lines: Iterator[str]) -> Rows:
+    for line, text in enumerate(lines, start=1):
+        if text.strip():
+            yield line, "is not UTF-8" if has_surrogates(text) else parse_json(text)
+
+
+def _json(text: str) -> Rows:
+    if len(text) >= MAX_JSON:
+        yield 1, f"has {MAX_JSON:,} characters or more; write a .jsonl, one object for each picture in a line"
+        return
+    try:
+        value = json.loads(text, parse_constant=lambda name: None)
+    except (ValueError, RecursionError) as error:
+        yield 1, f"is not JSON: {error}"
+        return
+    rows = value if isinstance(value, list) else [value]
+    entries = value.items() if isinstance(value, dict) else ((None, each) for each in rows)
+    for line, (key, each) in enumerate(entries, start=1):
+        yield line, _json_row(key, each)
 
 
 def _separator(header: str) -> str:
@@ -316,57 +276,6 @@ def _separator(header: str) -> str:
         if len(names) > 1 and not {*NAME_COLUMNS, *LINK_COLUMNS}.isdisjoint(names):
             return separator
     return max(_SEPARATORS, key=header.count)
-
-
-class _JsonText:
-    """Reads values from the text of a JSON file, a line at a time.
-
-    Attributes:
-        offset: bytes before the next character.
-    """
-
-    def __init__(self, texts: Iterator[str], encoded: Callable[[str], bytes]):
-        self._texts, self._encoded = texts, encoded
-        self._text, self._at, self.offset = "", 0, 0
-
-    def next(self) -> str:
-        """The next character that is not white space; empty at the end."""
-        while True:
-            match = _SPACE.match(self._text, self._at)
-            assert match is not None
-            self._advance(match.end())
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more():
-                return ""
-
-    def skip(self, character: str) -> None:
-        """Read a character. Raises a ValueError if the next one is another."""
-        if (found := self.next()) != character:
-            raise ValueError(f"expected {character!r} and found {found!r}" if found else "it is cut")
-        self._advance(self._at + 1)
-
-    def value(self) -> Any:
-        """Read a value. Raises a ValueError if there is none."""
-        self.next()
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-                break
-            except (ValueError, RecursionError) as error:
-                if len(self._text) - self._at > MAX_CAPTION_BYTES or not self._more():
-                    raise ValueError(str(error).partition(":")[0]) from None
-        self._advance(end)
-        return value
-
-    def _advance(self, at: int) -> None:
-        self.offset += len(self._encoded(self._text[self._at : at]))
-        self._at = at
-
-    def _more(self) -> bool:
-        text = next(self._texts, "")
-        self._text, self._at = self._text[self._at :] + text, 0
-        return bool(text)
 
 
 def _json_row(key: Any, value: Any) -> dict[str, Any] | str:
