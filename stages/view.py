@@ -14,7 +14,6 @@ from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
 from pipeline.reporting.source_pictures import SourcePictures
-from pipeline.signals.latent import LatentRecipe
 from pipeline.snapshots import near_samples
 
 
@@ -52,8 +51,7 @@ def run(
         values["near"] = [{"row": other, "item": names[other], "bits": bits} for other, bits in alike]
     photos = SourcePictures(config, cache)
     values["readable"] = photos.data(values["source"], values["item"]) is not None
-    further = [(kind, _place(values[kind])) for kind in opened.pictures if kind != LatentRecipe.kind]
-    rows = [*_rows(values), *further]
+    rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
     if out is not None:
         captions = [{"text": caption["text"], "note": _caption(caption)} for caption in values["captions"]]
         images = sample_view.pictures(photos, values, records)
@@ -74,7 +72,7 @@ def run(
 
 
 def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    bucket, latent, picture = values["bucket"], values["latent"], values["picture"]
+    bucket, picture = values["bucket"], values["picture"]
     rows = [
         ("sample", str(values["sample_id"])),
         ("item", f"{values['source']}: {values['item']}"),
@@ -100,14 +98,17 @@ def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ]
     rows.append(("source", "the picture can be read" if values["readable"] else "the picture cannot be read any more"))
-    rows.append(
-        (
-            "latent",
-            f"{' x '.join(map(str, latent['shape']))}, mean {latent['mean']:.4g}, std {latent['std']:.4g}, "
-            f"{latent['min']:.4g} to {latent['max']:.4g}; {_place(latent)}",
-        )
-    )
     return rows
+
+
+def _record(record: dict[str, Any]) -> str:
+    """Of a picture: its numbers, if it has them, and its place."""
+    if "shape" not in record:
+        return _place(record)
+    return (
+        f"{' x '.join(map(str, record['shape']))}, mean {record['mean']:.4g}, std {record['std']:.4g}, "
+        f"{record['min']:.4g} to {record['max']:.4g}; {_place(record)}"
+    )
 
 
 def _caption(caption: dict[str, Any]) -> str:

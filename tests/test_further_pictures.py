@@ -571,9 +571,10 @@ def test_view_shows_further_pictures(
     config = configured(make_config, made)
     stages.view.run(config, "00.png", out=tmp_path / "page.html")
     printed, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
-    assert "control: " in printed and "mask: " in printed
     assert "control, its three main components" in page and "mask, from 0 to 1" in page
     mask = from_bits(values(config, "mask")["00.png"]).float().numpy()
+    assert re.search(rf"^mask: +1 x \d+ x \d+, mean {mask.mean(dtype=np.float64):.4g}, ", printed, re.M)
+    assert re.search(r"^control: +\d+ x \d+ x \d+, mean ", printed, re.M)
     shown = np.asarray(sample_view.projected(mask))
     scale = shown.shape[0] // mask.shape[1]
     assert (shown[::scale, ::scale, 0] == np.round(mask[0] * 255)).all()
@@ -586,12 +587,13 @@ def alts(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["suffix", "webdataset"])
 def test_the_report_counts_and_shows_further_pictures(
-    samples: Samples, make_config: MakeConfig, tmp_path: Path, layout: str
+    samples: Samples, make_config: MakeConfig, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, found = laid_out(samples, layout, tmp_path)
     config = configured(make_config, tmp_path, *found)
     stages.encode.run(config, data)
     stages.bucket.run(config)
+    assert f"{len(SIDES)} samples with control, mask, " in capsys.readouterr().out
     snapshot = Cache.of(config).open_snapshot()
     figures = further_figures(snapshot)
     assert figures is not None

@@ -146,7 +146,6 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
     for kind, recipe in snapshot.pictures.items():
         if recipe.axes == LatentRecipe.axes:
             records[kind] = (snapshot.picture(sample, kind).astype(np.uint32) << 16).view(np.float32)
-    latent = records[LatentRecipe.kind]
     texts = snapshot.captions(row, snapshot.reader("text"))
     longest, width = snapshot.recipe(TextRecipe).max_length, snapshot.recipe(TextRecipe).width
 
@@ -167,17 +166,10 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
         "item": item,
         "bucket": {"height": bucket.height, "width": bucket.width, "batch": bucket.batch, "samples": bucket.samples},
         "picture": _picture(_scanned(cache, snapshot, source, item), (bucket.height, bucket.width)),
-        "latent": {
-            **place("latent", sample.pictures["latent"], latent.nbytes // 2),
-            "shape": list(latent.shape),
-            **{name: float(getattr(latent, name)(dtype=np.float64)) for name in ("mean", "std")},
-            **{name: float(getattr(latent, name)()) for name in ("min", "max")},
-            "channel_std": latent.reshape(len(latent), -1).std(1, dtype=np.float64).tolist(),
-        },
         **{
             kind: place(kind, record, 2 * math.prod(snapshot.shape(kind, sample.bucket)))
+            | (_statistics(records[kind]) if kind in records else {})
             for kind, record in sample.pictures.items()
-            if kind != "latent"
         },
         "captions": [
             {
@@ -192,6 +184,15 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
         ],
     }
     return values, records
+
+
+def _statistics(record: np.ndarray) -> dict[str, Any]:
+    return {
+        "shape": list(record.shape),
+        **{name: float(getattr(record, name)(dtype=np.float64)) for name in ("mean", "std")},
+        **{name: float(getattr(record, name)()) for name in ("min", "max")},
+        "channel_std": record.reshape(len(record), -1).std(1, dtype=np.float64).tolist(),
+    }
 
 
 def _picture(row: dict[str, Any] | None, size: tuple[int, int]) -> dict[str, Any] | None:

@@ -1,0 +1,165 @@
+"""What a snapshot is made from: the last scan and the records of each source, in one cache or several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.cache.cache import Cache
+from pipeline.cache.index import RecordIndex
+from pipeline.cache.recipes import Recipe
+from pipeline.config import Config
+from pipeline.errors import CacheError, UserError
+from pipeline.images import buckets
+from pipeline.signals import Signal
+from pipeline.signals.latent import compression
+from pipeline.snapshots.join import BucketTable, EncodedRecords, Resolution
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The last scan of a source, and the cache that holds it. table: digest of the scan's table."""
+
+    cache: Cache
+    table: str
+    recipes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a snapshot is made from.
+
+    Attributes:
+        caches: the cache of the configuration, then `bucket.caches`.
+        scans: by source, also of sources that are not used.
+        unused: sources of weight 0.
+        resolutions: one after the other, they are `table`.
+        options: what the configuration says, as `Head.options`.
+        lacking: kind of records that some used sources have -> the others. The snapshot has none of this kind.
+    """
+
+    caches: list[Cache]
+    scans: dict[str, Scan]
+    unused: set[str]
+    records: EncodedRecords
+    resolutions: list[Resolution]
+    table: BucketTable
+    options: dict[str, dict[str, Any]]
+    lacking: dict[str, list[str]]
+
+    def used(self) -> Iterator[tuple[str, Scan]]:
+        return ((source, scan) for source, scan in self.scans.items() if source not in self.unused)
+
+
+def caches_of(config: Config, dry_run: bool) -> list[Cache]:
+    """The cache of the configuration, then `bucket.caches`."""
+    others = Cache.others_of(config)
+    caches = [Cache.of(config, create=bool(others) and not dry_run), *others]
+    roots = [cache.location if "://" in cache.location else os.path.realpath(cache.location) for cache in caches]
+    if len(set(roots)) < len(roots):
+        raise UserError("bucket.caches names a cache twice, or the one of `cache`", found=", ".join(roots))
+    return caches
+
+
+def read_inputs(config: Config, caches: list[Cache], scans: dict[str, Scan] | None = None) -> Inputs:
+    """scans: of the sources that are used; default: the last of every source.
+
+    Raises:
+        CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
+        UserError: a setting names what is not there.
+    """
+    settings = config.bucket
+    unused = {source for source, setting in settings.sources.items() if not setting.weight}
+    scans = _scans(caches, unused) if scans is None else scans
+    if not scans:
+        raise CacheError(
+            f"{config.cache}: no source has been encoded into this cache", fix="sana-pipe encode --data DIR"
+        )
+    if unknown := sorted(set(settings.sources) - set(scans)):
+        raise CacheError(
+            f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(scans))
+        )
+    used = {source: scan for source, scan in scans.items() if source not in unused}
+    recipes, lacking = _recipes(config, used or scans)
+    factor = compression(recipes)
+    resolutions, shapes = [], list[tuple[int, int]]()
+    for variant, table in buckets.resolutions(settings, config.data, factor):
+        policy = config.data if settings.resolutions else None
+        resolutions.append(Resolution(table, len(shapes), variant, policy))
+        shapes += table
+    batches = buckets.batches(settings, shapes, factor)
+    indexes = {one.kind: RecordIndex.union([cache.index(one.name) for cache in caches]) for one in recipes}
+    return Inputs(
+        caches,
+        scans,
+        unused,
+        records=EncodedRecords(recipes, indexes),
+        resolutions=resolutions,
+        table=BucketTable(shapes, batches),
+        options=_options(config, caches[0]),
+        lacking=lacking,
+    )
+
+
+def _options(config: Config, cache: Cache) -> dict[str, dict[str, Any]]:
+    """What decides a snapshot beside its scans. Records of other caches lie in its own."""
+    elsewhere = {"caches", "pack_mib", "pack_window"}
+    bucket = config.bucket.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
+    if config.bucket.grow:
+        bucket["grow"] = cache.open_snapshot(config.bucket.grow).id  # the name may move
+    policy = {"resolution", "buckets", "min_side", "max_upscale", "max_crop_loss"}
+    return {"bucket": bucket, "data": config.data.model_dump(mode="json", include=policy)}
+
+
+def _scans(caches: list[Cache], unused: set[str]) -> dict[str, Scan]:
+    """The last scan of each source. Caches may hold different scans of an unused source."""
+    scans: dict[str, Scan] = {}
+    for cache in caches:
+        for source in cache.sources():
+            body = cache.last_scan(source)
+            if body is None:
+                continue
+            scan = Scan(cache, body["table"], body["recipes"])
+            first = scans.setdefault(source, scan)
+            if first.table != scan.table and source not in unused:
+                raise CacheError(
+                    f"{first.cache.location} and {cache.location} both have a source {source!r}, with different items",
+                    fix="encode one of them with another --source-name: it is part of a sample's id",
+                )
+    return dict(sorted(scans.items()))
+
+
+def _recipes(config: Config, scans: dict[str, Scan]) -> tuple[list[Recipe], dict[str, list[str]]]:
+    """The recipes of the sources: of the kinds of records that all of them have; and `Inputs.lacking`. They must be
+    equal, and agree with the configuration."""
+    chosen, lacking = list[Recipe](), dict[str, list[str]]()
+    for kind in dict.fromkeys(kind for scan in scans.values() for kind in scan.recipes):
+        if without := [source for source, scan in scans.items() if kind not in scan.recipes]:
+            lacking[kind] = without
+            continue
+        by_source = {source: scan.cache.recipe(scan.recipes[kind]) for source, scan in scans.items()}
+        first_source, first = next(iter(sorted(by_source.items())))
+        for source, recipe in by_source.items():
+            if recipe != first:
+                raise CacheError(
+                    f"sources {first_source!r} and {source!r} were encoded with different {kind} recipes",
+                    found="; ".join(first.difference(recipe)),
+                    fix="encode both with the same configuration",
+                )
+        chosen.append(first)
+    _check_settings(config, chosen)
+    return chosen, lacking
+
+
+def _check_settings(config: Config, recipes: list[Recipe]) -> None:
+    """Refuse settings of the encoders that differ from the cache's."""
+    pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(config).items()]
+    different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, (ours, theirs) in pairs if ours != theirs]
+    if different:
+        raise CacheError(
+            "the cache was encoded with other settings than this configuration has",
+            found="; ".join(different),
+            fix="run sana-pipe encode with this configuration, or use the configuration of the cache",
+        )

@@ -1,0 +1,253 @@
+"""Choose the samples of a snapshot, and of its held-out part, and assemble both.
+
+Steps: join the sources, filter, leave out copies, hold out a part, take a subset, balance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.cache.arrow import batches
+from pipeline.cache.cache import Cache
+from pipeline.cache.snapshot import Head, HeldOut, Policies, write_chunk
+from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig
+from pipeline.errors import CacheError
+from pipeline.signals.phash import HashRecipe
+from pipeline.snapshots import balance, near_samples, selection
+from pipeline.snapshots.filters import Filter
+from pipeline.snapshots.inputs import Inputs, Scan, read_inputs
+from pipeline.snapshots.join import Assembled, Frame, Joined, assemble, folder_repeats, join, usable, without_policy
+from pipeline.snapshots.near import Report
+from pipeline.snapshots.selection import Better
+
+
+@dataclass(frozen=True)
+class Made:
+    """A snapshot to be published. near: the pictures that look the same, where they were compared; leaked: as in
+    `Head`; balance: the clusters."""
+
+    assembled: Assembled
+    joined: Joined
+    frame: Frame
+    near: near_samples.NearGroups | None = None
+    leaked: dict[str, int] = field(default_factory=dict)
+    balance: list[dict[str, Any]] = field(default_factory=list)
+
+
+Comparing = Callable[[int], AbstractContextManager[Report]]
+"""Shows how far the comparison of so many hashes is."""
+
+
+def make(config: Config, inputs: Inputs, comparing: Comparing) -> tuple[Made, Made | None, str]:
+    """The snapshot to train on, the held-out part if there is one, and a note for the user.
+
+    Raises:
+        CacheError: `bucket.dedup: near` in a cache without hashes.
+        UserError: nothing is left to train on, or a filter names what is not there.
+    """
+    return _Maker(config, inputs, comparing).make()
+
+
+def made_again(config: Config, cache: Cache, head: Head, comparing: Comparing) -> Head:
+    """The head of a snapshot from its scans, with the options that it was made with; writes its chunks."""
+    options = head.options or {}
+    bucket = BucketConfig.model_validate(options.get("bucket", {}))
+    used = {source: setting for source, setting in bucket.sources.items() if source in head.sources}
+    bucket = bucket.model_copy(update={"sources": used})
+    data = DataConfig.model_validate({**config.data.model_dump(), **options.get("data", {})})
+    config = config.model_copy(update={"bucket": bucket, "data": data})
+    recipes = {kind: recipe.name for kind, recipe in head.recipes_by_kind.items()}
+    scans = {source: Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
+    made, heldout, _ = make(config, read_inputs(config, [cache], scans), comparing)
+    side = head.policies.heldout
+    assembled = (heldout or made).assembled if side is not None and side.side == "heldout" else made.assembled
+    chunks = tuple(write_chunk(cache.files, *tables) for tables in assembled.chunks())
+    return replace(assembled.head, chunks=chunks, options=head.options)
+
+
+class _Maker:
+    """Attributes: joined: the usable items of the sources, filtered, at all resolutions; earlier: the snapshot that the
+    new one grows from."""
+
+    def __init__(self, config: Config, inputs: Inputs, comparing: Comparing):
+        self.config, self.settings, self.inputs, self.comparing = config, config.bucket, inputs, comparing
+        cache = inputs.caches[0]
+        self.joined = Joined(scratch=cache.files.scratch)
+        self._join()
+        ids = cache.open_snapshot(self.settings.grow).sample_ids() if self.settings.grow else ()
+        self.earlier = selection.Earlier(cache.files.scratch, ids)
+
+    def _join(self) -> None:
+        settings, joined, items = self.settings, self.joined, dict[str, pa.Table]()
+        for source, scan in self.inputs.scans.items():
+            table = scan.cache.table(scan.table)
+            if source in self.inputs.unused:
+                option = f"bucket.sources.{source}.weight"
+                joined.leave(f"{option} is 0", table.num_rows, f"another {option}")
+                continue
+            items[source] = usable(joined, without_policy(table) if settings.resolutions else table)
+        common = Filter(settings.filter, "bucket.filter") if settings.filter else None
+        by_source = {
+            source: Filter(setting.filter, f"bucket.sources.{source}.filter")
+            for source, setting in settings.sources.items()
+            if setting.filter and source in items
+        }
+        if common or by_source:
+            items = selection.filtered(joined, items, common, by_source)
+        for source, table in items.items():
+            if repeats := _repeats(table, settings.sources.get(source, SourceConfig()).repeats):
+                joined.repeats[source] = repeats
+            for resolution in self.inputs.resolutions:
+                join(joined, source, table, self.inputs.records, resolution)
+
+    def make(self) -> tuple[Made, Made | None, str]:
+        settings, joined, note, visits = self.settings, self.joined, "", [Fraction(1)]
+        frame = joined.frame()
+        if settings.dedup == "image":
+            frame = self._deduplicated(frame)
+        near = self._near_groups(frame)
+        keys = None if near is None else near.keys
+        if settings.dedup == "near":
+            frame = self._deduplicated(frame, keys, selection.larger(frame, self.inputs.records))
+            keys = None  # one picture of each group is left
+        distance = None if keys is None else settings.dedup_distance
+        frame, heldout = self._held_out(frame, keys, distance)
+        if settings.subset is not None:
+            frame, pictures = selection.subset(joined, frame, settings.subset, self.earlier)
+            if pictures < settings.subset:
+                note = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
+        if settings.balance is not None and len(frame):
+            frame, visits = self._balanced(settings.balance, frame)
+        made = self._assembled(joined, frame, "train", distance, visits)
+        clusters = _clusters(joined, frame, visits)
+        return replace(made, balance=clusters, near=near, leaked=self._leaked(frame)), heldout, note
+
+    def _deduplicated(self, frame: Frame, keys: np.ndarray | None = None, better: Better | None = None) -> Frame:
+        order, keeps = list(self.settings.sources), self.settings.dedup_captions == "keep"
+        return selection.deduplicated(self.joined, frame, order, self.earlier, keys, better, keeps)
+
+    def _near_groups(self, frame: Frame) -> near_samples.NearGroups | None:
+        """The pictures that look the same, where that decides anything."""
+        settings, inputs = self.settings, self.inputs
+        if HashRecipe.kind not in inputs.records.indexes:
+            if settings.dedup == "near":
+                raise CacheError(
+                    "bucket.dedup: near compares hashes of pictures, and not all sources have them",
+                    expected=f"records of the kind {HashRecipe.kind}",
+                    found=", ".join(inputs.records.indexes),
+                    fix="sana-pipe encode --set 'encode.signals=[phash]' for each source and resolution (latents stay)",
+                )
+            return None
+        if settings.dedup != "near" and not settings.heldout:
+            return None
+        with self.comparing(len(frame)) as report:
+            shared = inputs.records, inputs.caches, settings.dedup_distance
+            return near_samples.near_groups(self.joined, frame, *shared, report)
+
+    def _held_out(self, frame: Frame, keys: np.ndarray | None, distance: int | None) -> tuple[Frame, Made | None]:
+        """The samples to train on, and the snapshot of those held out, if there are any. keys: of the groups that stay
+        on one side; None: digests."""
+        joined, share = self.joined, self.settings.heldout
+        held_out = selection.heldout(frame.digest if keys is None else keys, share, joined.scratch)
+        if keys is not None:  # a new copy may have another digest, and with it another side
+            held_out &= ~selection.in_earlier_snapshot(joined, frame, self.earlier, keys)
+        if not held_out.any():
+            return frame, None
+        count, others = int(held_out.sum()), Joined(joined.sources, scratch=joined.scratch)
+        others.leave("not in the held-out part", len(frame) - count)
+        made = self._assembled(others, frame.take(held_out, joined.scratch), "heldout", distance)
+        joined.leave("held out for validation", count, "bucket.heldout=0")
+        return frame.take(np.logical_not(held_out, out=held_out), joined.scratch), made
+
+    def _balanced(self, settings: BalanceConfig, frame: Frame) -> tuple[Frame, list[Fraction]]:
+        """The samples with their clusters, and the visits per epoch of each."""
+        inputs = self.inputs
+        pooled = balance.vectors(settings.by, frame, inputs.records, inputs.caches, inputs.table.shapes)
+        member = balance.clusters(pooled, frame.sample_id, settings.clusters)
+        return replace(frame, cluster=member), balance.weights(member, settings.strength)
+
+    def _assembled(
+        self,
+        joined: Joined,
+        frame: Frame,
+        side: str,
+        distance: int | None,
+        clusters: Sequence[Fraction] = (Fraction(1),),
+    ) -> Made:
+        """side: train, or heldout, which keeps small buckets. distance: as in `HeldOut`. clusters: visits per epoch by
+        `Frame.cluster`."""
+        settings, heldout = self.settings, side == "heldout"
+        policies = Policies(
+            small="carry" if heldout else settings.remainder,
+            pad_text_multiple=settings.pad_text_multiple,
+            order=None if heldout or settings.order == "random" else settings.order,
+            heldout=HeldOut(settings.heldout, side, distance) if settings.heldout else None,
+        )
+        assembled = assemble(
+            joined,
+            frame,
+            self.inputs.records,
+            self.inputs.table,
+            policies,
+            {source: scan.table for source, scan in self.inputs.used()},
+            weights={source: Fraction(str(setting.weight)) for source, setting in settings.sources.items()},
+            clusters=clusters,
+            places=selection.places(joined, frame, self.earlier),
+        )
+        return Made(assembled, joined, frame)
+
+    def _leaked(self, frame: Frame) -> dict[str, int]:
+        """Of the held-out snapshot that the configuration names, the samples that look like one of the training."""
+        validation, inputs = self.config.train.validation, self.inputs
+        named = None if validation is None else validation.snapshot
+        if named is None or HashRecipe.kind not in inputs.records.indexes:
+            return {}
+        try:
+            part = inputs.caches[0].open_snapshot(named)
+        except CacheError:  # not made yet; `train` says so if it stays away
+            return {}
+        if part.head.recipes.get(HashRecipe.kind) is None:
+            return {}
+        with self.comparing(len(frame)) as report:
+            shared = part, self.settings.dedup_distance, report
+            return {part.id: near_samples.leaked(frame, inputs.records, inputs.caches, *shared)}
+
+
+def _repeats(table: pa.Table, wanted: bool | None) -> dict[int, int]:
+    """Visits by the numbers of the folders -> items; empty if they do not count. wanted: `repeats` of the source."""
+    counts: Counter[int] = Counter()
+    for batch in batches(table.select(["item"])) if wanted is not False else ():
+        numbers, items = np.unique(folder_repeats(batch.column("item").combine_chunks()), return_counts=True)
+        counts.update(dict(zip(numbers.tolist(), items.tolist(), strict=True)))
+    if wanted is None and 0 in counts:
+        return {}
+    return {visits or 1: items for visits, items in sorted(counts.items())} if set(counts) - {0, 1} else {}
+
+
+def _clusters(joined: Joined, frame: Frame, visits: list[Fraction]) -> list[dict[str, Any]]:
+    """The clusters that are balanced, the largest first, as JSON values."""
+    if len(visits) < 2:
+        return []
+    sizes = np.bincount(frame.cluster, minlength=len(visits))
+    after = sizes * np.array([float(each) for each in visits])
+    order = np.argsort(-sizes, kind="stable")
+    examples = {int(c): int(row) for c, row in zip(*np.unique(frame.cluster, return_index=True), strict=True)}
+    return [
+        {
+            "samples": int(sizes[c]),
+            "share": float(sizes[c] / sizes.sum()),
+            "visits": float(visits[c]),
+            "share_of_visits": float(after[c] / after.sum()),
+            "example": f"{joined.sources[int(frame.source[examples[c]])]}: {frame.item[examples[c]].as_py()}",
+        }
+        for c in order.tolist()
+        if sizes[c]
+    ]

@@ -1,0 +1,101 @@
+"""Publish a snapshot: bring the shards of other caches, write its chunks and its head, and say what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from pipeline.cache.adopt import adopt, bring
+from pipeline.cache.layout import Paths
+from pipeline.cache.snapshot import check_sizes, unwritten_chunk, write_chunk
+from pipeline.signals.latent import LatentRecipe
+from pipeline.snapshots import selection
+from pipeline.snapshots.inputs import Inputs
+from pipeline.snapshots.join import pieces
+from pipeline.snapshots.making import Made
+
+
+def publish(
+    made: Made, inputs: Inputs, dry_run: bool, name: str | None, move: bool, latest: bool = True
+) -> dict[str, Any]:
+    """Adopt the shards of other caches and publish the snapshot; returns the report that `bucket` prints.
+
+    Raises:
+        IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
+        UserError: the name is taken.
+    """
+    cache = inputs.caches[0]
+    head = replace(made.assembled.head, options=inputs.options, leaked=made.leaked or None)
+    adopted_bytes = _adopt(made, inputs, dry_run)
+    before = snapshot_id = None
+    if dry_run:
+        _check_shards(made, inputs)
+        if name is not None and not move and cache.snapshot_of(name) is not None:
+            chunks = tuple(unwritten_chunk(*tables) for tables in made.assembled.chunks())
+            cache.check_taken(replace(head, chunks=chunks), name)
+    else:
+        before = cache.snapshot_of("latest")
+        chunks = tuple(write_chunk(cache.files, *tables) for tables in made.assembled.chunks())
+        snapshot_id = cache.add_snapshot(replace(head, chunks=chunks), name, latest=latest, move=move)
+    sources, rows, near = made.joined.sources, made.assembled.report, made.near
+    largest = [] if near is None else [asdict(group) for group in near.groups]
+    counts = np.zeros(len(sources), np.int64)
+    for piece in pieces(len(made.frame)):  # numpy counts in a copy
+        counts += np.bincount(made.frame.source[piece], minlength=len(sources))
+    repeated = selection.repeated(made.joined, made.frame, inputs.records)
+    return {
+        "snapshot": snapshot_id,
+        "unchanged": snapshot_id is not None and snapshot_id == before,
+        "name": name,
+        "samples": head.samples,
+        "further": [kind for kind in made.frame.pictures if kind != LatentRecipe.kind],
+        "repeated_pictures": repeated,
+        "steps_per_epoch": sum(float(row.steps) for row in rows),
+        "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in rows],
+        "sources": dict(zip(sources, counts.tolist(), strict=True)),
+        "left_out": [
+            {
+                "reason": reason,
+                "samples": count,
+                "keep": made.joined.keep.get(reason),
+                **({"examples": examples} if (examples := made.joined.examples.get(reason)) else {}),
+            }
+            for reason, count in head.left_out.items()
+        ],
+        "adopted_bytes": adopted_bytes,
+        "repeats": made.joined.repeats,
+        "near": None if near is None else {"groups": near.count, "pictures": near.pictures, "largest": largest},
+        "leaked": made.leaked,
+        "balance": made.balance,
+    }
+
+
+def _check_shards(made: Made, inputs: Inputs) -> None:
+    """Raise IntegrityError if a shard is missing, in whichever cache it is, or of another size."""
+    head = made.assembled.head
+    for index in inputs.records.indexes.values():
+        cache_of = dict(zip(index.shards, index.caches, strict=True))
+        for number, cache in enumerate(inputs.caches):
+            shards = (shard for shard in head.shards[index.kind] if cache_of[shard.name] == number)
+            check_sizes(cache.files, ((head.shard_path(index.kind, shard.name), shard.bytes) for shard in shards))
+
+
+def _adopt(made: Made, inputs: Inputs, dry_run: bool) -> int:
+    """Bring the shards and scans of other caches into the first cache. Returns the bytes of these shards."""
+    head, (cache, *others) = made.assembled.head, inputs.caches
+    total = 0
+    for index in inputs.records.indexes.values():
+        cache_of = dict(zip(index.shards, index.caches, strict=True))
+        for number, other in enumerate(others, start=1):
+            shards = [shard for shard in head.shards[index.kind] if cache_of[shard.name] == number]
+            total += sum(shard.bytes for shard in shards)
+            if not dry_run:
+                adopt(cache, other, index.recipe, {shard.name for shard in shards})
+    for other in () if dry_run else others:
+        tables = {body["table"] for source in other.sources() if (body := other.last_scan(source)) is not None}
+        for digest in tables & set(head.sources.values()):
+            bring(cache.files, other.files, Paths.table(digest, "parquet"), digest)
+            cache.files.duplicate(Paths.table(digest, "parquet"))
+    return total
