@@ -33,7 +33,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +41,7 @@ import pyarrow as pa
 import torch
 
 from benchmarks.report import finish, median, table
-from pipeline.cache import index, layout, shard, snapshot
+from pipeline.cache import index, layout, shard
 from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.snapshot import Policies
 from pipeline.loader import randomness
@@ -123,8 +122,7 @@ def build(
     join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), records, Resolution(buckets))
     table = BucketTable(buckets, [batch] * len(buckets))
     assembled = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})
-    chunks = tuple(snapshot.write_chunk(cache.files, *tables) for tables in assembled.chunks())
-    cache.add_snapshot(replace(assembled.head, chunks=chunks), None)
+    cache.add_snapshot(assembled.written(cache.files), None)
     return cache
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.cache import codec, layout, shard, snapshot
+from pipeline.cache import codec, layout, shard, snapshot, snapshot_lists
 from pipeline.cache.cache import Cache
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
@@ -56,7 +56,7 @@ def build(root: Path, count: int) -> None:
             if recipe is text:
                 writer.add(text.null_key, np.zeros((300, 256), np.uint16), caption="", valid=1)
             name, size, tables[recipe.kind] = writer.finish()
-        shards[recipe.kind] = (snapshot.ShardFile(name, size),)
+        shards[recipe.kind] = snapshot_lists.ShardTable.of([name], [size])
     null = tables["text"].to_pylist()[-1]
     chunks, buckets, start = [], [], 0
     for height, width in BUCKETS:
@@ -74,7 +74,7 @@ def build(root: Path, count: int) -> None:
         buckets=tuple(buckets),
         shards=shards,
         null=snapshot.TextPlace(
-            shards["text"][0].name,
+            shards["text"][0],
             null["offset"],
             rows=300,
             valid=1,
@@ -84,7 +84,7 @@ def build(root: Path, count: int) -> None:
         ),
         left_out={},
         sources={},
-        chunks=tuple(chunks),
+        chunks=snapshot_lists.ChunkTable.of(chunks),
     )
     assert latent.storage == text.storage == codec.PLAIN
     cache.add_snapshot(head, None)
@@ -175,12 +175,13 @@ def build_lists(root: Path) -> str:
     build(root, snapshot.CHUNK_ROWS)
     cache = Cache(root)
     opened = cache.open_snapshot().head
+    half = SHARDS // 2
     shards = {
-        kind: tuple(snapshot.ShardFile(layout.digest(kind, str(i)).hex(), 1 << 26) for i in range(SHARDS // 2))
+        kind: snapshot_lists.ShardTable.of((layout.digest(kind, str(i)).hex() for i in range(half)), [1 << 26] * half)
         for kind in opened.shards
     }
-    head, lists = replace(opened, shards=shards, chunks=tuple(opened.chunks)).with_tables()
-    cache.put_lists(lists)
+    head = replace(opened, shards=shards)
+    head.put_lists(cache.files)
     cache.files.ensure(layout.Paths.snapshot(head.id), head.sealed())
     return head.id
 

@@ -102,9 +102,8 @@ def again(config: Config, name: str, move: bool = False) -> str:
         raise CacheError(
             f"{cache.location}: snapshot {name} cannot be made again: {error.what}", fix=fix_of_head(name)
         ) from None
-    new, lists = made.with_tables()
-    if (new.chunks, new.shards) == (head.chunks, head.shards):
-        cache.put_lists(lists)
+    if (made.chunks, made.shards) == (head.chunks, head.shards):
+        made.put_lists(cache.files)
     elif move:
         snapshot_id = cache.add_snapshot(made, name, latest=False, move=True)
     else:

@@ -26,7 +26,7 @@ from pipeline.cache.files import Files
 from pipeline.cache.findings import ENCODE, Finding
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.snapshot_lists import ShardTable, publish
+from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import repair, unit_records
@@ -715,7 +715,7 @@ def test_a_damaged_list_of_a_pack_hides_no_other_damage(tmp_path: Path, kind: st
     cache = synthetic.add(of, "one", synthetic.pictures(4))
     stages.bucket.run(of)
     packed = pack(cache, name="packed").head
-    lists = {kind: names.entry.table for kind, names in packed.shards.items() if isinstance(names, ShardTable)}
+    lists = {kind: names.entry.table for kind, names in packed.shards.items()}
     HARM["flipped"](cache.root / Paths.table(lists[kind], "arrow"))
     found = [finding.path for finding in audit.verify(Cache.of(of))]
     assert found == [Paths.table(lists[kind], "arrow")]

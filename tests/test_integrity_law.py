@@ -26,7 +26,6 @@ from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import NAMES, Snapshot
-from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import CacheError
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
@@ -365,7 +364,6 @@ def test_bits_of_a_snapshot(copy: Path, of: str, count: int | None) -> None:
     opened = Cache(copy).open_snapshot()
     [chunk] = opened.head.chunks
     shards, chunks = opened.head.shards["latent"], opened.head.chunks
-    assert isinstance(shards, ShardTable) and isinstance(chunks, ChunkTable)
     tables = {
         "samples": chunk.samples,
         "names": chunk.names,
@@ -449,12 +447,10 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
         monkeypatch.setattr(snapshots, "digest_of", lambda handle: name)
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731
     elif guard == "the list's digest":
-        shards = opened.head.shards["latent"]
-        assert isinstance(shards, ShardTable)
-        name = shards.entry.table
+        name = opened.head.shards["latent"].entry.table
         path, old = copy / layout.Paths.table(name, "arrow"), bytes.fromhex(opened.sample(0).pictures["latent"].shard)
         monkeypatch.setattr(Files, "mapped", unchecked)
-        reading = lambda: opened.head.parse(opened.head.values()).bound(Files(copy)).shard_names("latent")[:]  # noqa: E731
+        reading = lambda: opened.head.parse(opened.head.values()).bound(Files(copy)).shards["latent"][:]  # noqa: E731
     elif guard == "the document's digest":
         path, old = copy / layout.Paths.segment(opened.recipe(LatentRecipe).name, 0), b'"records": 3'
         monkeypatch.setattr(layout, "unseal", lambda data, where: json.loads(data))

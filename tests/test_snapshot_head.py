@@ -40,7 +40,6 @@ def test_earlier_heads_are_written_as_they_were_read(tmp_path: Path) -> None:
         head = Head.read(files, snapshot_id)
         assert head.values() == files.document(layout.Paths.snapshot(snapshot_id))
         assert head.id == snapshot_id and head.samples == len(Snapshot(files, snapshot_id))
-        assert head.with_tables() == (head, [])
 
 
 def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ TWICE: dict[str, Callable[[Cache], str]] = {
     "table of a pack's plan": lambda cache: table(
         cache.plan(cache.open_snapshot("packed").head.folder or "", 0).table, "parquet"
     ),
-    "list of shards": lambda cache: table(cache.open_snapshot("old").head.shards["text"].entry.table, "arrow"),  # type: ignore[attr-defined]
-    "list of chunks": lambda cache: table(cache.open_snapshot("old").head.chunks.entry.table, "arrow"),  # type: ignore[attr-defined]
+    "list of shards": lambda cache: table(cache.open_snapshot("old").head.shards["text"].entry.table, "arrow"),
+    "list of chunks": lambda cache: table(cache.open_snapshot("old").head.chunks.entry.table, "arrow"),
     "samples": lambda cache: table(cache.open_snapshot("old").head.chunks[0].samples, "arrow"),
     "names": lambda cache: table(cache.open_snapshot("old.heldout").head.chunks[0].names, "arrow"),
     "samples of a pack": lambda cache: table(cache.open_snapshot("packed").head.chunks[0].samples, "arrow"),

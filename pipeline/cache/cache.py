@@ -389,10 +389,10 @@ class Cache:
         """
         if name is not None:
             check_snapshot_name(name)
+        head.put_lists(self.files)
         check_files(self.files, head)
         self._restore_heads(head)
-        head, tables = self._published(head, name)
-        self.put_lists(tables)
+        head = self._published(head, name)
         snapshot_id = head.id
         self.files.ensure(Paths.snapshot(snapshot_id), head.sealed())
         for pointer in [*([name] if name else []), *(["latest"] if latest else [])]:
@@ -402,28 +402,22 @@ class Cache:
     def check_taken(self, head: Head, name: str) -> None:
         """Raises the UserError of `add_snapshot` for a name that points to another snapshot, of which the head can be
         read."""
-        current, snapshot_id = self.snapshot_of(name), self._published(head, name)[0].id
+        current, snapshot_id = self.snapshot_of(name), self._published(head, name).id
         if current not in (None, snapshot_id) and name not in MOVING and self._readable([current]):
             raise name_taken(name, str(current), snapshot_id)
 
-    def _published(self, head: Head, name: str | None) -> tuple[Head, list[bytes]]:
-        """The head as `add_snapshot` publishes it, and the files of its lists."""
+    def _published(self, head: Head, name: str | None) -> Head:
+        """The head as `add_snapshot` publishes it."""
         parent = self.snapshot_of(name or "latest")
-        new, tables = head.with_tables()
         before = self._readable([parent])
         if head.parent is not None:
             before = [snapshot for snapshot in before if snapshot.head.parent == head.parent]
         elif before and before[0].packed:
             before += self._readable([before[0].head.parent])
-        leaked = (new.leaked or {}).items()  # a head that does not say as much is not used
+        leaked = (head.leaked or {}).items()  # a head that does not say as much is not used
         heads = [snapshot.head for snapshot in before if leaked <= (snapshot.head.leaked or {}).items()]
-        same = [known for known in heads if known.content == new.content]
-        return same[0] if same else replace(new, parent=head.parent or parent), tables
-
-    def put_lists(self, tables: Iterable[bytes]) -> None:
-        """Write the lists of a head, as `Head.with_tables` gives them."""
-        for data in tables:
-            self.files.put_content(data, "tables", "arrow", twice=True)
+        same = [known for known in heads if known.content == head.content]
+        return same[0] if same else replace(head, parent=head.parent or parent)
 
     def _readable(self, ids: Iterable[str | None]) -> list[Snapshot]:
         snapshots = []
@@ -443,11 +437,9 @@ class Cache:
         folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in names]
         pointers = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
         parents = {body["snapshot"] for body in self.files.documents(pointers)}
-        new, tables = head.with_tables()
         for parent in {None, *parents}:
-            again = replace(new, parent=head.parent or parent)
+            again = replace(head, parent=head.parent or parent)
             if again.id in lost:
-                self.put_lists(tables)
                 self.files.ensure(Paths.snapshot(again.id), again.sealed())
 
     def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:

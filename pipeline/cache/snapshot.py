@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain
@@ -39,11 +39,10 @@ from pipeline.cache.snapshot_lists import (
     ChunkTable,
     Form,
     HeadObject,
-    ShardFile,
-    ShardNames,
     ShardTable,
     nested,
     nested_list,
+    publish,
 )
 from pipeline.errors import CacheError, IntegrityError
 
@@ -216,11 +215,11 @@ class Head(HeadObject):
     recipes: Mapping[str, Mapping[str, Any]]
     policies: Policies
     buckets: tuple[Bucket, ...]
-    shards: Mapping[str, Sequence[ShardFile]]
+    shards: Mapping[str, ShardTable]
     null: TextPlace
     left_out: Mapping[str, int]
     sources: Mapping[str, str]
-    chunks: Sequence[Chunk] = ()
+    chunks: ChunkTable = field(default_factory=lambda: ChunkTable.of(()))
     parent: str | None = None
     folder: str | None = None
     options: Mapping[str, Mapping[str, Any]] | None = None
@@ -247,23 +246,19 @@ class Head(HeadObject):
         return cls.parse(files.document(Paths.snapshot(snapshot_id))).bound(files)
 
     def bound(self, files: Files) -> Self:
-        """This head, whose tables are in a cache."""
-        for part in self._tables():
+        """This head, whose lists are in a cache."""
+        for part in self._lists():
             part.bind(files)
         return self
 
-    def _tables(self) -> list[ShardTable | ChunkTable]:
-        parts = (*self.shards.values(), self.chunks)
-        return [part for part in parts if isinstance(part, ShardTable | ChunkTable)]
+    def put_lists(self, files: Files) -> None:
+        """Publish those of its lists that are in memory."""
+        for part in self._lists():
+            if part.in_memory:
+                publish(files, part.table)
 
-    def with_tables(self) -> tuple[Self, list[bytes]]:
-        """The head with tables for its lists, and their files. A head that was read from a cache stays as it is."""
-        if self._tables():
-            return self, []
-        shards = {kind: ShardTable.of(files) for kind, files in self.shards.items()}
-        chunks = ChunkTable.of(self.chunks)
-        tables = {kind: table for kind, (table, _) in shards.items()}
-        return replace(self, shards=tables, chunks=chunks[0]), [data for _, data in (*shards.values(), chunks)]
+    def _lists(self) -> list[ShardTable | ChunkTable]:
+        return [*self.shards.values(), self.chunks]
 
     def values(self) -> dict[str, Any]:
         return {**super().values(), "parent": self.parent}
@@ -315,23 +310,13 @@ class Head(HeadObject):
         """`shard_files`, one at a time; a shard that two kinds share occurs twice."""
         for kind, shards in self.shards.items():
             for number in range(*share.indices(len(shards))):
-                shard = shards[number]
-                yield self.shard_path(kind, shard.name), shard.bytes
-
-    def shard_names(self, kind: str) -> Sequence[str]:
-        """Names of the shards of a kind, by number."""
-        shards = self.shards[kind]
-        return ShardNames(shards) if isinstance(shards, ShardTable) else [shard.name for shard in shards]
+                yield self.shard_path(kind, shards[number]), int(shards.sizes[number])
 
     def shard_sizes(self) -> np.ndarray:
         """Bytes of each shard, (shards,) uint64. All joint shards of a packed snapshot have texts."""
         caption = caption_of(self.recipes_by_kind.values()).kind
         lists = [self.shards[caption]] if self.folder is not None else self.shards.values()
-        columns = [
-            part.columns["bytes"] if isinstance(part, ShardTable) else np.array([shard.bytes for shard in part], "u8")
-            for part in lists
-        ]
-        return np.concatenate(columns)
+        return np.concatenate([part.sizes for part in lists])
 
     def tables(self) -> set[str]:
         """Digests of the tables of all chunks, and of the lists."""
@@ -339,7 +324,7 @@ class Head(HeadObject):
 
     def lists(self) -> set[str]:
         """Digests of the tables of the lists."""
-        return {part.entry.table for part in self._tables()}
+        return {part.entry.table for part in self._lists()}
 
 
 def check_files(files: Files, head: Head) -> None:
@@ -368,18 +353,11 @@ def check_sizes(files: Files, wanted: Iterable[tuple[str, int | None]]) -> None:
             )
 
 
-def write_chunk(files: Files, samples: pa.Table, names: pa.Table) -> Chunk:
-    """Write one chunk: up to `CHUNK_ROWS` rows of `samples_schema` and of `NAMES`, in the same order."""
-    return _chunk(samples, names, partial(files.put_content, folder_of="tables", suffix="arrow", twice=True))
-
-
-def unwritten_chunk(samples: pa.Table, names: pa.Table) -> Chunk:
-    """The result of `write_chunk`, without its files."""
-    return _chunk(samples, names, layout.content_digest)
-
-
-def _chunk(samples: pa.Table, names: pa.Table, digest: Callable[[bytes], str]) -> Chunk:
-    return Chunk(samples.num_rows, digest(to_ipc(samples)), digest(to_ipc(names)))
+def write_chunk(files: Files | None, samples: pa.Table, names: pa.Table) -> Chunk:
+    """Write one chunk: up to `CHUNK_ROWS` rows of `samples_schema` and of `NAMES`, in the same order. files: None: the
+    result alone."""
+    put = partial(files.put_content, folder_of="tables", suffix="arrow", twice=True) if files else layout.content_digest
+    return Chunk(samples.num_rows, put(to_ipc(samples)), put(to_ipc(names)))
 
 
 # ---------------------------------------------------------------- samples
@@ -503,10 +481,10 @@ class Snapshot:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @cached_property
+    @property
     def shards(self) -> Mapping[str, Sequence[str]]:
         """Names of the shards by kind; `shard` columns are indexes into these lists."""
-        return {kind: self.head.shard_names(kind) for kind in self.head.shards}
+        return self.head.shards
 
     @property
     def packed(self) -> bool:
@@ -525,13 +503,13 @@ class Snapshot:
         """A shard as a file of the cache."""
         return self.head.shard_path(kind, name)
 
-    def shard_size(self, kind: str, number: int) -> int:
-        """Bytes of a shard by its number."""
-        return self.head.shards[kind][number].bytes
-
     def reader(self, kind: str, **options: Any) -> ShardReader:
         """A reader of the records of a kind. options: those of `ShardReader`."""
         return ShardReader(self.files, self.head.recipes_by_kind[kind].name, folder=self.head.folder, **options)
+
+    def shard_size(self, kind: str, number: int) -> int:
+        """Bytes of a shard by its number."""
+        return int(self.head.shards[kind].sizes[number])
 
     def shard_files(self) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes."""

@@ -2,7 +2,7 @@
 
 Each list is an Arrow table beside the document, which names it by its digest; the table has a copy, as documents have.
 It is read when it is first used, checked whole and mapped, so that the processes of a machine share the memory.
-While a snapshot is made, its lists are tuples.
+The lists of a snapshot that is being made are in memory.
 """
 
 from __future__ import annotations
@@ -75,15 +75,7 @@ HEX = (bytes.fromhex, bytes.hex)
 
 
 @dataclass(frozen=True)
-class ShardFile(HeadObject):
-    """A shard by its digest (hex), and its size."""
-
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Chunk(HeadObject):
+class Chunk:
     """Digests of the two tables of up to `CHUNK_ROWS` rows."""
 
     rows: int
@@ -120,6 +112,14 @@ class TableList(Sequence[T]):
         self._files: Files | None = None
 
     @classmethod
+    def made(cls, *columns: pa.Array, **entry: Any) -> Self:
+        """A list in memory. entry: further fields of what a document says of it."""
+        table = pa.table(columns, schema=cls.schema)
+        made = cls(ListTable(layout.content_digest(to_ipc(table)), len(table), **entry))
+        made.table = table
+        return made
+
+    @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
         """The list that a document names."""
         return cls(ListTable.parse(values))
@@ -134,6 +134,11 @@ class TableList(Sequence[T]):
     def values(self) -> dict[str, Any]:
         """What a document says of the list, as JSON."""
         return self.entry.values()
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is of no cache yet."""
+        return self._files is None
 
     def bind(self, files: Files) -> None:
         """Name the cache of the table."""
@@ -233,46 +238,28 @@ def publish(files: Files, table: pa.Table) -> ListTable:
     return ListTable(digest, len(table))
 
 
-class ShardTable(TableList[ShardFile]):
-    """The shards of a kind, as a table."""
+class ShardTable(TableList[str]):
+    """The names (digests, hex) of the shards of a kind, each made when it is asked for; and their sizes."""
 
     schema = SHARDS
 
     @classmethod
-    def of(cls, shards: Iterable[ShardFile]) -> tuple[Self, bytes]:
-        """The table of a list, and the bytes of its file."""
-        shards = tuple(shards)
-        sizes = [shard.bytes for shard in shards]
-        names = binary(as_keys([bytes.fromhex(shard.name) for shard in shards]))
-        return _listed(cls, [names, pa.array(sizes, pa.uint64())], bytes=sum(sizes))
+    def of(cls, names: Iterable[str], sizes: Iterable[int]) -> Self:
+        """The list of some shards. sizes: in bytes."""
+        every = list(sizes)
+        keys = binary(as_keys([bytes.fromhex(name) for name in names]))
+        return cls.made(keys, pa.array(every, pa.uint64()), bytes=sum(every))
 
-    def at(self, number: int) -> ShardFile:
-        return ShardFile(self.name(number), int(self.columns["bytes"][number]))
-
-    def name(self, number: int) -> str:
+    def at(self, number: int) -> str:
         return key_bytes(self.columns["name"][number]).hex()
 
-
-class ShardNames(Sequence[str]):
-    """The names of a `ShardTable`, each made when it is asked for."""
-
-    def __init__(self, shards: ShardTable):
-        self._shards = shards
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-    @overload
-    def __getitem__(self, number: int) -> str: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[str]: ...
-    def __getitem__(self, number: int | slice) -> str | list[str]:
-        if isinstance(number, slice):
-            return [self._shards.name(i) for i in range(*number.indices(len(self)))]
-        return self._shards.name(number)
+    @property
+    def sizes(self) -> np.ndarray:
+        """Bytes of each shard, (shards,) uint64."""
+        return self.columns["bytes"]
 
     def _places(self, name: object) -> np.ndarray:
-        return np.flatnonzero(self._shards.columns["name"] == np.array([bytes.fromhex(str(name))], "S16"))
+        return np.flatnonzero(self.columns["name"] == np.array([bytes.fromhex(str(name))], "S16"))
 
     def __contains__(self, name: object) -> bool:
         return len(self._places(name)) > 0
@@ -287,21 +274,12 @@ class ChunkTable(TableList[Chunk]):
     schema = CHUNKS
 
     @classmethod
-    def of(cls, chunks: Iterable[Chunk]) -> tuple[Self, bytes]:
-        """The table of a list, and the bytes of its file."""
+    def of(cls, chunks: Iterable[Chunk]) -> Self:
+        """The list of some chunks."""
         chunks = tuple(chunks)
-        digests = [[getattr(chunk, which) for chunk in chunks] for which in ("samples", "names")]
-        rows = pa.array([chunk.rows for chunk in chunks], pa.uint32())
-        return _listed(cls, [rows, *(binary(as_keys(list(map(bytes.fromhex, some)))) for some in digests)])
+        digests = ([bytes.fromhex(getattr(chunk, which)) for chunk in chunks] for which in ("samples", "names"))
+        return cls.made(pa.array([chunk.rows for chunk in chunks], pa.uint32()), *map(binary, map(as_keys, digests)))
 
     def at(self, number: int) -> Chunk:
         samples, names = (key_bytes(self.columns[name][number]).hex() for name in ("samples", "names"))
         return Chunk(int(self.columns["rows"][number]), samples, names)
-
-
-L = TypeVar("L", bound="TableList[Any]")
-
-
-def _listed(kind: type[L], columns: list[pa.Array], **entry: Any) -> tuple[L, bytes]:
-    data = to_ipc(pa.table(columns, schema=kind.schema))
-    return kind(ListTable(layout.content_digest(data), len(columns[0]), **entry)), data

@@ -324,7 +324,7 @@ def _storage(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         **{
             recipe.kind: {
                 "shards": len(snapshot.head.shards[recipe.kind]),
-                "bytes": sum(shard.bytes for shard in snapshot.head.shards[recipe.kind]),
+                "bytes": int(snapshot.head.shards[recipe.kind].sizes.sum()),
                 "storage": recipe.storage,
             }
             for recipe in snapshot.head.recipes_by_kind.values()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from pipeline.cache import scan_table
 from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.arrow import text as text_column
+from pipeline.cache.files import Files
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.keys import as_keys, fixed, key_bytes, of_halves, sample_ids, to_column
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, pictures_of
@@ -33,10 +34,11 @@ from pipeline.cache.snapshot import (
     BucketPart,
     Head,
     Policies,
-    ShardFile,
     TextPlace,
     samples_schema,
+    write_chunk,
 )
+from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.config import DataConfig
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
@@ -463,6 +465,10 @@ class Assembled:
     chunks: Callable[[], Iterator[tuple[pa.Table, pa.Table]]]
     report: list[BucketReport]
 
+    def written(self, files: Files | None) -> Head:
+        """The head with its chunks, which are written. files: None: the head alone."""
+        return replace(self.head, chunks=ChunkTable.of(write_chunk(files, *tables) for tables in self.chunks()))
+
 
 def assemble(
     joined: Joined,
@@ -668,7 +674,7 @@ def row_of_null(records: EncodedRecords) -> int:
     return row
 
 
-def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[np.ndarray, tuple[ShardFile, ...]]:
+def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[np.ndarray, ShardTable]:
     """Number the shards of some records by first appearance. more: rows after these.
 
     Returns:
@@ -687,7 +693,7 @@ def _numbered_shards(index: RecordIndex, rows: np.ndarray, *more: int) -> tuple[
     order = np.argsort(first)[: int((first < absent).sum())]
     numbers = np.zeros(len(index.shards), np.uint32)
     numbers[order] = np.arange(len(order))
-    return numbers, tuple(ShardFile(index.shards[n], int(index.bytes[n])) for n in order.tolist())
+    return numbers, ShardTable.of((index.shards[n] for n in order.tolist()), index.bytes[order].tolist())
 
 
 def _tables(

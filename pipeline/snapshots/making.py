@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pipeline.cache.arrow import batches
 from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Head, HeldOut, Policies, write_chunk
+from pipeline.cache.snapshot import Head, HeldOut, Policies
 from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig
 from pipeline.errors import CacheError
 from pipeline.signals.phash import HashRecipe
@@ -69,8 +69,7 @@ def made_again(config: Config, cache: Cache, head: Head, comparing: Comparing) -
     made, heldout, _ = make(config, read_inputs(config, [cache], scans), comparing)
     side = head.policies.heldout
     assembled = (heldout or made).assembled if side is not None and side.side == "heldout" else made.assembled
-    chunks = tuple(write_chunk(cache.files, *tables) for tables in assembled.chunks())
-    return replace(assembled.head, chunks=chunks, options=head.options)
+    return replace(assembled.written(cache.files), options=head.options)
 
 
 class _Maker:

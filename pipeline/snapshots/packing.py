@@ -35,12 +35,12 @@ from pipeline.cache.snapshot import (
     PackedOrder,
     Places,
     RecordPlace,
-    ShardFile,
     Snapshot,
     TextPlace,
     samples_schema,
     write_chunk,
 )
+from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.errors import CacheError, UserError
 from pipeline.loader.schedule import permute
 
@@ -231,7 +231,9 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
     """
     done = {commit.unit: commit for commit in index.commits(cache.files, plan.recipe, plan.number)}
     commits = [done[unit.unit] for unit in plan.units]
-    shards = tuple(ShardFile(str(commit.shard), commit.bytes) for commit in commits)
+    shards = [str(commit.shard) for commit in commits]
+    sizes = [commit.bytes for commit in commits]
+    of_text, of_pictures = ShardTable.of(shards, sizes), ShardTable.of(shards[:-1], sizes[:-1])
     null = index.record_table(cache.files, commits[-1]).to_pylist()[0]
     length = null["length"] if snapshot.caption.storage != PLAIN else None
     head, blocks = snapshot.head, _blocks(cache, plan)
@@ -241,11 +243,9 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
         policies=replace(head.policies, packed=PackedOrder(window)),
         buckets=tuple(replace(bucket, block=block) for bucket, block in zip(head.buckets, blocks, strict=True)),
         folder=plan.recipe,
-        shards={kind: shards if kind == snapshot.caption.kind else shards[:-1] for kind in head.shards},
-        null=TextPlace(
-            shards[-1].name, null["offset"], null["rows"], null["valid"], null["key"], null["checksum"], length
-        ),
-        chunks=tuple(_chunks(cache, snapshot, commits[:-1])),
+        shards={kind: of_text if kind == snapshot.caption.kind else of_pictures for kind in head.shards},
+        null=TextPlace(shards[-1], null["offset"], null["rows"], null["valid"], null["key"], null["checksum"], length),
+        chunks=ChunkTable.of(_chunks(cache, snapshot, commits[:-1])),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.layout import Paths
-from pipeline.cache.snapshot import check_sizes, unwritten_chunk, write_chunk
+from pipeline.cache.snapshot import check_sizes
 from pipeline.signals.latent import LatentRecipe
 from pipeline.snapshots import selection
 from pipeline.snapshots.inputs import Inputs
@@ -28,17 +28,16 @@ def publish(
     """
     cache = inputs.caches[0]
     head = replace(made.assembled.head, options=inputs.options, leaked=made.leaked or None)
+    assembled = replace(made.assembled, head=head)
     adopted_bytes = _adopt(made, inputs, dry_run)
     before = snapshot_id = None
     if dry_run:
         _check_shards(made, inputs)
         if name is not None and not move and cache.snapshot_of(name) is not None:
-            chunks = tuple(unwritten_chunk(*tables) for tables in made.assembled.chunks())
-            cache.check_taken(replace(head, chunks=chunks), name)
+            cache.check_taken(assembled.written(None), name)
     else:
         before = cache.snapshot_of("latest")
-        chunks = tuple(write_chunk(cache.files, *tables) for tables in made.assembled.chunks())
-        snapshot_id = cache.add_snapshot(replace(head, chunks=chunks), name, latest=latest, move=move)
+        snapshot_id = cache.add_snapshot(assembled.written(cache.files), name, latest=latest, move=move)
     sources, rows, near = made.joined.sources, made.assembled.report, made.near
     largest = [] if near is None else [asdict(group) for group in near.groups]
     counts = np.zeros(len(sources), np.int64)
@@ -78,8 +77,9 @@ def _check_shards(made: Made, inputs: Inputs) -> None:
     for index in inputs.records.indexes.values():
         cache_of = dict(zip(index.shards, index.caches, strict=True))
         for number, cache in enumerate(inputs.caches):
-            shards = (shard for shard in head.shards[index.kind] if cache_of[shard.name] == number)
-            check_sizes(cache.files, ((head.shard_path(index.kind, shard.name), shard.bytes) for shard in shards))
+            shards = zip(head.shards[index.kind], head.shards[index.kind].sizes.tolist(), strict=True)
+            wanted = ((head.shard_path(index.kind, name), size) for name, size in shards if cache_of[name] == number)
+            check_sizes(cache.files, wanted)
 
 
 def _adopt(made: Made, inputs: Inputs, dry_run: bool) -> int:
@@ -89,10 +89,11 @@ def _adopt(made: Made, inputs: Inputs, dry_run: bool) -> int:
     for index in inputs.records.indexes.values():
         cache_of = dict(zip(index.shards, index.caches, strict=True))
         for number, other in enumerate(others, start=1):
-            shards = [shard for shard in head.shards[index.kind] if cache_of[shard.name] == number]
-            total += sum(shard.bytes for shard in shards)
+            shards = zip(head.shards[index.kind], head.shards[index.kind].sizes.tolist(), strict=True)
+            sizes = {name: size for name, size in shards if cache_of[name] == number}
+            total += sum(sizes.values())
             if not dry_run:
-                adopt(cache, other, index.recipe, {shard.name for shard in shards})
+                adopt(cache, other, index.recipe, set(sizes))
     for other in () if dry_run else others:
         tables = {body["table"] for source in other.sources() if (body := other.last_scan(source)) is not None}
         for digest in tables & set(head.sources.values()):

@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from pipeline.cache import index, layout, shard, snapshot
 from pipeline.cache.cache import Cache, Unit
-from pipeline.cache.snapshot import Bucket, Head, Policies, ShardFile, TextPlace
+from pipeline.cache.snapshot import Bucket, Head, Policies, TextPlace
+from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 
@@ -52,7 +53,7 @@ def build(
             records["text"].append({"key": text.key(caption), "array": values, "caption": caption, "of": i})
     records["text"].append({"key": text.null_key, "array": _bits(rng, (9, 3)), "caption": "", "valid": 1})
     rows_by_key: dict[bytes, dict[str, Any]] = {}
-    shards: dict[str, list[ShardFile]] = {"latent": [], "text": []}
+    shards: dict[str, dict[str, int]] = {"latent": {}, "text": {}}
     for recipe in (latent, text):
         kind_records = records[recipe.kind]
         cache.add_recipe(recipe)
@@ -66,7 +67,7 @@ def build(
                 name, size, table = writer.finish()
             number = len(shards[recipe.kind])
             rows_by_key.update({row["key"]: {**row, "number": number, "name": name} for row in table.to_pylist()})
-            shards[recipe.kind].append(ShardFile(name, size))
+            shards[recipe.kind][name] = size
             units.append(Unit(unit, start, table.num_rows, 1))
             commits.append(index.commit_of(cache.files, unit, (name, size, table)))
         cache.add_plan(
@@ -119,7 +120,7 @@ def build(
         recipes={"latent": latent.values(), "text": text.values()},
         policies=Policies(small, pad_text_multiple=2),
         buckets=tuple(buckets),
-        shards={kind: tuple(files) for kind, files in shards.items()},
+        shards={kind: ShardTable.of(sizes, sizes.values()) for kind, sizes in shards.items()},
         null=TextPlace(
             null["name"],
             null["offset"],
@@ -131,7 +132,7 @@ def build(
         ),
         left_out={},
         sources={},
-        chunks=tuple(
+        chunks=ChunkTable.of(
             snapshot.write_chunk(cache.files, *(table.slice(first, snapshot.CHUNK_ROWS) for table in tables))
             for first in range(0, len(rows), snapshot.CHUNK_ROWS)
         ),
