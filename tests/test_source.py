@@ -298,7 +298,7 @@ def test_missing_caption_column(tmp_path: Path) -> None:
     put(tmp_path, a_dot_png=b"")
     write(tmp_path, "sub/metadata.jsonl", rows({"file_name": "a.png", "caption": "x", "score": 1}))
     with pytest.raises(UserError) as caught:
-        FolderSource(tmp_path, "text").items()
+        list(FolderSource(tmp_path, "text").items())
     assert "'text'" in caught.value.what
     assert "'caption', 'score'" in str(caught.value.found)
     assert "data.caption_field=caption" in str(caught.value.fix)
@@ -307,7 +307,7 @@ def test_missing_caption_column(tmp_path: Path) -> None:
 def test_missing_file_column(tmp_path: Path) -> None:
     put(tmp_path, a_dot_png=b"", metadata_dot_csv="image,text\na.png,x\n")
     with pytest.raises(UserError, match="'file_name'") as caught:
-        FolderSource(tmp_path, "text").items()
+        list(FolderSource(tmp_path, "text").items())
     assert "'image', 'text'" in str(caught.value.found)
 
 
@@ -318,7 +318,7 @@ def test_no_folder_and_no_picture(tmp_path: Path) -> None:
         open_source(str(write(tmp_path, "file")), DataConfig(), format="folder")
     write(tmp_path, "folder/notes.md")
     with pytest.raises(UserError, match=naming(tmp_path / "folder")) as caught:
-        FolderSource(tmp_path / "folder", "text").items()
+        list(FolderSource(tmp_path / "folder", "text").items())
     assert ".md file" in str(caught.value.found) and "notes.md" in str(caught.value.found)
     assert issubclass(FolderSource, Source)
 

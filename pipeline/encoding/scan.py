@@ -199,7 +199,7 @@ class Scan:
             self._make(slice)
         if self.fragments is not None:
             self.fragments.gather(list(self._shared), self._make_shared, self._take, self.scans)
-        if self.source.rule is not None and all(slice.kept is None for slice in slices):
+        if all(slice.kept is None for slice in slices):
             self.source.rule.check_seen()  # the scan of reused rows made this check
         made, tables = self.made.finish(), []
         for slice in slices:
@@ -295,7 +295,7 @@ class Scan:
         if fragment not in self._made_here:
             self.source.ignored.merge(ignored)
         self._made_here.add(fragment)
-        return Rows(table, ignored, tuple(sorted(rule.seen)) if rule is not None else ())
+        return Rows(table, ignored, tuple(sorted(rule.seen)))
 
     def _take(self, fragment: str, rows: Rows) -> None:
         """Take over the rows of a fragment, which this process or another one has made."""
@@ -303,8 +303,7 @@ class Scan:
         if fragment not in self._made_here:
             self._progress.reach(len(rows.table))
             self.source.ignored.merge(rows.ignored)
-            if self.source.rule is not None:
-                self.source.rule.seen.update(rows.columns)
+            self.source.rule.seen.update(rows.columns)
 
 
 def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = None) -> Source:

@@ -65,7 +65,6 @@ from pipeline.sources.source import (
     ListedItems,
     Part,
     Place,
-    PrefetchedSource,
     Reject,
     Source,
     Stats,
@@ -215,7 +214,7 @@ class _Listed:
     further: dict[Further, list[Place]]
 
 
-class FolderSource(PrefetchedSource):
+class FolderSource(Source):
     """A folder of pictures, searched recursively.
 
     Captions of `dir/X.jpg`: the text of `dir/X.txt` (UTF-8, all of it, surrounding whitespace removed; NVlabs' loader
@@ -240,16 +239,16 @@ class FolderSource(PrefetchedSource):
 
     def __init__(self, root: Path | str | Filesystem, rule: CaptionRule | str, name: str = "folder"):
         self.filesystem = root if isinstance(root, Filesystem) else LocalFilesystem(root)
-        self.location = self.filesystem.location
-        self.rule: CaptionRule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
+        self.rule = rule if isinstance(rule, CaptionRule) else CaptionRule.column(rule)
         self.name = name
         self.ignored = Kinds()
 
     further_by = frozenset({"suffix", "folder", "column"})
 
-    def items(self) -> Iterator[Item | Reject]:
-        listing = self._list()  # errors of the whole folder are raised here, before the iteration
-        return chain(listing.rejected(0, len(listing.rejects)), self._items(0, len(listing), listing))
+    def part(self, name: str) -> Iterator[Item | Reject]:
+        listing = self._list()
+        yield from listing.rejected(0, len(listing.rejects))
+        yield from self._items(0, len(listing), listing)
 
     def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
         """Ranges of pictures by name, so that the process that lists need not read every caption."""

@@ -121,9 +121,11 @@ class LinkTables(FilesSource):
 
     @contextmanager
     def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
+        places = list(places)
         links = {place.item: place for place in places if ADDRESS in (place.where or "")}
         if not links:
-            yield self.read
+            with super().reading(places) as read:
+                yield read
             return
         ranges = ((place, FileRange(item)) for item, place in links.items())
         with RangePrefetch(lambda at: self.read(links[at.file]), ranges, self.read, REQUESTS) as prefetch:

@@ -137,14 +137,14 @@ class Source(ABC):
     format: str = "folder"
     """Selects this class when the source is opened again."""
 
-    location: str
-    """The absolute path or URL, in the form that `--data` takes."""
+    filesystem: Filesystem
+    """Of its files."""
 
     named: tuple[str, ...] = ()
     """The file, if the user named a single one; it may be a link that leads out of its folder."""
 
-    rule: CaptionRule | None = None
-    """Selects the captions; None for a source that selects otherwise."""
+    rule: CaptionRule
+    """Selects the captions."""
 
     scratch: Scratch = Scratch()
     """Temporary storage for listings."""
@@ -174,6 +174,11 @@ class Source(ABC):
     ignored: Kinds = Kinds()
     """What the last listing skipped, by kind, with `left_out`: files, members and captions."""
 
+    @property
+    def location(self) -> str:
+        """The absolute path or URL, in the form that `--data` takes."""
+        return self.filesystem.location
+
     def document(self) -> dict[str, Any]:
         """What a scan document says of the source, so that it can be opened again."""
         format = {"source_format": self.format} if self.format != Source.format else {}
@@ -183,9 +188,18 @@ class Source(ABC):
         """The parts of the listing, in its order. A part with an unchanged stamp need not be listed again."""
         return [Part("")]
 
+    @abstractmethod
     def part(self, name: str) -> Iterator[Item | Reject]:
-        """The items of one part, in ascending order of their keys."""
-        return self.items()
+        """The items of one part, in ascending order of their keys (by code point); rejects are among or before them.
+
+        Raises:
+            UserError: the source as a whole cannot be right (it does not exist, it holds no picture).
+        """
+
+    def items(self) -> Iterator[Item | Reject]:
+        """The items of all parts."""
+        for part in self.parts():
+            yield from self.part(part.name)
 
     def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
         """A part cut into fragments of `size` items. A part with a stamp is one fragment, known without listing it; the
@@ -195,14 +209,6 @@ class Source(ABC):
             return
         stamp = part.stamp
         yield Fragment(dict, lambda stats: digest("part", part.name, stamp), lambda: self.part(part.name))
-
-    @abstractmethod
-    def items(self) -> Iterator[Item | Reject]:
-        """Items in ascending order of their keys (by code point), with the rejects among or before them.
-
-        Raises:
-            UserError: the source as a whole cannot be right (it does not exist, it holds no picture).
-        """
 
     @abstractmethod
     def stat(self, place: Place) -> tuple[int, int]:
@@ -227,20 +233,28 @@ class Source(ABC):
         Raises:
             Unreadable: as in `read`.
         """
-        return self.read(place)
+        at = self._range(place)
+        if at is None:
+            return self.read(place)
+        if at.size is None:
+            return self.filesystem.read(at.file, length)
+        return self.filesystem.read_range(at.file, at.offset, min(at.size, length))
 
-    @abstractmethod
     def read(self, place: Place) -> bytes:
         """The bytes at a place, whether or not this object has listed it.
 
         Raises:
             Unreadable: as in `stat`, or the bytes cannot be read.
         """
+        at = self._range(place)
+        if at is None:
+            raise NotImplementedError
+        return self._read_range(at)
 
     @property
     def is_remote(self) -> bool:
         """Whether every read is a network round trip, so that many should be in flight at once."""
-        return False
+        return self.filesystem.is_remote
 
     @property
     def uses_files(self) -> bool:
@@ -251,9 +265,37 @@ class Source(ABC):
     def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
         """`read` for places that will each be read once, in about this order; remote bytes are prefetched. The context
         ends when all have been read or the rest is not needed."""
-        yield self.read
+        if not self.is_remote:
+            yield self.read
+            return
+        with RangePrefetch(self._prefetched, self._ranges(places), self.read) as prefetch:
+            yield prefetch.read
+
+    def _prefetched(self, at: FileRange) -> bytes:
+        if not self.filesystem.is_remote:  # many whole files would answer many requests
+            raise Unreadable(f"{at.file}: its server turned out to have no ranges")
+        return self._read_range(at)
+
+    def _read_range(self, at: FileRange) -> bytes:
+        if at.size is None:
+            return self.filesystem.read(at.file)
+        return self.filesystem.read_range(at.file, at.offset, at.size)
+
+    def _ranges(self, places: Iterable[Place]) -> Iterator[tuple[Place, FileRange]]:
+        for place in places:
+            with suppress(Unreadable):  # is raised where it is read
+                if (at := self._range(place)) is not None:
+                    yield place, at
 
     # ------------------------------------------------------------ for subclasses
+
+    def _range(self, place: Place) -> FileRange | None:
+        """Where an item's bytes are, if they are a file or a range of one; a source with others has its own `read`.
+
+        Raises:
+            Unreadable: the place does not belong to this source.
+        """
+        return None
 
     def _with_further(self, item: Item, found: Mapping[Further, Sequence[Place]]) -> Item | Reject:
         """An item with its further pictures; a Reject if it lacks a required one, or has several of a kind. found: the
@@ -283,61 +325,10 @@ class Source(ABC):
 
     def _weighted(self, candidates: list[CaptionCandidate], key: str) -> tuple[tuple[str, float], ...]:
         """The captions of an item with their weights; counts the candidates that the rule never draws."""
-        assert self.rule is not None
         captions, dropped = self.rule.weigh(candidates, key, self.name)
         if dropped:
             self._ignore("caption that is never drawn (its score is below data.score_threshold)", dropped, [key])
         return captions
-
-
-class PrefetchedSource(Source):
-    """A source whose items are files, or ranges of files, that are requested ahead of time where they are remote."""
-
-    filesystem: Filesystem
-
-    @property
-    def is_remote(self) -> bool:
-        return self.filesystem.is_remote
-
-    def read(self, place: Place) -> bytes:
-        return self._read_range(self._range(place))
-
-    def head(self, place: Place, length: int) -> bytes:
-        at = self._range(place)
-        if at.size is None:
-            return self.filesystem.read(at.file, length)
-        return self.filesystem.read_range(at.file, at.offset, min(at.size, length))
-
-    @contextmanager
-    def reading(self, places: Iterable[Place]) -> Iterator[Callable[[Place], bytes]]:
-        if not self.is_remote:
-            yield self.read
-            return
-        with RangePrefetch(self._prefetched, self._ranges(places), self.read) as prefetch:
-            yield prefetch.read
-
-    def _prefetched(self, at: FileRange) -> bytes:
-        if not self.is_remote:  # many whole files would answer many requests
-            raise Unreadable(f"{at.file}: its server turned out to have no ranges")
-        return self._read_range(at)
-
-    def _read_range(self, at: FileRange) -> bytes:
-        if at.size is None:
-            return self.filesystem.read(at.file)
-        return self.filesystem.read_range(at.file, at.offset, at.size)
-
-    def _ranges(self, places: Iterable[Place]) -> Iterator[tuple[Place, FileRange]]:
-        for place in places:
-            with suppress(Unreadable):  # is raised where it is read
-                yield place, self._range(place)
-
-    @abstractmethod
-    def _range(self, place: Place) -> FileRange:
-        """The file and the range of an item's bytes.
-
-        Raises:
-            Unreadable: the place does not belong to this source.
-        """
 
 
 class FilesSource(Source):
@@ -350,13 +341,11 @@ class FilesSource(Source):
         name: the source's name in sample identities.
     """
 
-    rule: CaptionRule
     WHERE: re.Pattern[str]
     """What `Place.where` of its items matches."""
 
     def __init__(self, filesystem: Filesystem, files: Iterable[str], rule: CaptionRule, name: str):
         self.filesystem, self.rule, self.name = filesystem, rule, name
-        self.location = filesystem.location
         self.files = sorted(set(files), key=lambda file: file + "/")
         self.ignored = Kinds()
         self._versions: dict[str, tuple[int, int]] = {}
@@ -367,10 +356,6 @@ class FilesSource(Source):
         self._reset_ignored()
         self._prepare()
         return [Part(file, self._stamp(file)) for file in self.files]
-
-    def items(self) -> Iterator[Item | Reject]:
-        for part in self.parts():
-            yield from self.part(part.name)
 
     def _located(self, place: Place) -> tuple[str, re.Match[str]]:
         """The part of a place, and its `where`.

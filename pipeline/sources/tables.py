@@ -34,6 +34,7 @@ from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.further import Further
 from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns, no_column
+from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source, Stats
 
 RULE = "parquet-2"
@@ -430,21 +431,20 @@ class ParquetSource(LinkTables):
             return self.filesystem.stat(where["name"])
         return int(where["size"]), self._version(part)
 
+    def _range(self, place: Place) -> FileRange | None:
+        name = self._located(place)[1]["name"]
+        return None if name is None else FileRange(name)
+
     def read(self, place: Place) -> bytes:
-        _, where = self._located(place)
+        where = self._located(place)[1]
         if where["name"] is not None:
-            return self.filesystem.read(where["name"])
+            return super().read(place)
         if where["address"] is not None:
             return self._fetch(place, where["address"])
         data, _ = _bytes_and_name(self._value_at(place))
         if data is None:
             raise Unreadable(f"{escaped(place.item)}: has no picture any more")
         return data
-
-    def head(self, place: Place, length: int) -> bytes:
-        name = self._located(place)[1]["name"]
-        # of bytes in the table, the smallest unit of reading is a column of a row group
-        return self.read(place) if name is None else self.filesystem.read(name, length)
 
     def _url(self, place: Place) -> str | None:
         url = self._value_at(place)

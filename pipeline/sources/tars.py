@@ -43,7 +43,7 @@ from pipeline.sources.sidecars import (
     parse_json,
     read_sidecar,
 )
-from pipeline.sources.source import FilesSource, Format, Given, Item, Place, PrefetchedSource, Reject, Source, divided
+from pipeline.sources.source import FilesSource, Format, Given, Item, Place, Reject, Source, divided
 
 RULE = "tar-2"
 """Version of this module's rules; another version lists every tar again."""
@@ -92,7 +92,7 @@ class _Tar:
         self.rejects.append(Reject(escaped(key), reason))
 
 
-class TarSource(PrefetchedSource, FilesSource):
+class TarSource(FilesSource):
     """Tars of a filesystem.
 
     `dir/000.jpg` and `dir/000.txt` are one sample; the field is everything after the first dot of the base name, in
