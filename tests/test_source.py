@@ -7,7 +7,6 @@ import json
 import os
 import posixpath
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -833,8 +832,7 @@ def test_pointers_in_place_of_files_are_named(tmp_path: Path, content: str, name
     ("files", "named"),
     [
         (["data-00000-of-00001.arrow", "state.json", "dataset_info.json"], ["load_from_disk", "to_parquet"]),
-        (["train/data-00000-of-00001.arrow", "train/state.json", "dataset_dict.json"], ["load_from_disk", "items()"]),
-        (["parquet-train.arrow", "dataset_info.json"], ["Dataset.from_file", "to_parquet"]),
+        (["train/data-00000-of-00001.arrow", "train/state.json", "dataset_dict.json"], ["load_from_disk", "['train']"]),
         (["a.jpg.dvc"], ["dvc pull"]),
         (["pictures.zip"], ["unpack"]),
         (["train.tfrecord"], ["webdataset"]),
@@ -885,25 +883,15 @@ def annotation_files() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("case", annotation_files())
-@pytest.mark.parametrize("folder", ["", "train 2017/"])
-@pytest.mark.parametrize("place", ["", "annotations/"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_annotations_of_coco_and_llava_are_named_with_a_command_that_works(
-    tmp_path: Path, case: str, folder: str, place: str, whole: bool
-) -> None:
+def test_annotations_of_coco_and_llava_are_named_with_the_form_to_write(tmp_path: Path, case: str, whole: bool) -> None:
     name, content = annotation_files()[case]
-    root = tmp_path / "it's"
-    file = write(root, place + name, content)
+    file = write(tmp_path, f"annotations/{name}", content)
     for n in (0, 1):
-        write(root, f"{folder}{n}.jpg")
+        write(tmp_path, f"{n}.jpg")
     with pytest.raises(UserError, match="COCO" if name == "c.json" else "LLaVA") as caught:
-        list(open_source(str(root if whole else file), DataConfig()).items())
-    python, encode = str(caught.value.fix).split(" && ")
-    subprocess.run([sys.executable, *shlex.split(python)[1:]], check=True)
-    items = list(open_source(shlex.split(encode)[-1], DataConfig()).items())
-    said = {item.key: {text for text, _ in item.captions} for item in items if isinstance(item, Item)}
-    texts = {"dog"} if case == "boxes" else {"a dog", "it's a dog"}
-    assert len(items) == 2 and said[f"{folder}0.jpg"] == texts
+        list(open_source(str(tmp_path if whole else file), DataConfig()).items())
+    assert '{"image": FILE, "text": CAPTION}' in str(caught.value.expected)
 
 
 def test_annotations_beside_pictures_with_captions_are_no_error(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from pipeline.cache.keys import ItemRows
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
-from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import (
     EXTENSIONS,
@@ -70,7 +69,7 @@ from pipeline.sources.source import (
     Stats,
     with_further,
 )
-from pipeline.sources.unread import explain
+from pipeline.sources.unread import annotations_refused, explain, form_of_annotations
 
 METADATA_BATCH = 4096
 """Rows of a metadata file whose pictures are looked up at once."""
@@ -335,7 +334,7 @@ class FolderSource(Source):
                 fix=way,
             )
         if not found.metadata and not listing.has_captions and self.rule.default is None:
-            self._refuse_annotations(listing)
+            self._refuse_annotations()
         rows = ItemRows(listing.pictures, self.scratch) if found.metadata else None
         for file in sorted(found.metadata):
             assert rows is not None
@@ -345,12 +344,11 @@ class FolderSource(Source):
         listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
         return listing
 
-    def _refuse_annotations(self, listing: Listing) -> None:
+    def _refuse_annotations(self) -> None:
         """Raises a UserError if captions of another form lie among the pictures, which have none."""
         for file in chain.from_iterable(self.ignored.examples.values()):
-            if form := annotation_files.form_of(self.filesystem, file):
-                pictures = chain.from_iterable(batch.column("item").to_pylist() for batch in batches(listing.pictures))
-                raise annotation_files.refused(self.filesystem, file, form, pictures)
+            if form := form_of_annotations(self.filesystem, file):
+                raise annotations_refused(self.filesystem, file, form)
 
     def _walk(self, disk: LocalFilesystem, found: _Found) -> Iterator[tuple[str, str | None]]:
         """The files that are not hidden, and why each must not be used, or None."""

@@ -21,12 +21,12 @@ from pipeline.cache.keys import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError
-from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.further import Further
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, PictureCaptions, parse_json
+from pipeline.sources.unread import TURNS, annotations_refused
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
@@ -144,8 +144,8 @@ def check_caption_columns(
     alternative: appended to the fix."""
     if not columns or not rule.lacks_captions(columns):
         return
-    if annotation_files.TURNS in columns:
-        raise annotation_files.refused(filesystem, file, "LLaVA")
+    if TURNS in columns:
+        raise annotations_refused(filesystem, file, "LLaVA")
     likely = rule.likely(column for column in columns if column != picture)
     fix = setting("data.caption_field", likely) if likely else f"add a caption column to {filesystem.full_name(file)}"
     expected = f"the columns {picture!r} and {' or '.join(map(repr, rule.columns))} ({rule.setting})"

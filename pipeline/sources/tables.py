@@ -26,7 +26,6 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.config import setting
 from pipeline.errors import UserError
-from pipeline.sources import annotation_files
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, shown, stem
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
@@ -36,6 +35,7 @@ from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, Li
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns, no_column
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source, Stats
+from pipeline.sources.unread import annotations_refused, form_of_annotations
 
 RULE = "parquet-2"
 FIRST_ROWS = 1024
@@ -519,8 +519,8 @@ class Jsonl(Format):
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
         filesystem, files = given.filesystem, sorted(set(files))
-        if files and annotation_files.form_of(filesystem, files[0]) == "COCO":
-            raise annotation_files.refused(filesystem, files[0], "COCO")
+        if files and form_of_annotations(filesystem, files[0]) == "COCO":
+            raise annotations_refused(filesystem, files[0], "COCO")
         if files and is_link(first_row(filesystem, files[0], given.config.image_field)[0]):
             return LinkListing(given, files)
         return ListingSource(given, files, self.name)

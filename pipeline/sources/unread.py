@@ -1,16 +1,28 @@
-"""What people have in place of pictures that can be read, and the way to bring it into a form that can."""
+"""What people have in place of pictures and captions that can be read, and the way to bring it into a form that can."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+import re
+from collections.abc import Iterable
 
+from pipeline.errors import UserError
 from pipeline.sources.filenames import extension
 from pipeline.sources.filesystem import Filesystem, Unreadable
 
-_DATASETS = "python -c \"from datasets import {name}; {make}\" && sana-pipe encode --data '{out}'"
-_MAKE_DICT = "[part.to_parquet('{place}-' + name + '.parquet') for name, part in load_from_disk('{place}').items()]"
+TURNS = "conversations"
+"""The column of LLaVA's rows that holds a list of turns."""
+
+_HEAD_BYTES = 1 << 16
+_COCO = re.compile(rb'\s*\{\s*"(?:info|licenses|images|annotations|categories|type)"\s*:')
+_COCO_LISTS = re.compile(rb'"(?:images|annotations)"\s*:\s*\[\s*\{')
+_TURNS = re.compile(rb'"conversations"\s*:\s*\[')
+
 _WAYS = {
+    "data sets of the `datasets` library": (
+        {"arrow"},
+        'write them as parquet: python -c "from datasets import load_from_disk; '
+        "load_from_disk('FOLDER').to_parquet('FOLDER.parquet')\" (of a DatasetDict: load_from_disk('FOLDER')['train'])",
+    ),
     "archives": ({"zip", "rar", "7z"}, "unpack them: a folder of pictures, or of .tar files"),
     "files of DVC in place of the data": ({"dvc"}, "dvc pull"),
     "TFRecord files": ({"tfrecord", "tfrecords"}, "write their pictures and captions into webdataset tars or parquet"),
@@ -24,31 +36,30 @@ def explain(filesystem: Filesystem, files: Iterable[str] | None = None) -> tuple
     """What files without a picture are, with an example, and how to make them readable; None if that is unknown."""
     for file in filesystem.find() if files is None else files:
         ending, place = extension(file), f"{filesystem.location}/{file}"
-        if ending == "arrow":
-            return f"data sets of the `datasets` library ({file})", _of_datasets(filesystem, file)
         for what, (endings, way) in _WAYS.items():
             if ending in endings:
                 return f"{what} ({place})", way
     return None
 
 
-def _of_datasets(filesystem: Filesystem, file: str) -> str:
-    """The command that writes a folder of `save_to_disk`, or a single file of the library's cache, as parquet."""
-    for folder in _above(file):
-        place = f"{filesystem.location}/{folder}".rstrip("/")
-        for mark, make, out in (
-            ("dataset_dict.json", _MAKE_DICT.replace("{place}", place), f"{place}-*.parquet"),
-            ("state.json", f"load_from_disk('{place}').to_parquet('{place}.parquet')", f"{place}.parquet"),
-        ):
-            with suppress(Unreadable):
-                filesystem.stat(f"{folder}/{mark}".lstrip("/"))
-                return _DATASETS.format(name="load_from_disk", make=make, out=out)
-    place = f"{filesystem.location}/{file}"
-    make = f"Dataset.from_file('{place}').to_parquet('{place}.parquet')"
-    return _DATASETS.format(name="Dataset", make=make, out=f"{place}.parquet")
+def form_of_annotations(filesystem: Filesystem, file: str) -> str | None:
+    """`COCO` or `LLaVA` if the first bytes of a .json or .jsonl file are annotations of that form."""
+    if extension(file) not in ("json", "jsonl"):
+        return None
+    try:
+        head = filesystem.read(file, _HEAD_BYTES)
+    except Unreadable:  # is reported where it is read
+        return None
+    if _COCO.match(head) and _COCO_LISTS.search(head):
+        return "COCO"
+    return "LLaVA" if _TURNS.search(head) else None
 
 
-def _above(file: str) -> Iterator[str]:
-    """The folders above a file, the root ("") first."""
-    parts = file.split("/")[:-1]
-    yield from ("/".join(parts[:length]) for length in range(len(parts) + 1))
+def annotations_refused(filesystem: Filesystem, file: str, form: str) -> UserError:
+    """The error for a file of annotations."""
+    return UserError(
+        f"{filesystem.full_name(file)}: holds {form} annotations, which are not read",
+        expected='a file with a line {"image": FILE, "text": CAPTION} for each caption, FILE relative to it',
+        fix="write such a .jsonl and name it as --data; for a table, write a column of text and name it: "
+        "--set data.caption_field=COLUMN",
+    )
