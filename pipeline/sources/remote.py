@@ -19,20 +19,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
-import numpy as np
 import pyarrow as pa
 import xxhash
 
 from pipeline import retrying
-from pipeline.cache.arrow import batches
 from pipeline.cache.connections import CHANGE_TIMES, Connection, ObjectAwayError, RequestFailed, refuse_credentials
 from pipeline.cache.disk import raise_if_of_machine
-from pipeline.cache.keys import SortedKeys, binary, fixed, halves, item_keys
+from pipeline.cache.keys import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError, expanded
 from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason
@@ -46,11 +43,8 @@ PARALLEL_REQUESTS = 16
 KNOWN = 1 << 17
 """Files whose size is remembered, besides those of `find_with_sizes`."""
 
-DESCRIBED = 1 << 12
-"""Files of `find_with_sizes` that are Python objects at a time."""
-
 _UNKNOWN = -1
-_DESCRIBED = pa.schema([("key", pa.binary(16)), ("size", pa.int64()), ("version", pa.int64())])
+_DESCRIBED = pa.schema([("item", pa.string()), ("size", pa.int64()), ("version", pa.int64())])
 
 CHANGE_MARKS = (
     "ETag",
@@ -88,7 +82,7 @@ class RemoteFilesystem(Filesystem):
         self.location = self.connection.url
         self.supports_ranges = True
         self._known: dict[str, tuple[int, int]] = {}
-        self._described: _Described | None = None
+        self._described: ItemRows | None = None
         self._spools: OrderedDict[str, _Spool] = OrderedDict()
         self._lock = threading.Lock()
         self._ranges_proven = False  # the server has sent a range
@@ -139,13 +133,11 @@ class RemoteFilesystem(Filesystem):
         if self._web:  # its pages say no sizes
             yield from self.find()
             return
-        described = _Described(scratch)
-        files = self._find()
-        while some := list(islice(files, DESCRIBED)):
-            described.add([(name, *_description(info)) for name, info in some])
-            yield from (name for name, _ in some)
-        described.finish()
-        self._described = described
+        described = scratch.row_writer(_DESCRIBED)
+        for name, info in self._find():
+            described.add(name, *_description(info))
+            yield name
+        self._described = ItemRows(described.finish(), scratch)
 
     def names(self, folder: str) -> list[str]:
         base = self.path(folder) if folder else self._root
@@ -182,8 +174,13 @@ class RemoteFilesystem(Filesystem):
 
     def _known_of(self, names: list[str]) -> list[tuple[int, int] | None]:
         """Size and version of files as far as they are known without a request."""
-        listed = self._described.find(names) if self._described is not None else {}
-        return [listed.get(name) or self._known.get(name) for name in names]
+        known = [self._known.get(name) for name in names]
+        if self._described is not None:
+            sizes, versions = (self._described.table.column(column) for column in ("size", "version"))
+            for at, row in enumerate(self._described.find(names).tolist()):
+                if row >= 0 and (size := sizes[row].as_py()) >= 0:
+                    known[at] = size, versions[row].as_py()
+        return known
 
     def _ask(self, name: str) -> tuple[int, int]:
         path = self.path(name)
@@ -327,36 +324,6 @@ def _seen(described: tuple[int, int]) -> tuple[int, int]:
 
 def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") and part != ".." for part in name.split("/"))
-
-
-class _Described:
-    """Sizes and versions of listed files, found by name: 32 bytes a file in temporary files."""
-
-    def __init__(self, scratch: Scratch):
-        self._scratch, self._table = scratch, scratch.table_writer(_DESCRIBED)
-
-    def add(self, files: list[tuple[str, int, int]]) -> None:
-        """files: name, size, version."""
-        names, sizes, versions = zip(*files, strict=True)
-        self._table.add(pa.table([binary(item_keys(names)), sizes, versions], schema=_DESCRIBED))
-
-    def finish(self) -> None:
-        """Sort by key; `find` works from now on."""
-        types = {"high": np.uint64, "low": np.uint64, "size": np.int64, "version": np.int64}
-        columns = self._scratch.arrays(map(_columns, self._scratch.sorted_by_key(batches(self._table.finish()))), types)
-        self._keys = SortedKeys(columns["high"], columns["low"])
-        self._sizes, self._versions = columns["size"], columns["version"]
-
-    def find(self, names: list[str]) -> dict[str, tuple[int, int]]:
-        """Size and version of those whose size is known."""
-        at = self._keys.find(item_keys(names))
-        rows = {name: row for name, row in zip(names, at.tolist(), strict=True) if row >= 0 and self._sizes[row] >= 0}
-        return {name: (int(self._sizes[row]), int(self._versions[row])) for name, row in rows.items()}
-
-
-def _columns(part: pa.Table) -> dict[str, np.ndarray]:
-    high, low = halves(fixed(part.column("key")))
-    return {"high": high, "low": low, **{name: part.column(name).to_numpy() for name in ("size", "version")}}
 
 
 class _Spool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import posixpath
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -180,7 +180,7 @@ class ParquetSource(LinkTables):
             for start in range(0, count, size):
                 stop = min(start + size, count)
                 identity = digest(part.name, part.stamp, str(self.retries_links), str(first + start), str(first + stop))
-                rows = partial(self._rows_of_group, part.name, others, group, first, Counter(), start, stop)
+                rows = partial(self._rows_of_group, part.name, others, group, first, start, stop)
                 yield Fragment(dict, partial(_unlisted, identity), rows, stop - start)
             first += count
 
@@ -195,29 +195,21 @@ class ParquetSource(LinkTables):
             return
         others = self._other_columns(name, table)
         first = 0
-        unreadable: Counter[str] = Counter()
         for group in range(table.metadata.num_row_groups):
             count = table.metadata.row_group(group).num_rows
-            yield from self._rows_of_group(name, others, group, first, unreadable, 0, count)
+            yield from self._rows_of_group(name, others, group, first, 0, count)
             first += count
-        for field in sorted(field for field, rejected in unreadable.items() if rejected == first):
-            kind = table.schema_arrow.field(field).type
-            yield Reject(
-                escaped(name),
-                f"no value of its column {escaped(field)!r} ({kind}) can be read; write it as text, or leave it out",
-            )
         if not first:
             yield Reject(escaped(name), "holds no row")
 
     def _rows_of_group(
-        self, name: str, others: list[str], group: int, first: int, unreadable: Counter[str], start: int, stop: int
+        self, name: str, others: list[str], group: int, first: int, start: int, stop: int
     ) -> Iterator[Item | Reject]:
         """The items of some rows of a row group.
 
         Args:
             others: columns beside the picture.
             first: the number of the group's first row in the file.
-            unreadable: counts values that cannot be read, by column.
         """
         try:
             with self._lock:
@@ -235,7 +227,6 @@ class ParquetSource(LinkTables):
             at = Place(f"{name}/{first + row:09d}", name, f"{group}:{row}")
             picture = _value(pictures[row])
             reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
-            unreadable.update(reasons.keys())
             if reasons:
                 yield Reject(at.item, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
             else:
@@ -574,7 +565,7 @@ def _value(scalar: pa.Scalar) -> Any:
     except UnicodeDecodeError:
         return _BadValue("is not UTF-8")
     except Exception:  # ValueError, OverflowError, KeyError of a time zone
-        return _BadValue(f"holds a {scalar.type} that Python's types cannot hold")
+        return _BadValue(f"holds a {scalar.type} that Python's types cannot hold; write it as text, or leave it out")
 
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 from pipeline.cache import arrow, cache, connections, index, keys, scratch, snapshot, snapshot_lists
 from pipeline.encoding import scan_rows
 from pipeline.snapshots import join
-from pipeline.sources import folder, remote
+from pipeline.sources import folder
 
 
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,6 @@ def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "METADATA_BATCH", 2)
     monkeypatch.setattr(folder, "SIDECAR_BATCH", 2)
     monkeypatch.setattr(connections, "PAGE", 2)
-    monkeypatch.setattr(remote, "DESCRIBED", 2)
     monkeypatch.setattr(scratch, "LIMIT", 1)
     monkeypatch.setattr(scratch, "RUN", 3)
     monkeypatch.setattr(scratch, "TEXTS", 2)
