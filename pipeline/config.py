@@ -470,9 +470,9 @@ class BucketConfig(_Section):
     """Batches of single buckets as height x width, such as `{"512x2048": 24}`; they override `batch` and `tokens`."""
     batch_multiple: Positive = 1
     """Every batch is a multiple of this number. Choose one that all your numbers of GPUs divide."""
-    remainder: Literal["carry", "drop", "repeat"] = "carry"
+    remainder: Literal["carry", "drop"] = "carry"
     """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
-    epoch (others in the next one), and skip buckets smaller than a batch. repeat: fill the batch with second visits."""
+    epoch (others in the next one), and skip buckets smaller than a batch."""
     order: Literal["random", "largest_first"] = "random"
     """largest_first: start the first epoch with one batch of each bucket, the largest pictures first, so that running
     out of memory shows at once."""

@@ -521,13 +521,6 @@ def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest
     notes = {(b["height"], b["width"]): b["note"] for b in summary["buckets"]}
     assert "left out" in notes[16, 32]
     assert notes[16, 24].startswith("3 samples, others each time, sit out")
-    summary = report(config(root, "bucket.remainder=repeat", "bucket.batch=5"), capsys)
-    assert (summary["samples"], summary["left_out"]) == (40, [])
-    assert summary["steps_per_epoch"] == 4 + 2 + 3 + 1
-    of = config(root, "bucket.remainder=repeat", "bucket.batch=5")
-    seen = Counter(i for batch in batches(of, 10) for i in batch)
-    assert len(seen) == 40
-    assert set(seen.values()) == {1, 2}
 
 
 # ---------------------------------------------------------------- weights, batches, order
@@ -607,7 +600,7 @@ def test_the_largest_bucket_comes_first(root: Path) -> None:
     assert snapshot.head.policies.order == "largest_first"
 
 
-@pytest.mark.parametrize("small", ["carry", "drop", "repeat"])
+@pytest.mark.parametrize("small", ["carry", "drop"])
 def test_every_topology_and_every_resume_sees_the_same_samples(root: Path, small: str) -> None:
     of = config(root, f"bucket.remainder={small}", "bucket.sources={one: {weight: 1.5}}", "bucket.order=largest_first")
     add(of, "one", pictures(40))
@@ -1186,8 +1179,6 @@ def test_numbers_beyond_all_bounds_are_reported(root: Path, number: str) -> None
         ("carry", 10, 2.5, ""),
         ("carry", 3, 0.75, "smaller than one batch"),
         ("carry", 4, 1.0, ""),
-        ("repeat", 10, 3, "2 second visits"),
-        ("repeat", 8, 2, ""),
         ("drop", 3, 0, "left out"),
         ("drop", 4, 1, ""),
         ("drop", 10, 2, "2 samples"),

@@ -125,10 +125,9 @@ def test_another_mixture_of_captions_encodes_the_new_ones_alone(tmp_path: Path, 
         picture(tmp_path / "pictures" / f"{seed}.png", seed)
     for path in sorted((tmp_path / "pictures").glob("*.txt")):
         path.with_suffix(".json").write_text(json.dumps({"long": path.read_text() + ", at length", "short": path.stem}))
-    settings = "bucket.batch=2", "bucket.remainder=repeat"
     found = []
     for name, weights, encoded in (("long", "{long: 1}", (2, 3)), ("mixed", "{long: 3, short: 1}", (0, 2))):
-        config = make_config(tmp_path, *settings, f"data.caption_weights={weights}")
+        config = make_config(tmp_path, "bucket.batch=2", f"data.caption_weights={weights}")
         done = stages.encode.run(config, data=str(tmp_path / "pictures"))
         assert (done["images"], done["captions"]) == encoded, "with the null record"
         stages.bucket.run(config, name=name)

@@ -99,11 +99,9 @@ def test_each_variant_is_encoded_once_and_the_original_not_again(
         Image.fromarray(pixels).save(tmp_path / "pictures" / f"{seed}.png")
         (tmp_path / "pictures" / f"{seed}.txt").write_text(caption)
     data = str(tmp_path / "pictures")
-    plain = make_config(tmp_path, "bucket.batch=2", "bucket.remainder=repeat")
+    plain = make_config(tmp_path, "bucket.batch=2")
     assert stages.encode.run(plain, data=data)["new"] == {"images": 2, "captions": 3}, "with the null record"
-    config = make_config(
-        tmp_path, "bucket.batch=2", "bucket.remainder=repeat", "data.tags={shuffle: 4, drop: 0.1, keep: 1}"
-    )
+    config = make_config(tmp_path, "bucket.batch=2", "data.tags={shuffle: 4, drop: 0.1, keep: 1}")
     assert stages.encode.run(config, data=data)["new"] == {"images": 0, "captions": 4}
     for again in (config, plain):  # a later run remembers how the source is read
         assert stages.encode.run(again, data=data)["new"] == {"images": 0, "captions": 0}

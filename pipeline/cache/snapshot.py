@@ -151,7 +151,7 @@ class Policies(HeadObject):
     """Settings that decide the training order; options of `bucket` in the configuration.
 
     Attributes:
-        small: `carry`, `drop` or `repeat`.
+        small: `carry` or `drop`.
         pad_text_multiple: padded text lengths are multiples of it.
         order: `largest_first`; None: random.
     """

@@ -38,8 +38,7 @@ class ScheduledBatch:
     Attributes:
         step, epoch, bucket: numbers.
         positions: (B,) int64 positions of the samples in the bucket.
-        visits: (B,) int64 how often each sample was visited before. Under `repeat` it is only a unique number: even
-            (twice that count) for the first visit of an epoch, odd for samples that fill the last batch.
+        visits: (B,) int64 how often each sample was visited before.
     """
 
     step: int
@@ -223,7 +222,7 @@ class _UnweightedBucket:
 
 
 class _WeightedBucket:
-    """A bucket of weighted parts, or under `repeat`. parts: (samples, weight)."""
+    """A bucket of weighted parts. parts: (samples, weight)."""
 
     def __init__(
         self,
@@ -234,15 +233,13 @@ class _WeightedBucket:
         blocks: Blocks | None,
     ):
         self.parts, self.batch, self.small, self.key, self.blocks = parts, batch, small, key, blocks
-        self.count = sum(samples for samples, _ in parts)
         self.rate = sum((samples * weight for samples, weight in parts), Fraction(0))
         # Visits per epoch repeat with the weights' common denominator, and so do whole batches per epoch.
         self.period = lcm(*(weight.denominator for _, weight in parts))
         self.prefix = [0]
         if small != "carry":
-            up = 0 if small == "drop" else batch - 1
             for epoch in range(self.period):
-                self.prefix.append(self.prefix[-1] + (self.visits(epoch + 1) - self.visits(epoch) + up) // batch)
+                self.prefix.append(self.prefix[-1] + (self.visits(epoch + 1) - self.visits(epoch)) // batch)
 
     def visits(self, epochs: int) -> int:
         """Visits due to the weights in the first `epochs` epochs."""
@@ -280,14 +277,11 @@ class _WeightedBucket:
         return low
 
     def slots(self, epoch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and visits at some slots of an epoch. Slots mix the parts and, under `repeat`, the fillers."""
-        due = self.visits(epoch + 1) - self.visits(epoch)
-        size = -(-due // self.batch) * self.batch if self.small == "repeat" else due
+        """Positions and visits at some slots of an epoch, which mix the parts."""
         if self.blocks is None:
-            mixed = permute(slots, size, "mix", *self.key, epoch)
+            mixed = permute(slots, self.visits(epoch + 1) - self.visits(epoch), "mix", *self.key, epoch)
         else:
             counts = [self.spent(part, epoch + 1) - self.spent(part, epoch) for part in range(len(self.parts))]
-            counts.append(size - due)
             stream, number = _interleaved(slots, counts, self.batch, "mix", *self.key, epoch)
             mixed = np.concatenate([[0], np.cumsum(counts)])[stream] + number
         positions, visits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
@@ -303,14 +297,6 @@ class _WeightedBucket:
                 )
                 visits[inside] = passes
             low, first = high, first + samples
-        if self.small == "repeat":
-            visits *= 2
-            fillers = mixed >= due
-            if fillers.any():
-                filled = self.batch * self.batches_before(epoch) - self.visits(epoch)
-                passes, places = np.divmod(mixed[fillers] - due + filled, self.count)
-                positions[fillers] = _permuted_positions("fill", self.key, self.count, passes, places, self.blocks)
-                visits[fillers] = 2 * passes + 1
         return positions, visits
 
 
@@ -349,7 +335,7 @@ class Schedule:
         counts: samples per bucket.
         batches: global batch per bucket.
         seed, phase: key of the order (`train.seed`, `train.phase`).
-        small: `carry`, `drop` or `repeat` (see the module's docstring).
+        small: `carry` or `drop` (see docs/design.md).
         parts: per bucket None, or (samples, weight) of its parts in the order of positions.
         first: buckets that give one batch each at the start of epoch 0, in this order.
         blocks: per bucket of a packed snapshot; None: the plain order.
@@ -370,18 +356,17 @@ class Schedule:
         first: Sequence[int] = (),
         blocks: Sequence[Blocks] | None = None,
     ):
-        if small not in ("carry", "drop", "repeat"):
-            raise ValueError(f"small must be 'carry', 'drop' or 'repeat', found {small!r}")
+        if small not in ("carry", "drop"):
+            raise ValueError(f"small must be 'carry' or 'drop', found {small!r}")
         self.counts, self.batches = list(counts), list(batches)
         self.seed, self.phase, self.small = seed, phase, small
         self._buckets: list[_UnweightedBucket | _WeightedBucket] = []
         for bucket, (count, batch) in enumerate(zip(counts, batches, strict=True)):
             bucket_parts, key = parts[bucket] if parts else None, (seed, phase, bucket)
             bucket_blocks = blocks[bucket] if blocks else None
-            if bucket_parts is None and small != "repeat":
+            if bucket_parts is None:
                 self._buckets.append(_UnweightedBucket(count, batch, small, key, bucket_blocks))
                 continue
-            bucket_parts = bucket_parts or [(count, Fraction(1))]
             if sum(n for n, _ in bucket_parts) != count or any(weight <= 0 for _, weight in bucket_parts):
                 raise ValueError(f"bucket {bucket} has {count} samples; its parts are {bucket_parts}")
             self._buckets.append(_WeightedBucket(bucket_parts, batch, small, key, bucket_blocks))

@@ -645,10 +645,6 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
     if small == "carry":
         note = "smaller than one batch: batches repeat samples of later epochs" if visits < batch else ""
         return float(visits / batch), note
-    if small == "repeat":
-        steps = -(-visits // batch)
-        fillers = float(steps * batch - visits)
-        return steps, f"{fillers:g} second visits an epoch fill the last batch" if fillers else ""
     if visits < batch:
         return 0, "left out: smaller than one batch"
     rest = float(visits % batch)
