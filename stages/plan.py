@@ -6,7 +6,7 @@ Opens the snapshot (if there is one), predicts memory and time of the worst buck
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -21,10 +21,7 @@ from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.search import Candidate, NothingFitsError, Search
-from pipeline.training.remedies import changed, flags
-
-LOW_MFU, SHARE = 0.1, 8
-"""Below this MFU a larger batch is proposed: of so many samples a GPU."""
+from pipeline.training.remedies import flags
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,6 @@ def _predict(config: Config, search: Search, options: Options) -> int:
         click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": machine.gpus, "nodes": machine.nodes}))
     else:
         run_lines = extent.lines(config.train, search.shape, data, None if time is None else time.step)
-        if time is not None:
-            run_lines += batch_lines(candidate, search)
         memory, speed = memory_lines(prediction), time_lines(time, prediction, options.price)
         for line in (*decided, *memory, *speed, *run_lines):
             click.echo(line)
@@ -151,27 +146,6 @@ def _described(candidate: Candidate) -> str:
 def _gpus(machine: Machine) -> str:
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
     return f"{machine.gpus} x {amount(machine.memory)}{nodes}"
-
-
-def batch_lines(candidate: Candidate, search: Search) -> list[str]:
-    """A larger batch, where so few samples a GPU leave the GPUs idle; its speed is predicted."""
-    layout = candidate.prediction.layout
-    if candidate.time.mfu >= LOW_MFU or candidate.prediction.share >= SHARE:
-        return []
-    batch = SHARE * layout.data_world
-    larger = Search(
-        search.shape, replace(search.data, buckets=dict.fromkeys(search.data.buckets, batch)), search.machine
-    )
-    found = larger.candidate(changed(candidate.train, {"microbatch": SHARE}), layout)
-    if not found.prediction.fits:
-        found = larger.candidate(candidate.train, layout)
-    if found.time.images_per_s < 1.2 * candidate.time.images_per_s:
-        return []
-    return [
-        f"note: {candidate.prediction.share} samples a GPU and step leave the GPUs idle: with bucket.batch={batch} "
-        f"{figure(found.time.images_per_s)} images/s (--set bucket.batch={batch}, also in sana-pipe bucket; more "
-        "pictures a step want fewer train.steps)"
-    ]
 
 
 def memory_lines(prediction: Prediction) -> list[str]:

@@ -311,17 +311,6 @@ def test_nodes_have_eight_gpus_unless_said(gpus: int, nodes: int) -> None:
     assert auto.named("cpu", None, gpus).nodes == 1
 
 
-def test_a_batch_that_leaves_gpus_idle_is_named_with_a_better_one(made_up: MadeUp) -> None:
-    planner = searched(80, 64, nodes=8)
-    candidate = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 64, 1))
-    (line,) = plan.batch_lines(candidate, planner)
-    assert "bucket.batch=512" in line
-    busy: Any = SimpleNamespace(**{**vars(candidate.time), "mfu": 0.3})
-    assert plan.batch_lines(replace(candidate, time=busy), planner) == []
-    full = planner.candidate(given(microbatch=1, activation_checkpointing="full"), Layout(1, 1, 8, 1))
-    assert plan.batch_lines(full, planner) == [], "eight samples a GPU"
-
-
 def test_figures_have_no_exponents() -> None:
     values = (0.0312, 5.994, 170.4, 999.4, 999.6, 1310.2)
     assert [figure(value) for value in values] == ["0.0312", "5.99", "170", "999", "1,000", "1,310"]
