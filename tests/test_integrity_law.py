@@ -19,8 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.cache import audit, layout
-from pipeline.cache import snapshot as snapshots
+from pipeline.cache import audit, disk, layout
 from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
@@ -444,7 +443,7 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
     if guard == "the chunk's digest":
         name = opened.head.chunks[0].samples
         path, old = copy / layout.Paths.table(name, "arrow"), opened.sample(0).pictures["latent"].key
-        monkeypatch.setattr(snapshots, "digest_of", lambda handle: name)
+        monkeypatch.setattr(disk, "digest_of", lambda handle: name)
         reading: Callable[[], object] = lambda: Snapshot(Files(copy), opened.id).sample(0)  # noqa: E731
     elif guard == "the list's digest":
         name = opened.head.shards["latent"].entry.table

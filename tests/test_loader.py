@@ -332,7 +332,7 @@ def test_missing_short_and_swapped_shards_are_named(small_cache: Path, tmp_path:
         bad = bytearray(data)
         bad[position] ^= 0x10
         chunk.write_bytes(bad)
-        with pytest.raises(IntegrityError, match="does not match its name"):
+        with pytest.raises(IntegrityError, match="do not match its name"):
             load(copy, steps=1)
     chunk.write_bytes(data)
     load(copy, steps=1)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import stages.bucket
-from pipeline.cache import arrow, audit
+from pipeline.cache import arrow, audit, disk
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.cache import Cache
@@ -48,7 +48,7 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         checked.append(handle)
         return digest_of(handle)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(snapshots, "digest_of", counted)
+    monkeypatch.setattr(disk, "digest_of", counted)
     return checked
 
 
@@ -96,7 +96,7 @@ def test_a_chunk_that_has_changed_since_is_checked_again(snapshot: Snapshot, dig
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(IntegrityError, match="does not match its name"):
+    with pytest.raises(IntegrityError, match="do not match its name"):
         for row in range(ROWS):
             snapshot.sample(row)
 

@@ -460,26 +460,39 @@ class Files:
             raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
         return body
 
-    def mapped(self, name: str, digest: str, *, mirrored: bool = False) -> pa.Buffer:
+    def mapped(
+        self, name: str, digest: str, *, mirrored: bool = False, checked: dict[str, tuple[int, ...]] | None = None
+    ) -> pa.Buffer:
         """The bytes of a content-addressed file, checked; a large file is mapped into memory.
 
         Args:
             mirrored: the mirror keeps a copy, for the other processes of this machine.
+            checked: files that were checked -> their identities then. One that is the same is not read again; small
+                files are mapped, too.
 
         Raises:
             IntegrityError: it is missing or damaged.
         """
 
-        def read() -> tuple[str, pa.Buffer]:
-            handle = self.open(name) if mirrored else self._whole(name)
-            if handle.size > scratches.LIMIT:
-                return disk.digest_of(handle), handle.map()
-            with handle.file() as file:
-                data = file.read()
-            return layout.content_digest(data), pa.py_buffer(data)
+        known = {} if checked is None else checked
+
+        def read(trust: bool) -> tuple[str, pa.Buffer]:
+            handle = self.open(name, trust=trust) if mirrored else self._whole(name)
+            if checked is None and handle.size <= scratches.LIMIT:
+                with handle.file() as file:
+                    data = file.read()
+                return layout.content_digest(data), pa.py_buffer(data)
+            # Not through the mapping: pages that no lookup needs must not take up memory.
+            actual = digest if known.get(name) == handle.identity() else disk.digest_of(handle)
+            if actual != digest:
+                return actual, pa.py_buffer(b"")
+            known[name] = handle.identity()
+            return actual, handle.map()
 
         try:
-            actual, data = self.when_reachable(read)
+            actual, data = self.when_reachable(lambda: read(mirrored))
+            if mirrored and actual != digest:  # a local copy of an object, which is fetched again
+                actual, data = self.when_reachable(lambda: read(False))
         except FileNotFoundError:
             raise self._missing(name) from None
         except OSError as error:

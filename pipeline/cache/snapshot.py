@@ -9,15 +9,13 @@ snapshot has its rows in a shuffled order inside each bucket, and joint shards.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
-from threading import Lock
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,12 +24,11 @@ import pyarrow.compute as pc
 from pipeline.cache import layout
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.codec import PLAIN
-from pipeline.cache.disk import Handle, digest_of, raise_if_of_machine
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.keys import fixed, key_bytes
 from pipeline.cache.layout import Paths
-from pipeline.cache.recipes import CaptionRecipe, Recipe, caption_of, pictures_of, recipe_class
+from pipeline.cache.recipes import Recipe, caption_of, pictures_of, recipe_class
 from pipeline.cache.shard import ShardReader, to_ipc
 from pipeline.cache.snapshot_lists import (
     HEX,
@@ -464,19 +461,12 @@ class Snapshot:
         recipes = self.head.recipes_by_kind.values()
         self.pictures = {recipe.kind: recipe for recipe in pictures_of(recipes)}
         self.caption = caption_of(recipes)
-        self._schema = samples_schema(recipes)
         self._starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in self.buckets])]).astype(np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum([c.rows for c in self.head.chunks])]).astype(np.int64)
-        if self._starts[-1] != self._chunk_starts[-1]:
-            raise IntegrityError(
-                f"{files.where(Paths.snapshot(snapshot_id))}: its buckets and its chunks have different numbers of "
-                "samples",
-                expected=int(self._starts[-1]),
-                found=int(self._chunk_starts[-1]),
-            )
-        self._verified: dict[str, tuple[int, ...]] = {}
-        limit = open_chunks(files.room)
-        self._chunks, self._names = _Recent[_Chunk](limit), _Recent[pa.Table](limit)
+        self._checked: dict[str, tuple[int, ...]] = {}
+        recent = lru_cache(open_chunks(files.room))
+        self._chunk = recent(lambda number: _columns(self._map(number, "samples")))
+        self._names = recent(lambda number: self._map(number, "names"))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -529,9 +519,9 @@ class Snapshot:
 
     def check_chunk(self, number: int) -> None:
         """Read both tables of a chunk and check them, also if they were checked before."""
-        self._verified.clear()
-        self._map(number, "samples", self._schema)
-        self._map(number, "names", NAMES)
+        self._checked.clear()
+        self._map(number, "samples")
+        self._map(number, "names")
 
     def row(self, bucket: int, position: int) -> int:
         if not 0 <= position < self.buckets[bucket].samples:
@@ -539,8 +529,14 @@ class Snapshot:
         return int(self._starts[bucket]) + position
 
     def sample(self, row: int) -> Sample:
-        chunk, at = self._locate(row)
-        return chunk.sample(at, int(np.searchsorted(self._starts, row, side="right")) - 1, self.shards, self.caption)
+        (chunk, at), shards, text = self._locate(row), self.shards, self.caption.kind
+        first, last = chunk.first[at : at + 2].tolist()
+        return Sample(
+            int(chunk.sample_id[at]),
+            int(np.searchsorted(self._starts, row, side="right")) - 1,
+            {kind: RecordPlace(**_values(some, at, shards[kind])) for kind, some in chunk.pictures.items()},
+            tuple(Caption(**_values(chunk.captions, i, shards[text])) for i in range(first, last)),
+        )
 
     def picture(self, sample: Sample, kind: str, reader: ShardReader | None = None) -> np.ndarray:
         """A sample's record of a kind, verified: bits of bf16, uint16, of `shape`."""
@@ -574,16 +570,16 @@ class Snapshot:
     def tables(self) -> Iterator[pa.Table]:
         """The samples in the order of rows, chunk after chunk (schema: `samples_schema`)."""
         for number in range(len(self.head.chunks)):
-            yield self._map(number, "samples", self._schema)
+            yield self._map(number, "samples")
 
     def name_tables(self) -> Iterator[pa.Table]:
         """The names in the order of rows, chunk after chunk (schema: `NAMES`)."""
         for number in range(len(self.head.chunks)):
-            yield self._map(number, "names", NAMES)
+            yield self._map(number, "names")
 
     def sample_id(self, row: int) -> int:
         chunk, at = self._locate(row)
-        return int(chunk.columns.sample_id[at])
+        return int(chunk.sample_id[at])
 
     def source_item(self, row: int) -> tuple[str, str]:
         """(source, item) of a sample."""
@@ -616,68 +612,26 @@ class Snapshot:
 
     def _named(self, row: int) -> tuple[pa.Table, int]:
         number = self._chunk_of(row)
-        table = self._names.get(number, lambda: self._map(number, "names", NAMES))
-        return table, row - int(self._chunk_starts[number])
+        return self._names(number), row - int(self._chunk_starts[number])
 
-    def _locate(self, row: int) -> tuple[_Chunk, int]:
+    def _locate(self, row: int) -> tuple[Columns, int]:
         """The chunk of a row, and the row's place in it."""
         number = self._chunk_of(row)
         return self._chunk(number), row - int(self._chunk_starts[number])
 
     def _taken(self, number: int, rows: np.ndarray, kinds: Collection[str] | None) -> Columns:
         """Some rows of a chunk; (n,) int64."""
-        return self._chunk(number).columns.take(rows - int(self._chunk_starts[number]), kinds)
-
-    def _chunk(self, number: int) -> _Chunk:
-        return self._chunks.get(number, lambda: _Chunk(self._map(number, "samples", self._schema)))
+        return self._chunk(number).take(rows - int(self._chunk_starts[number]), kinds)
 
     def _chunk_of(self, row: int) -> int:
         if not 0 <= row < len(self):
             raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {row + 1}")
         return bisect_right(self._chunk_starts, row) - 1
 
-    def _map(self, number: int, which: str, schema: pa.Schema) -> pa.Table:
-        """Map a chunk and check its digest, unless this very file was checked before. If it is wrong, a local copy of
-        an object is fetched again."""
-        chunk = self.head.chunks[number]
-        digest = chunk.samples if which == "samples" else chunk.names
-        where = self.files.where(Paths.table(digest, "arrow"))
-        try:
-            handle, actual = self._checked(digest, trust=True)
-            if actual != digest:
-                handle, actual = self._checked(digest, trust=False)
-        except FileNotFoundError:
-            raise IntegrityError(f"{where}: a chunk of snapshot {self.id} is missing", fix=layout.REPAIR) from None
-        except OSError as error:
-            raise_if_of_machine(error, where)
-            raise IntegrityError(f"{where}: cannot be read: {error.strerror}", fix=layout.REPAIR) from None
-        if actual != digest:
-            raise IntegrityError(
-                f"{where}: a chunk of snapshot {self.id} does not match its name",
-                expected=digest,
-                found=actual,
-                fix=layout.REPAIR,
-            )
-        table = ipc_table(handle.map())
-        if table.schema != schema or table.num_rows != chunk.rows:
-            raise IntegrityError(
-                f"{where}: is not chunk {number} of snapshot {self.id}",
-                expected=f"{chunk.rows} rows of {schema.names}",
-                found=f"{table.num_rows} rows of {table.schema.names}",
-            )
-        return table
-
-    def _checked(self, digest: str, trust: bool) -> tuple[Handle, str]:
-        """A table's file, and the digest that it was checked to have. trust: see `Files.open`."""
-        handle = self.files.open(Paths.table(digest, "arrow"), trust=trust)
-        identity = handle.identity()
-        if self._verified.get(digest) == identity:
-            return handle, digest
-        # Not through the mapping: pages that no lookup needs must not take up memory.
-        actual = self.files.when_reachable(lambda: digest_of(handle))
-        if actual == digest:
-            self._verified[digest] = identity
-        return handle, actual
+    def _map(self, number: int, which: str) -> pa.Table:
+        """Map a chunk and check its digest, unless this very file was checked before."""
+        digest = getattr(self.head.chunks[number], which)
+        return ipc_table(self.files.mapped(Paths.table(digest, "arrow"), digest, mirrored=True, checked=self._checked))
 
 
 def open_chunks(room: int | None) -> int:
@@ -685,53 +639,13 @@ def open_chunks(room: int | None) -> int:
     return OPEN_CHUNKS if room is None else min(OPEN_CHUNKS, max(MIRRORED_CHUNKS, room // (4 * CHUNK_BYTES)))
 
 
-class _Recent(Generic[T]):
-    """The chunks that were used last, `limit` of them. Safe for several threads."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._chunks: OrderedDict[int, T] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, number: int, make: Callable[[], T]) -> T:
-        """A chunk; made if it is not among them."""
-        with self._lock:
-            if number in self._chunks:
-                self._chunks.move_to_end(number)
-                return self._chunks[number]
-        chunk = make()
-        with self._lock:
-            self._chunks[number] = chunk
-            while len(self._chunks) > self._limit:
-                self._chunks.popitem(last=False)
-        return chunk
-
-
-def _mapped(column: pa.ChunkedArray) -> pa.Array:
-    """A column in one piece. A single piece is not copied, as pyarrow and numpy would do."""
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-class _Chunk:
+def _columns(table: pa.Table) -> Columns:
     """Numpy views of a mapped chunk."""
-
-    def __init__(self, table: pa.Table):
-        whole = table.combine_chunks()
-        columns = {name: _mapped(whole.column(name)) for name in whole.schema.names}
-        lists = columns.pop("captions")
-        sample_id = columns.pop("sample_id").to_numpy()
-        pictures = {kind: _places(column) for kind, column in columns.items()}
-        self.columns = Columns(sample_id, pictures, _places(lists.values), lists.offsets.to_numpy())
-
-    def sample(self, at: int, bucket: int, shards: Mapping[str, Sequence[str]], caption: CaptionRecipe) -> Sample:
-        columns = self.columns
-        span = range(int(columns.first[at]), int(columns.first[at + 1]))
-        return Sample(
-            int(columns.sample_id[at]),
-            bucket,
-            {kind: RecordPlace(**_values(some, at, shards[kind])) for kind, some in columns.pictures.items()},
-            tuple(Caption(**_values(columns.captions, i, shards[caption.kind])) for i in span),
-        )
+    whole = table.combine_chunks()
+    columns = {name: whole.column(name).chunk(0) for name in whole.schema.names}
+    lists, sample_id = columns.pop("captions"), columns.pop("sample_id")
+    pictures = {kind: _places(column) for kind, column in columns.items()}
+    return Columns(sample_id.to_numpy(), pictures, _places(lists.values), lists.offsets.to_numpy())
 
 
 def _places(struct: pa.StructArray) -> Places:
