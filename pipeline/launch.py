@@ -195,6 +195,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
             raise UserError(
                 "SLURM does not say which nodes this step has, so the processes cannot meet",
                 expected="SLURM_STEP_NODELIST or SLURM_JOB_NODELIST",
+                found=nodes,
                 fix="export MASTER_ADDR=<name of the first node> before srun",
             )
         # Equal on all tasks of a step; different for other jobs and steps on the same node.
@@ -210,28 +211,19 @@ def _given(env: Mapping[str, str], *names: str) -> tuple[str, ...]:
     return tuple(f"{name}={env[name]}" for name in names)
 
 
-def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: `gpu[03-05,9],login1` is `gpu03`.
-
-    Raises:
-        UserError: text that is not a node list.
-    """
+def first_host(nodes: str) -> str | None:
+    """The first host of a SLURM node list: `gpu[03-05,9],login1` is `gpu03`. None: it is no node list."""
     match = re.match(r"^([^\[\],]+)(?:\[([0-9]+)[^\]]*\]([^\[,]*))?", nodes.strip())
     if match is None:
-        raise UserError("SLURM's node list cannot be read", found=repr(nodes), fix="export MASTER_ADDR before srun")
+        return None
     stem, number, tail = match.groups()
     return stem + (number or "") + (tail or "")
 
 
 def _expand_counts(text: str) -> list[int]:
     """`4(x2),3` is [4, 4, 3]: SLURM's tasks per node."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise UserError("SLURM's tasks per node cannot be read", found=repr(text))
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in parts for _ in range(int(times or 1))]
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -565,7 +565,6 @@ def task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice = No
     drawn = _pictures(config, inputs) if inputs.prompts else None
     return TrainingTask(
         first_state=LoaderState(snapshot.id, train.seed, train.phase, 0, train.length_window),
-        batch=max(bucket.batch for bucket in snapshot.buckets),
         channels=snapshot.recipe(LatentRecipe).channels,
         text_width=snapshot.recipe(TextRecipe).width,
         sample_size=config.data.resolution // snapshot.recipe(LatentRecipe).compression,

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline import gpus
 from pipeline.cli import plan
 from pipeline.config import EmaConfig, OptimConfig, ParallelConfig, TrainConfig
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, ResourceError, UserError
 from pipeline.launch import Launch
 from pipeline.metrics import trackers
 from pipeline.metrics.textfile import store_counts
@@ -126,7 +126,7 @@ def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch:
     """Two processes that share a model; the second has twice the counts of this one."""
     clock = [100.0]
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(throughput, "all_gather_numbers", lambda numbers, device: [[n, 2 * n] for n in numbers])
+    monkeypatch.setattr(throughput, "all_gather_objects", lambda numbers: [numbers, [2 * n for n in numbers]])
     monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (2.0**30, 1.0, 1.0, 0.0))
     settings = tiny_run.config(peak_tflops=0.5).train.model_copy(update={"text": "packed" if packed else "padded"})
     shape = replace(tiny_run.model(tiny_run.config()).config, patch_size=2)
@@ -391,11 +391,11 @@ def test_a_failed_allocation_is_an_error_for_people(tmp_path: Path) -> None:
             torch.empty(2**60, dtype=torch.uint8)
 
     settings = tiny_run.config(tmp_path / "run", microbatch=4)
-    with pytest.raises(memory.OutOfMemory) as caught:
+    with pytest.raises(ResourceError) as caught:
         fit(settings, tiny_run.task(settings, touch=touch), Launch(), log=lambda line: None)
     assert "not enough memory" in str(caught.value)
     assert "--set train.activation_checkpointing=full" in str(caught.value)
-    with pytest.raises(memory.OutOfMemory, match="tried to allocate"), memory.memory_errors(settings.train):
+    with pytest.raises(ResourceError, match="tried to allocate"), memory.memory_errors(settings.train):
         raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate 2.00 GiB")
     with pytest.raises(RuntimeError, match="another") as other, memory.memory_errors(settings.train):
         raise RuntimeError("another mistake")
@@ -414,7 +414,7 @@ def test_on_a_gpu_rows_have_peaks_and_a_full_card_is_named(tmp_path: Path) -> No
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
 
     settings = tiny_run.config(tmp_path / "full", device="cuda")
-    with pytest.raises(memory.OutOfMemory):
+    with pytest.raises(ResourceError):
         fit(settings, tiny_run.task(settings, touch=touch), Launch(), log=lambda line: None)
 
 

@@ -737,10 +737,10 @@ def test_a_checkpoint_of_another_run_is_refused(run: Path, train: dict[str, Any]
 
 
 def test_what_an_interrupted_save_left_is_named_and_passed_over(run: Path) -> None:
-    shutil.copytree(run / "checkpoints/step-00000006", run / "checkpoints/step-00000008.tmp")
+    shutil.copytree(run / "checkpoints/step-00000006", run / "checkpoints/step-00000008.07e4.tmp")
     printed: list[str] = []
     report = fit_tiny(tiny_run.config(run, steps=8, save_every=8), resume="auto", log=printed.append)
-    assert any("step-00000008.tmp" in line and "ignored" in line for line in printed)
+    assert any("step-00000008.07e4.tmp" in line and "ignored" in line for line in printed)
     assert any("resumed from" in line and "step-00000006" in line for line in printed)
     assert report.step == 8
     assert not list((run / "checkpoints").glob("*.tmp"))
@@ -971,8 +971,6 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
     assert [given[0] for given in tracked] == [9, 10, 11, 11, 11, "closed"]
     assert tracked[0][1]["quarantined"] == 1 and tracked[0][2] == "train"
     assert tracked[3][1] == {**values, "sigma_0.5": 0.25, "old": 0.2, "new": None} and tracked[3][2] == "validation"
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (event,) = [line for line in lines if line.get("event") == "prediction"]
     document = json.loads((tmp_path / "prediction.json").read_text())
     assert document["measured"] == {
         "memory_gib_predicted": 8,
@@ -980,8 +978,7 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
         "images_per_s_predicted": 10,
         "images_per_s": 8,
     }
-    assert (document["until_step"], document["processes"], event["until_step"]) == (10, 2, 10)
-    assert event["images_per_s"] == 8.0 and event["time"]
+    assert (document["until_step"], document["processes"]) == (10, 2)
 
 
 def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def place() -> dict[str, str]:
 
 
 os.register_at_fork(after_in_child=place.cache_clear)
+
+
+def has_ended(other: Mapping[str, object]) -> bool:
+    """Whether the process of a `place` ran on this machine and has certainly ended; False if that is not known."""
+    machine = place().get("machine")
+    if machine is None or other.get("machine") != machine:
+        return False
+    return ended(str(other.get("process")), str(other.get("started")))
 
 
 def ended(process: str, started: str) -> bool:

@@ -43,7 +43,7 @@ def raise_first_error(error: Exception | None, group: dist.ProcessGroup | None =
     _raise(next((other for other in errors if other is not None), None))
 
 
-def run_on_all(function: Callable[[], Value]) -> Value:
+def run_on_all(function: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """Run `function` on every process; if it fails on one, all of them raise that error."""
     value: Any = None
     error: Exception | None = None
@@ -51,7 +51,7 @@ def run_on_all(function: Callable[[], Value]) -> Value:
         value = function()
     except Exception as caught:
         error = caught
-    raise_first_error(error)
+    raise_first_error(error, group)
     return value
 
 

@@ -167,17 +167,12 @@ def open_mesh(
             )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         reason = str(error).partition("\n")[0]
-        if "address already in use" in reason.lower():
-            raise UserError(
-                f"{launch.place}: the port is in use",
-                found=reason,
-                fix="end the process that listens there, or take another port for all processes: torchrun "
-                "--master-port PORT (--standalone finds a free one), export MASTER_PORT=PORT before srun",
-            ) from None
         raise UserError(
             f"the {launch.world} processes of this launch did not find each other: {reason}",
             expected=f"all of them at {launch.place} within {parallel.timeout_s} s, as {_said(launch)}",
-            fix=f"check that every process was launched and that the port is reachable; {_alone(launch)}",
+            fix="check that every process was launched, and that the port is reachable and no other program's (for "
+            "another port: torchrun --standalone or --master-port PORT, export MASTER_PORT=PORT before srun); "
+            f"{_alone(launch)}",
         ) from None
     try:
         with printed_first(launch.rank, launch.world):

@@ -115,18 +115,17 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
     first = shares[wrong[0]]
     sizes = [m for m in range(1, max(shares.values()) + 1) if all(_fits(schedule, size, s, m) for s in shares.values())]
     near = sorted(sorted(sizes, key=lambda m: abs(m - microbatch))[:_SHOWN])
-    one_stage = ("1f1b", "gpipe") if parallel.pp_stages_per_rank in (None, 1) else ()
-    others = [name for name in one_stage if all(_fits(name, size, share, microbatch) for share in shares.values())]
-    fixes = [f"train.microbatch = {', '.join(map(str, near))}"] if near else []
-    fixes += [f"train.parallel.pp_schedule = {', '.join(others)}"] if others else []
-    least = f"bucket.batch_multiple = {size} x the data-parallel processes, and sana-pipe bucket"
+    other = (
+        "train.parallel.pp_schedule = gpipe, or sana-pipe bucket with bucket.batch_multiple = "
+        f"{size} x the data-parallel processes"
+    )
     rules = {"1f1b": f", at least {size} of them", "gpipe": ""}
     raise ConfigError(
         f"bucket {wrong[0]}: {first} samples per step and pipeline cannot go through {size} processes by {schedule}"
         + (f" (nor can those of {len(wrong) - 1} other buckets)" if wrong[1:] else ""),
         expected="equal microbatches" + rules.get(schedule, f", as many as {size} processes take in equal rounds"),
         found=f"train.microbatch = {microbatch}: {first // microbatch} of it and {first % microbatch} samples more",
-        fix=" or ".join(fixes or [least]),
+        fix=f"train.microbatch = {', '.join(map(str, near))}" if near else other,
     )
 
 

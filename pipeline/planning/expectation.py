@@ -59,10 +59,10 @@ class Expectation:
     document: dict[str, Any]
     is_bound: bool = False
 
-    def __call__(self, row: dict[str, Any]) -> tuple[dict[str, float], list[str], dict[str, Any]]:
-        """`compare` of a row of metrics, its `lines`, and the document of the run directory."""
-        compared = self.compare(row)
-        return compared, self.lines(compared, row["step"]), {**self.document, "measured": compared}
+    def __call__(self, row: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+        """The `lines` of a row of metrics, and the document of the run directory."""
+        compared, step = self.compare(row), row["step"]
+        return self.lines(compared, step), {**self.document, "measured": compared, "until_step": step}
 
     def compare(self, row: dict[str, Any]) -> dict[str, float]:
         """`KIND_predicted` and `KIND` for `memory_gib` and `images_per_s`, as far as they can be compared."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.models import hub
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch
+from pipeline.options import MISSING, flat, value_at
 from pipeline.parallel.collectives import broadcast_from_rank_0, require_equal, run_on_all
 from pipeline.parallel.load_sharded import load_sharded
 from pipeline.parallel.parallelize import ParallelModel
@@ -195,13 +195,8 @@ def architecture_of_weights(config: Config) -> ModelSpec:
 
 
 def changed_options(earlier: dict[str, Any], config: Config) -> list[str]:
-    """`train.optim.lr: 0.0001 -> 2e-05` for every training option that differs and that both versions have."""
-
-    def differing(old: Any, new: Any, name: str) -> Iterator[str]:
-        if isinstance(old, dict) and isinstance(new, dict):
-            for key in sorted(old.keys() & new.keys()):
-                yield from differing(old[key], new[key], f"{name}.{key}")
-        elif old != new and reads("train", name[1:]):
-            yield f"{name[1:]}: {old} -> {new}"
-
-    return list(differing(earlier, written(config), ""))
+    """`train.optim.lr: 0.0001 -> 2e-05` for every training option or section that differs and that both have."""
+    now = written(config)
+    names = sorted({name for tree in (earlier, now) for name, _ in flat(tree) if reads("train", name)})
+    values = [(name, value_at(earlier, name, MISSING), value_at(now, name, MISSING)) for name in names]
+    return [f"{name}: {old} -> {new}" for name, old, new in values if MISSING not in (old, new) and old != new]

@@ -42,7 +42,7 @@ from pipeline.errors import ConfigError, UserError, writing
 from pipeline.loader.loader import LoaderState
 from pipeline.models.adapters import Adapter
 from pipeline.models.spec import ModelSpec, spec_of
-from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, raise_first_error
+from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.parallelize import EXTRA
 from pipeline.training.host_copy import HostCopy, thread_of_this_device
 from pipeline.training.lock import Lock
@@ -58,7 +58,7 @@ LAYOUT = (
     "...]; moments and averages alike"
 )
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?\.(tmp|removing)")
+_LEFTOVER = re.compile(r"step-(\d{8,})\.[0-9a-f]+\.(tmp|removing)")
 _AGAIN = "--resume auto"
 _FIX = f"check the disk and the rights, then {_AGAIN}"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
@@ -205,7 +205,7 @@ class Saver:
 
     def _write_into(self, work: Path, final: Path, tensors: dict[str, Any], state: LoaderState) -> None:
         group = self._group
-        broadcast_from_rank_0(lambda: self.prepare(final, work), group)
+        broadcast_from_rank_0(lambda: self.prepare(work), group)
         writer = _Writer(work)
         _dcp(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), f"{work}: could not be written")
         files = self._read_back(work)
@@ -226,21 +226,17 @@ class Saver:
     def _read_back(self, work: Path) -> dict[str, list[Any]]:
         """Size and digest of every file, each read by one process."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        fingerprints: dict[str, list[Any]] = {}
-        error = None
-        try:
-            names = sorted(path.name for path in work.iterdir() if _reader(path.name, world) == rank)
-            fingerprints = {name: fingerprint_of(work / name) for name in names}
-        except OSError as caught:
-            error = CheckpointError(f"{work}: could not be read back: {caught}", fix=_FIX)
-        raise_first_error(error, self._group)
-        parts = all_gather_objects(fingerprints, self._group)
+
+        def fingerprints() -> dict[str, list[Any]]:
+            with _writing(work):
+                names = sorted(path.name for path in work.iterdir() if _reader(path.name, world) == rank)
+                return {name: fingerprint_of(work / name) for name in names}
+
+        parts = all_gather_objects(run_on_all(fingerprints, self._group), self._group)
         return {name: fingerprint for part in parts for name, fingerprint in part.items()}
 
-    def prepare(self, final: Path, work: Path) -> None:
+    def prepare(self, work: Path) -> None:
         self._lock.check()
-        if final.exists():
-            raise CheckpointError(f"{final} exists already", fix="resume from it, or set another train.output")
         with _writing(work):
             make_folder(self._root)
             shutil.rmtree(work, ignore_errors=True)
@@ -365,7 +361,7 @@ def _there(folder: Path) -> Iterator[None]:
 
 
 def read_document(folder: Path) -> Document:
-    """Read and check `checkpoint.json`; names and sizes of the files are checked, too, their digests by `verify`.
+    """Read and check `checkpoint.json`; the files that it names are checked by `verify`.
 
     Raises:
         CheckpointError: no checkpoint, one of another version, or a damaged one.
@@ -395,15 +391,6 @@ def read_document(folder: Path) -> Document:
             )
         if digest != digest_of(values):
             raise CheckpointError(f"{path}: is damaged: its digest does not fit its text", fix=hint)
-        for name, (size, _) in values["files"].items():
-            actual = (folder / name).stat().st_size if (folder / name).is_file() else None
-            if actual != size:
-                raise CheckpointError(
-                    f"{folder / name}: is {'missing' if actual is None else 'cut short or changed'}",
-                    expected=f"{size} bytes",
-                    found=None if actual is None else f"{actual} bytes",
-                    fix=hint,
-                )
         given = {field.name: values[field.name] for field in fields(Document) if field.name in values}
         state, architecture = LoaderState.from_dict(values["state"]), spec_of(values["architecture"], str(path))
         return Document(**{**given, "state": state, "architecture": architecture})
@@ -508,16 +495,13 @@ def load(
     Raises:
         CheckpointError: damaged bytes, or tensors that do not fit.
     """
-    world = dist.get_world_size()
-    error: Exception | None = None
-    sections: set[str] = set()
-    try:
-        verify(folder, document, dist.get_rank(), world)
+
+    def verified_sections() -> set[str]:
+        verify(folder, document, dist.get_rank(), dist.get_world_size())
         with _there(folder):
-            sections = {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
-    except CheckpointError as caught:
-        error = caught
-    raise_first_error(error)
+            return {name.partition(".")[0] for name in read_metadata(folder / ".metadata").state_dict_metadata}
+
+    sections = run_on_all(verified_sections)
     tensors: dict[str, Any] = {name: part for name, part in (more or {}).items() if name in sections}
     if moments:
         tensors = state_tensors(model, optimizer, tensors)

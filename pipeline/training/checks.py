@@ -48,9 +48,9 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
     """Refuse a model that does not fit the data, or a checkpoint that this run cannot continue. Collective."""
     train = context.train
     require_equal(
-        (train.parallel, train.microbatch, train.activation_checkpointing, train.compile),
-        "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing or "
-        "train.compile",
+        (train.parallel, train.microbatch, train.activation_checkpointing, train.compile, train.text),
+        "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing, "
+        "train.compile or train.text",
         "give every node the same configuration, and numbers instead of auto where nodes have different GPUs",
     )
     task, spec, adapter = context.task, trainable.spec, trainable.adapter

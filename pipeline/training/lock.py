@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.amounts import duration
-from pipeline.cache import process_identity as processes
+from pipeline.cache import process_identity
 from pipeline.cache.disk import make_folder, now_in, replacing
 from pipeline.cache.layout import Paths
 from pipeline.errors import CacheError, UserError, machine_error
@@ -62,12 +62,6 @@ class Owner:
     @property
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
-
-    def has_ended(self) -> bool:
-        """Whether the process ran on this machine and has ended; False for another machine's, which is not known."""
-        here, place = processes.place(), self.place
-        same_machine = bool(here) and place.get("machine") == here["machine"]
-        return same_machine and processes.ended(place["process"], place["started"])
 
     def follows(self, other: Owner) -> bool:
         """Whether the scheduler says that this attempt replaces the other."""
@@ -161,13 +155,13 @@ class _Candidate:
         try:
             now = now_in(self.path.parent)
             job, number = scheduled_attempt() or (None, 0)
-            ours = Owner(self.token, platform.node(), os.getpid(), processes.place(), now, job, number)
+            ours = Owner(self.token, platform.node(), os.getpid(), process_identity.place(), now, job, number)
             if not self.path.exists() and _create(self.path, ours):
                 return None
             with self.path.open(encoding="utf-8") as file:
                 owner, touched = _parsed(file.read()), os.fstat(file.fileno()).st_mtime
             described = "an unknown process" if owner is None else f"{owner}, for {duration(now - owner.since)}"
-            ended = owner is not None and (owner.has_ended() or ours.follows(owner))
+            ended = owner is not None and (process_identity.has_ended(owner.place) or ours.follows(owner))
             if ended or now - touched >= STALE_S:
                 with replacing(self.path) as fresh:
                     fresh.write_text(ours.text, encoding="utf-8")

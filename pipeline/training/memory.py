@@ -73,19 +73,15 @@ def _largest(name: str, values: list[float] | None) -> dict[str, Any]:
     return {f"{name}_gib": max(values) / 2**30, f"{name}_rank": values.index(max(values))}
 
 
-class OutOfMemory(ResourceError):
-    """An allocation failed."""
-
-
 @contextmanager
 def memory_errors(train: TrainConfig) -> Iterator[None]:
-    """Turn a failed allocation inside, on a GPU or in main memory, into OutOfMemory with advice."""
+    """Turn a failed allocation inside, on a GPU or in main memory, into ResourceError with advice."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(
+        raise ResourceError(
             "there is not enough memory for this configuration",
             found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             fix="one or more of these, cheapest first:\n    " + "\n    ".join(memory_advice(train)),

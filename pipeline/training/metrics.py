@@ -130,11 +130,9 @@ class Metrics:
     def _compare(self, expected: Compare, values: dict[str, Any]) -> None:
         """Record what was predicted and measured. Nothing here ends the run."""
         try:
-            compared, lines, document = expected(values)
+            lines, document = expected(values)
             for line in lines:
                 self._log(line)
-            self._journal.write({"event": "prediction", "until_step": values["step"], **compared})
-            document["until_step"] = values["step"]
             with replacing(self.path.parent / "prediction.json") as work:
                 work.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except Exception as error:
@@ -209,13 +207,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     As rows of `encode` (docs/metrics.md) it has left (steps), left_s (seconds, at the speed since the last row), and of
     all processes samples, bytes (of records read), data_wait_s and the counts of stores.
 
-    Once per attempt a row `event: prediction` has what was predicted and measured (`pipeline.planning.expectation`);
-    `prediction.json` beside the journal has the whole prediction. A row `event: validation` (`read_events` returns
-    them) has step, loss (mean over the samples and noise levels of `pipeline.training.validation`; null if it is not
-    finite), by_sigma and by_bucket (its parts by noise level and by bucket), by_age (of `old` and of `new` samples,
-    where they are separate), parts (and `Recipe.contrast`), the same with `ema_` before the name (with the moving
-    averages; null without them), samples, snapshot (where the samples are from), seconds and time. A row `event:
-    pictures` has step, count, prompt_set, file (of the latents, in the run directory), seconds and time.
+    A row `event: validation` (`read_events` returns them) has step, loss (mean over the samples and noise levels of
+    `pipeline.training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level and by
+    bucket), by_age (of `old` and of `new` samples, where they are separate), parts (and `Recipe.contrast`), the same
+    with `ema_` before the name (with the moving averages; null without them), samples, snapshot (where the samples are
+    from), seconds and time. A row `event: pictures` has step, count, prompt_set, file (of the latents, in the run
+    directory), seconds and time.
     """
     return read_events(path).get(None, [])
 

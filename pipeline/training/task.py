@@ -19,8 +19,8 @@ from pipeline.parallel.mesh import Layout
 from pipeline.training.recipes import Recipe
 
 Log = Callable[[str], None]
-Compare = Callable[[dict[str, Any]], tuple[dict[str, float], list[str], dict[str, Any]]]
-"""A row of metrics -> predicted and measured values, lines to print, and `prediction.json`."""
+Compare = Callable[[dict[str, Any]], tuple[list[str], dict[str, Any]]]
+"""A row of metrics -> lines to print about predicted and measured values, and `prediction.json`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class TrainingTask:
 
     Attributes:
         first_state: snapshot, seed and phase of the order; its step is ignored.
-        batch: the global batch that `scale_lr` refers to (the largest of the snapshot's buckets).
         channels, text_width: of the latents and of the text rows.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
@@ -72,7 +71,6 @@ class TrainingTask:
     """
 
     first_state: LoaderState
-    batch: int
     channels: int
     text_width: int
     sample_size: int
@@ -90,6 +88,11 @@ class TrainingTask:
     check: Callable[[Layout], None] = lambda layout: None
     expect: Callable[[Context], Compare | None] = lambda context: None
     accepted: Callable[[], None] = lambda: None
+
+    @property
+    def batch(self) -> int:
+        """The global batch that `scale_lr` refers to: the largest."""
+        return max(self.batches.values())
 
 
 @dataclass(frozen=True)

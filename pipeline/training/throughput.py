@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline import counters, gpus
@@ -22,6 +21,7 @@ from pipeline.config import TrainConfig
 from pipeline.loader.loader import Batch
 from pipeline.metrics.textfile import store_counts
 from pipeline.models.spec import ModelSpec
+from pipeline.parallel.collectives import all_gather_objects
 from pipeline.parallel.mesh import Layout
 from pipeline.training.memory import MemoryMonitor
 from pipeline.training.step import Outcome
@@ -108,7 +108,8 @@ class Throughput:
         counts = [window.padded, replaced, window.tokens, window.flops, window.waited / elapsed]
         read = counters.totals()["read_bytes"] - self._read_before
         self.of_process = {"bytes": read, "data_wait_s": self._waited, **store_counts()}
-        columns = all_gather_numbers([*counts, *self.memory.peaks(), *self.of_process.values()], self.device)
+        numbers = [*counts, *self.memory.peaks(), *self.of_process.values()]
+        columns = list(map(list, zip(*all_gather_objects(numbers), strict=True)))  # by number, then by rank
         padded, replaced_in_all, tokens, flops = (sum(c) / self.layout.model_parallel_size for c in columns[:4])
         self._window = _Window()
         capacity = None if self.peak is None else self.peak * 1e12 * self.layout.world
@@ -128,14 +129,6 @@ class Throughput:
             **self.memory.row(*columns[5:9]),
             **dict(zip(self.of_process, map(sum, columns[9:]), strict=True)),
         }
-
-
-def all_gather_numbers(numbers: list[float], device: torch.device) -> list[list[float]]:
-    """Each number of each process: by number, then by rank."""
-    local = torch.tensor(numbers, dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    return torch.stack(gathered, dim=1).tolist()
 
 
 def _means(parts: list[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import retrying
-from pipeline.cache.disk import make_folder, replacing
+from pipeline.cache.disk import replacing
 from pipeline.config import Config, TrainConfig, dump, written
 from pipeline.errors import UserError, printed_first, writing
 from pipeline.launch import Launch, set_tf32
@@ -111,7 +111,6 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
     context, folder = run.context, run.context.folder
     text, path = dump(context.config), folder / "config.yaml"
     with writing(folder, "check the rights, or set train.output", again="--resume auto"):
-        make_folder(folder)
         if path.exists() and (earlier := path.read_bytes()) != text.encode():
             (folder / f"config-until-step-{run.done:08d}.yaml").write_bytes(earlier)
         checkpoint.record(folder, run.resumed)

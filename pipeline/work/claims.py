@@ -63,8 +63,8 @@ class Claims:
         now, before = self._clock(), self._seen.get(name)
         if before is None or before[0] != content:
             self._seen[name] = (content, now)
-            return "free" if self._dead(fields) else "claimed" if before is None else "alive"
-        return "free" if now - before[1] >= self.stale_s or self._dead(fields) else "claimed"
+            return "free" if process_identity.has_ended(fields) else "claimed" if before is None else "alive"
+        return "free" if now - before[1] >= self.stale_s or process_identity.has_ended(fields) else "claimed"
 
     def take(self, *work: str | int) -> State:
         """Claim a unit if it is free. Returns `ours`, or the state of the other claim."""
@@ -125,12 +125,6 @@ class Claims:
             return self.files.read(name)
         except CacheError:
             return None
-
-    def _dead(self, fields: dict[str, object]) -> bool:
-        """Whether the owner was a process of this machine and has ended."""
-        if not self.place or fields.get("machine") != self.place["machine"]:
-            return False
-        return process_identity.ended(str(fields.get("process")), str(fields.get("started")))
 
 
 def sweep(cache: Cache, plans: list[WorkPlan]) -> int:

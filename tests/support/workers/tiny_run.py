@@ -199,7 +199,6 @@ def task(
 
     return TrainingTask(
         LoaderState(snapshot, train.seed, train.phase, 0, train.length_window),
-        GLOBAL_BATCH,
         CHANNELS,
         TEXT_WIDTH,
         8,
