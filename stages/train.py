@@ -84,7 +84,7 @@ def run(
         UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
             use, and whatever `pipeline.training.checks` refuses.
     """
-    launch = detect()
+    launch = reopening(detect(), config.train.parallel.timeout_s)
     log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
     if not config.phases:
         report = _train(config, _Call(launch, resume, quarantine, origin, log), snapshot)
@@ -94,7 +94,6 @@ def run(
             f"--resume {resume} does not go with phases" if snapshot is None else "--snapshot does not go with phases",
             fix="give each phase its snapshot in the configuration, and --resume auto",
         )
-    launch = reopening(launch, config.train.parallel.timeout_s)
     with catch_signals_of(launch) as stop:
         report = _chain(config, _Call(launch, resume, quarantine, origin, log), stop)
     return _decoded_later(config, launch, report)
@@ -191,15 +190,10 @@ def _from_rank_0(config: Config, launch: Launch, function: Callable[[], T]) -> T
         return broadcast_from_rank_0(function)
 
 
-def _patience(config: Config) -> int:
-    """Seconds that processes wait for the one that chooses."""
-    return max(600, config.train.parallel.timeout_s)
-
-
 def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function: Callable[[Machine], T]) -> T:
     """What the first process chooses for the smallest memory of all devices, on every process. It chooses between two
     process groups, since a prediction opens one that sends nothing."""
-    parallel, chosen = ParallelConfig(timeout_s=_patience(config)), Future[T]()
+    parallel, chosen = ParallelConfig(timeout_s=max(600, config.train.parallel.timeout_s)), Future[T]()
     with open_mesh(launch, parallel, torch.device("cpu")):
         memory = min(all_gather_objects(machine.memory))
     if launch.is_main:
@@ -243,7 +237,7 @@ def _train(config: Config, call: _Call, snapshot: str | None, stop: StopRequest 
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     config = with_text(config, device)
     if config.train.undecided:
-        config, launch = _decided(config, inputs, launch, device, data, continued, log)
+        config = _decided(config, inputs, launch, device, data, continued, log)
 
     def predicted(context: Context) -> Expectation | None:
         given = context.config
@@ -263,8 +257,8 @@ def _decided(
     data: Data,
     continued: Document | None,
     log: Log,
-) -> tuple[Config, Launch]:
-    """The configuration with values for what is `auto`, and the launch, which may have opened process groups."""
+) -> Config:
+    """The configuration with values for what is `auto`."""
     as_begun, processes = (None, None) if continued is None else (continued.config, continued.processes)
 
     def shape() -> ModelSpec:
@@ -275,14 +269,13 @@ def _decided(
 
     machine = auto.present(device, launch)
     if launch.world > 1 and config.train.undecided != ("compile",):
-        launch = launch if launch.stores is not None else reopening(launch, _patience(config))
         chosen, lines = _for_the_smallest(config, launch, machine, decide)
     else:
         chosen, lines = decide(machine)
     chosen, more = auto.decide_compile(chosen, device, as_begun)
     for line in (*lines, *more):
         log(line)
-    return chosen, launch
+    return chosen
 
 
 def _start(

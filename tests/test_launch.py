@@ -405,7 +405,7 @@ def test_after_an_error_of_one_process_the_group_is_aborted_and_the_error_printe
     monkeypatch.setattr(mesh, "_mesh", lambda *args: None)
     error = UserError("the disk is full")
     error.everywhere = everywhere
-    launch = Launch(1, 2, 1, 2, "torchrun", "env://")
+    launch = Launch(1, 2, 1, 2, "torchrun", "env://", stores=iter([dist.HashStore()]))
     with pytest.raises(UserError), mesh.open_mesh(launch, ParallelConfig(), torch.device("cpu")):
         raise error
     assert calls == ([("destroy", "")] if everywhere else [("abort", "sana-pipe: process 1: the disk is full\n")])

@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -92,15 +92,17 @@ def reopening(launch: Launch, timeout_s: int) -> Launch:
     """The launch for a process that opens several groups, one after the other. The groups share one store, each under
     another prefix. A store that is closed and opened again would still have the addresses of the group before
     (torchrun's), or its port would not be free yet."""
+    return replace(launch, stores=_stores(launch, timedelta(seconds=timeout_s)))
 
-    def stores() -> Iterator[dist.Store]:
-        limit = timedelta(seconds=timeout_s)
+
+def _stores(launch: Launch, limit: timedelta) -> Iterator[dist.Store]:
+    store: dist.Store = dist.HashStore()
+    if launch.world > 1:
         with _waiting(launch):
             store, _, _ = next(dist.rendezvous(str(launch.rendezvous), launch.rank, launch.world, timeout=limit))
-        for number in itertools.count():
-            yield dist.PrefixStore(f"group-{number}", store)
-
-    return launch if launch.world == 1 else replace(launch, stores=stores())
+    for number in itertools.count():
+        store.set_timeout(limit)
+        yield dist.PrefixStore(f"group-{number}", store)
 
 
 @contextmanager
@@ -145,26 +147,21 @@ def open_mesh(
     layout = layout or check_sizes(parallel, launch.world)
     if dist.is_initialized():
         raise UserError("this process already belongs to a process group", fix="start the training in its own process")
-    backend = "gloo"
-    if device.type == "cuda":
+    on_gpu, limit = device.type == "cuda", timedelta(seconds=parallel.timeout_s)
+    if on_gpu:
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    rendezvous: dict[str, Any] = {"init_method": launch.rendezvous}
     hook = sys.excepthook  # torch wraps it in each group
     try:
-        if launch.world == 1:
-            rendezvous = {"store": dist.HashStore()}
-        elif launch.stores is not None:
-            rendezvous = {"store": next(launch.stores)}
-        with nullcontext() if launch.world == 1 or launch.stores is not None else _waiting(launch):
-            dist.init_process_group(
-                backend,
-                rank=launch.rank,
-                world_size=launch.world,
-                timeout=timedelta(seconds=parallel.timeout_s),
-                device_id=device if device.type == "cuda" else None,
-                **rendezvous,
-            )
+        store = next(launch.stores or _stores(launch, limit))
+        store.set_timeout(limit)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world,
+            timeout=limit,
+            device_id=device if on_gpu else None,
+        )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
@@ -182,7 +179,7 @@ def open_mesh(
                 "give every node the same configuration; numbers instead of train.parallel=auto where nodes have "
                 "different GPUs",
             )
-            yield _mesh(layout, device, timedelta(seconds=parallel.timeout_s))
+            yield _mesh(layout, device, limit)
     except BaseException as error:
         _close_after(error, launch.world)
         raise
