@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.training import checkpoint, metrics
+from pipeline.training import metrics
+from tests.support.checkpoints import load_model_state
 from tests.support.launched import found, run_worker
 from tests.support.workers import optimizers, tiny_run
 
@@ -69,8 +70,8 @@ def test_state_and_average_survive_a_chain_of_strategies(folder: Path, name: str
     limit = 1e-5 if name == "came" else 2e-3
     last = f"checkpoints/step-{optimizers.CHAIN[-1][2]:08d}"
     for ema in (False, True):
-        _, chain = checkpoint.load_model_state(folder / f"chain-{name}" / last, ema=ema)
-        _, whole = checkpoint.load_model_state(folder / f"whole-{name}" / last, ema=ema)
+        _, chain = load_model_state(folder / f"chain-{name}" / last, ema=ema)
+        _, whole = load_model_state(folder / f"whole-{name}" / last, ema=ema)
         distance = tiny_run.distance(optimizers.without_noise(chain), optimizers.without_noise(whole))
         assert distance <= limit, f"ema {ema}"
     losses = [

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
+from tests.support.checkpoints import load_model_state
 from tests.support.forked import ranks, succeed
 from tests.support.launched import ROOT, found, torchrun
 from tests.support.workers import failing_run, tiny_run
@@ -200,5 +201,5 @@ def test_a_signal_saves_on_all_processes(tmp_path: Path, whom: str) -> None:
     document = checkpoint.read_document(newest)
     assert 0 < document.state.step < tiny_run.config().train.steps * 1000
     assert document.state.step == metrics.read(run / "metrics.jsonl")[-1]["step"]
-    checkpoint.load_model_state(newest)
+    load_model_state(newest)
     assert not checkpoint.leftovers(run / "checkpoints")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.training import checkpoint, metrics
+from tests.support.checkpoints import load_model_state
 from tests.support.launched import children
 from tests.support.workers import tiny_run
 from tests.support.workers.mortal_run import STEPS
@@ -169,5 +170,5 @@ def test_of_two_nodes_one_is_lost_and_the_other_goes_on(undisturbed: Path, tmp_p
     assert (zero, two, one) == (0, 2, 1)
     assert step >= 2
     assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-5)
-    actual, expected = (checkpoint.load_model_state(where / "run" / LAST)[1] for where in (tmp_path, undisturbed))
+    actual, expected = (load_model_state(where / "run" / LAST)[1] for where in (tmp_path, undisturbed))
     assert tiny_run.distance(actual, expected) <= 1e-5

@@ -41,6 +41,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.sources.source import Unreadable
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
+from tests.support.checkpoints import load_model_state
 from tests.support.messages import naming
 from tests.support.tiny_sana import load_transformer
 
@@ -120,7 +121,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
 
     pipe = names["pipe"]
     document = checkpoints.read_document(trained.checkpoint)
-    _, weights = checkpoints.load_model_state(trained.checkpoint)
+    _, weights = load_model_state(trained.checkpoint)
     opened = Cache(trained.config.cache).open_snapshot()
     (one,) = draw_latents.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1], CPU)
     assert one.bucket == (64, 64)
@@ -148,7 +149,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
 
 
 def test_exported_weights_are_the_checkpoints(trained: Trained, exported: Path) -> None:
-    _, weights = checkpoints.load_model_state(trained.checkpoint)
+    _, weights = load_model_state(trained.checkpoint)
     model = load_transformer(exported / "transformer")
     assert {n: p.shape for n, p in model.named_parameters()} == {n: w.shape for n, w in weights.items()}
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
@@ -163,8 +164,8 @@ def test_the_ema_weights_are_exported_and_drawn_with_when_asked_for(
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", *given, str(tmp_path / "averaged")])
     assert ended.value.code == 0
-    _, last = checkpoints.load_model_state(trained.checkpoint)
-    _, averages = checkpoints.load_model_state(trained.checkpoint, ema=True)
+    _, last = load_model_state(trained.checkpoint)
+    _, averages = load_model_state(trained.checkpoint, ema=True)
     exported = dict(load_transformer(tmp_path / "averaged" / "transformer").named_parameters())
     assert all(torch.equal(exported[name], value) for name, value in averages.items())
     assert not all(torch.equal(last[name], value) for name, value in averages.items())
@@ -475,7 +476,7 @@ def test_a_picture_depends_on_its_sample_and_the_seed_alone(trained: Trained, tm
     opened = Cache(trained.config.cache).open_snapshot()
 
     def drawn(rows: list[int], config: Config = trained.config) -> dict[int, torch.Tensor]:
-        _, weights = checkpoints.load_model_state(trained.checkpoint)
+        _, weights = load_model_state(trained.checkpoint)
         return {
             d.row: d.latent for d in draw_latents.draw_for(config, document.architecture, weights, opened, rows, CPU)
         }
@@ -530,7 +531,7 @@ def test_the_base_is_drawn_beside_the_trained_weights_one_model_at_a_time(
     train.run(later, origin=trained.checkpoint)
     sample.run(later, "auto", None, tmp_path / "samples", 3)
     assert list(published.pop()) == ["reconstruction", "base", "drawn"]
-    first, last = checkpoints.load_model_state(trained.checkpoint)[1], seen[2]
+    first, last = load_model_state(trained.checkpoint)[1], seen[2]
     assert len(models) == 3 and seen[1].keys() == last.keys()
     assert all(torch.equal(first[name], value) for name, value in seen[1].items())
     assert not all(torch.equal(first[name], value) for name, value in last.items())
@@ -590,7 +591,7 @@ def test_new_prompts_are_drawn_as_in_training(
     captions = [from_bits(bits).float() for bits in text.encode([p.lower() for p in PROMPTS[:2]])]
     null, valid = text.null()
     del text
-    architecture, weights = checkpoints.load_model_state(trained.checkpoint)
+    architecture, weights = load_model_state(trained.checkpoint)
     model = SanaTransformer.on_meta(architecture)
     model.load_state_dict(weights, assign=True)
     alone = sampling.sample(

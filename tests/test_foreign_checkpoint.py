@@ -18,6 +18,7 @@ from pipeline.launch import Launch
 from pipeline.training import checkpoint, metadata_reader
 from pipeline.training.metadata_reader import CheckpointError
 from pipeline.training.trainer import fit
+from tests.support.checkpoints import load_model_state
 from tests.support.messages import naming
 from tests.support.workers import tiny_run
 
@@ -138,7 +139,7 @@ def test_metadata_that_is_more_than_a_list_of_tensors_is_refused(
     folder, mark = tmp_path / "run/checkpoints/step-00000001", tmp_path / "touched"
     forge(folder, change, mark)
     with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata"):  # what export and sample read
-        checkpoint.load_model_state(folder)
+        load_model_state(folder)
     settings = tiny_run.config(tmp_path / "run", steps=2)
     with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata"):
         fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
@@ -165,7 +166,7 @@ def test_the_file_that_is_read_is_the_one_that_was_looked_at(written: Path, tmp_
     forge(folder, hides_where_it_leads, tmp_path)
     found = metadata_reader.read_metadata(folder / ".metadata")
     assert {type(info.relative_path) for info in found.storage_data.values()} == {str}
-    assert checkpoint.load_model_state(folder)
+    assert load_model_state(folder)
 
 
 @pytest.mark.parametrize("what", ["no place", "no tensors"])
@@ -182,7 +183,7 @@ def test_what_does_not_hold_the_tensors_is_refused_in_words(written: Path, tmp_p
         [path] = folder.glob("*.distcp")
         replace(path, pickle.dumps(Calls(Path.touch, mark), protocol=2).ljust(path.stat().st_size, b"."))
     with pytest.raises(checkpoint.CheckpointError, match="step-00000001"):
-        checkpoint.load_model_state(folder)
+        load_model_state(folder)
     assert not mark.exists()
 
 
@@ -198,7 +199,7 @@ def test_checkpoints_go_from_one_python_to_another(
         patch.setattr(pathlib.PosixPath, "__module__", module)
         forge(folder, lambda found, _: found, tmp_path)
     assert module.encode() + b"\x94\x8c\tPosixPath" in (folder / ".metadata").read_bytes()
-    assert checkpoint.load_model_state(folder)[1]
+    assert load_model_state(folder)[1]
 
 
 def test_checkpoints_of_pythons_first_3_11_are_read(
@@ -213,7 +214,7 @@ def test_checkpoints_of_pythons_first_3_11_are_read(
         )
         forge(folder, lambda found, _: found, tmp_path)
     assert b"builtins\x94\x8c\x07getattr" in (folder / ".metadata").read_bytes()
-    assert checkpoint.load_model_state(folder)[1]
+    assert load_model_state(folder)[1]
 
 
 @pytest.mark.parametrize("read", ["document", "bytes", "metadata", "tensors"])

@@ -54,6 +54,7 @@ from pipeline.config import Config, load
 from pipeline.encoding.restore import restore_documents
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
 from pipeline.signals.latent import LatentRecipe
+from pipeline.training import inputs
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -1005,8 +1006,8 @@ def test_everything_that_a_run_reads_is_kept(cache: Cache, monkeypatch: pytest.M
     head, kept = cache.open_snapshot().head, list[str]()
     ids = [cache.add_snapshot(replace(head, left_out={"a reason": number}), None) for number in range(3)]
     monkeypatch.setattr(Cache, "keep", lambda _, snapshot: kept.append(snapshot))
-    monkeypatch.setattr(stages.train.heldout, "check_disjoint", lambda *_: None)
-    stages.train.Inputs(*map(cache.open_snapshot, ids)).keep(cache)
+    monkeypatch.setattr(inputs.heldout, "check_disjoint", lambda *_: None)
+    inputs.Inputs(*map(cache.open_snapshot, ids)).keep(cache)
     assert kept == ids
 
 

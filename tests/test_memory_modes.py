@@ -11,8 +11,9 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.parallel.parallelize import ParallelModel
-from pipeline.training import checkpoint, metrics, optimizers
+from pipeline.training import metrics, optimizers
 from pipeline.training.optimizers import in_backward
+from tests.support.checkpoints import load_model_state
 from tests.support.launched import found, run_worker
 from tests.support.runs import fit_tiny, same_checkpoints
 from tests.support.workers import tiny_run
@@ -124,8 +125,8 @@ def test_parameters_in_host_memory_in_one_process(tmp_path: Path) -> None:
     fit_tiny(tiny_run.config(tmp_path / "host", steps=3, parallel={"offload": "all"}), resume="auto")
     device, host = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("device", "host"))
     assert [row["loss"] for row in host] == pytest.approx([row["loss"] for row in device], abs=1e-6)
-    _, weights = checkpoint.load_model_state(tmp_path / "host/checkpoints/step-00000003")
-    _, expected = checkpoint.load_model_state(tmp_path / "device/checkpoints/step-00000003")
+    _, weights = load_model_state(tmp_path / "host/checkpoints/step-00000003")
+    _, expected = load_model_state(tmp_path / "device/checkpoints/step-00000003")
     assert tiny_run.distance(weights, expected) <= 1e-6
 
 

@@ -16,9 +16,10 @@ from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, deinterleave
 from pipeline.models.sana_files import save_weights
-from pipeline.training import checkpoint, metrics
+from pipeline.training import metrics
 from pipeline.training.trainer import fit
 from tests.support import nvlabs_reference as nvlabs
+from tests.support.checkpoints import load_model_state
 from tests.support.tiny_sana import load_transformer
 from tests.support.workers import tiny_run
 
@@ -119,7 +120,7 @@ def trained(settings: Any) -> tuple[list[float], nvlabs.Weights]:
     report = fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
     assert report.checkpoint is not None
     rows = metrics.read(Path(settings.train.output) / "metrics.jsonl")
-    return [row["loss"] for row in rows], theirs(checkpoint.load_model_state(report.checkpoint)[1])
+    return [row["loss"] for row in rows], theirs(load_model_state(report.checkpoint)[1])
 
 
 @cache

@@ -39,6 +39,7 @@ from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
+from tests.support.checkpoints import load_model_state
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
 from tests.support.workers import tiny_run
@@ -751,13 +752,13 @@ def test_an_average_of_bf16_weights_is_kept_in_fp32() -> None:
 def test_an_average_begins_with_the_weights_where_the_checkpoint_has_none(tmp_path: Path) -> None:
     _fit(tiny_run.config(tmp_path / "run", steps=2))
     with pytest.raises(checkpoint.CheckpointError, match=naming("step-00000002", "--ema")):
-        checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)
-    _, weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
+        load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)
+    _, weights = load_model_state(tmp_path / "run/checkpoints/step-00000002")
     printed: list[str] = []
     _fit(tiny_run.config(tmp_path / "run", steps=3, ema={"decay": 0.9}), resume="auto", log=printed.append)
     assert any("no EMA weights: they start from the weights of step 2" in line for line in printed)
-    _, last = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003")
-    _, averages = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000003", ema=True)
+    _, last = load_model_state(tmp_path / "run/checkpoints/step-00000003")
+    _, averages = load_model_state(tmp_path / "run/checkpoints/step-00000003", ema=True)
     share = 1 - 4 / 13  # step 3
     for name, value in averages.items():
         torch.testing.assert_close(value, weights[name] + share * (last[name] - weights[name]))
@@ -785,8 +786,8 @@ def test_interrupted_and_resumed_is_uninterrupted(name: str, precision: str, tmp
     _fit(tiny_run.config(tmp_path / "parts", steps=6, **options), resume="auto")
     close = {"rtol": 0, "atol": 0} if name != "adamw8bit" else {"rtol": 1e-5, "atol": 1e-7}
     for ema in (False, True):
-        _, whole = checkpoint.load_model_state(tmp_path / "whole/checkpoints/step-00000006", ema=ema)
-        _, parts = checkpoint.load_model_state(tmp_path / "parts/checkpoints/step-00000006", ema=ema)
+        _, whole = load_model_state(tmp_path / "whole/checkpoints/step-00000006", ema=ema)
+        _, parts = load_model_state(tmp_path / "parts/checkpoints/step-00000006", ema=ema)
         for tensor, value in whole.items():
             torch.testing.assert_close(
                 parts[tensor], value, **close, msg=lambda text, tensor=tensor: f"{tensor}: {text}"

@@ -27,6 +27,7 @@ from pipeline.training import checkpoint, loss_scale, metrics, trainer
 from pipeline.training.phases import PhaseState, summarize, table
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
+from tests.support.checkpoints import load_model_state
 from tests.support.command_lines import dry_run, words_of
 from tests.support.messages import naming
 from tests.support.workers import tiny_run
@@ -162,8 +163,8 @@ def test_averages_that_the_checkpoint_lacks_begin_with_its_weights(first: Path, 
     settings = tiny_run.config(tmp_path / "run", steps=1, phase=1, ema={"decay": 0.9, "every": 9})
     train(settings, origin=tmp_path / "plain", printed=printed)
     assert any("averages begin with its weights" in line for line in printed)
-    average = checkpoint.load_model_state(step(tmp_path / "run", 1), ema=True)[1]
-    weights = checkpoint.load_model_state(step(tmp_path / "plain", 1))[1]
+    average = load_model_state(step(tmp_path / "run", 1), ema=True)[1]
+    weights = load_model_state(step(tmp_path / "plain", 1))[1]
     assert all(torch.equal(average[name], weights[name]) for name in weights)
 
 

@@ -17,11 +17,12 @@ from pipeline.layer_classes import without_adapter
 from pipeline.loader.loader import Batch
 from pipeline.parallel.microbatch import REFERENCE, Outputs
 from pipeline.parallel.parallelize import ParallelModel
-from pipeline.training import checkpoint, metrics
+from pipeline.training import metrics
 from pipeline.training.assemble import recipe_of
 from pipeline.training.build import adapter_of
 from pipeline.training.recipes import StepLoss, visit_chosen
 from pipeline.training.trainer import fit
+from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 
 ROWS = torch.randn(20, tiny_run.TEXT_WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
@@ -131,7 +132,7 @@ def test_a_preserved_run_resumes_and_differs_from_a_free_one(tmp_path: Path) -> 
     assert [row["loss"] for row in run("stopped", 6)] == [row["loss"] for row in one]
     assert one[0]["parts"]["preserve"] < 1e-10 < one[-1]["parts"]["preserve"], "B is zero at first"
     run("free", 6, preserve=None)
-    states = [checkpoint.load_model_state(tmp_path / name / "checkpoints/step-00000006")[1] for name in ("one", "free")]
+    states = [load_model_state(tmp_path / name / "checkpoints/step-00000006")[1] for name in ("one", "free")]
     assert tiny_run.distance(*states) > 1e-3
 
 

@@ -21,6 +21,7 @@ from pipeline.training import build, checkpoint, metrics
 from pipeline.training.assemble import Trainable, assemble
 from pipeline.training.base_weights import whole_weights
 from pipeline.training.metadata_reader import CheckpointError, read_metadata
+from tests.support.checkpoints import load_model_state
 from tests.support.launched import run_worker
 from tests.support.low_rank import LAYER, Aligned, LowRank
 from tests.support.workers import seams, tiny_run
@@ -61,9 +62,7 @@ def test_a_part_that_is_trained_is_all_that_is_updated_averaged_and_saved(folder
     assert {name.removeprefix("state.").rpartition(".")[0] for name in held["optim"]} == TRAINED
     document = checkpoint.read_document(folder / "low rank, one" / LAST)
     assert document.adapter == {"kind": "low rank", "rank": 2} and document.base is not None
-    weights, average = (
-        checkpoint.load_model_state(folder / "low rank, one" / LAST, ema=ema)[1] for ema in (False, True)
-    )
+    weights, average = (load_model_state(folder / "low rank, one" / LAST, ema=ema)[1] for ema in (False, True))
     assert all(weights[name].abs().max() > 0 for name in TRAINED), "lora_B starts at zero"
     assert not torch.equal(average[f"{LAYER}.lora_B"], weights[f"{LAYER}.lora_B"])
 
@@ -142,7 +141,7 @@ def test_an_adapter_is_exported_by_itself(folder: Path, monkeypatch: pytest.Monk
         stages.export.run(given, "auto", tmp_path / "out")
     monkeypatch.setitem(adapters.KINDS, "low rank", "tests.support.low_rank:LowRank")
     stages.export.run(given, "auto", tmp_path / "out")
-    weights = checkpoint.load_model_state(folder / "low rank, one" / LAST)[1]
+    weights = load_model_state(folder / "low rank, one" / LAST)[1]
     stored = load_file(tmp_path / "out/low_rank.safetensors")
     assert stored.keys() == weights.keys() and all(torch.equal(stored[name], weights[name]) for name in stored)
 
@@ -173,7 +172,7 @@ def test_the_recipes_own_modules_are_saved_and_not_exported(folder: Path) -> Non
     dcp.load({key: stored}, checkpoint_id=place, no_dist=True)
     drawn = Aligned(FlowConfig()).initial("recipe.head.weight", tuple(stored.shape), 0)
     assert 1e-3 < (stored - drawn).abs().max() < 0.1, "trained for four steps"
-    spec, weights = checkpoint.load_model_state(folder / "aligned, one" / LAST)
+    spec, weights = load_model_state(folder / "aligned, one" / LAST)
     assert weights.keys() == spec.shapes().keys()
 
 
@@ -209,7 +208,7 @@ def test_two_processes_are_one(launched: Path, kind: str, name: str) -> None:
     places = [launched / f"{kind}, {run}" / LAST for run in ("one", name)]
     assert names(places[0]) == names(places[1])
     for ema in (False, True):
-        expected, actual = (checkpoint.load_model_state(place, ema=ema)[1] for place in places)
+        expected, actual = (load_model_state(place, ema=ema)[1] for place in places)
         assert tiny_run.distance(actual, expected) <= 1e-4
 
 
@@ -307,7 +306,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["model_tflops"] > 0 for row in rows)
     place = tmp_path / "run/checkpoints/step-00000003"
-    architecture, weights = checkpoint.load_model_state(place)
+    architecture, weights = load_model_state(place)
     assert architecture == given
     moved = {name for name, p in start.named_parameters() if not torch.equal(p, weights[name])}
     assert len(moved) > 0.9 * len(weights)

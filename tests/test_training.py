@@ -40,11 +40,13 @@ from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
 from pipeline.planning.expectation import Expectation
 from pipeline.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
+from pipeline.training.inputs import Inputs, task_of
 from pipeline.training.profiling import tracing
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.training.trainer import closable, fit
 from tests.support import tiny_cache
+from tests.support.checkpoints import load_model_state
 from tests.support.forked import Forked
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
@@ -216,11 +218,10 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sample() -> None:
 
 
 def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
-    import stages.train
 
     snapshot = tiny_cache.build(tmp_path / "cache").open_snapshot()
     settings = tiny_run.config()
-    names = stages.train.task(settings, stages.train.Inputs(snapshot), Launch()).names
+    names = task_of(settings, Inputs(snapshot), Launch()).names
     row = len(snapshot) - 1
     assert names([snapshot.sample_id(row), snapshot.sample_id(3), 5]) == {
         snapshot.sample_id(at): "item: " + snapshot.source_item(at)[1] for at in (row, 3)
@@ -778,7 +779,7 @@ def test_a_damaged_checkpoint_is_an_error_not_passed_over(run: Path, how: str) -
     with pytest.raises(checkpoint.CheckpointError, match=named):
         fit_tiny(tiny_run.config(run, steps=8), resume="auto")
     with pytest.raises(checkpoint.CheckpointError, match=named):
-        checkpoint.load_model_state(folder)
+        load_model_state(folder)
     shutil.rmtree(folder)
     printed: list[str] = []
     fit_tiny(tiny_run.config(run, steps=5), resume="auto", log=printed.append)
@@ -790,14 +791,14 @@ def test_a_checkpoint_of_a_later_version_is_refused(run: Path) -> None:
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "version": 99}))
     with pytest.raises(checkpoint.CheckpointError, match="version 99"):
-        checkpoint.load_model_state(path.parent)
+        load_model_state(path.parent)
 
 
 def test_the_weights_of_a_checkpoint_in_one_process(finished: Path) -> None:
     settings = tiny_run.config(finished, steps=6)
     model = tiny_run.model(settings)
     tiny_run.train_losses(model, settings, 6)
-    architecture, weights = checkpoint.load_model_state(finished / "checkpoints/step-00000006")
+    architecture, weights = load_model_state(finished / "checkpoints/step-00000006")
     assert architecture == model.config
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
@@ -805,7 +806,7 @@ def test_the_weights_of_a_checkpoint_in_one_process(finished: Path) -> None:
     assert "interleaved" in document["layout"]
     assert document["state"] == {"snapshot": "5eed", "seed": 0, "phase": 0, "step": 6}
     with pytest.raises(checkpoint.CheckpointError, match=naming(finished, checkpoint.DOCUMENT)):
-        checkpoint.load_model_state(finished)
+        load_model_state(finished)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -1097,7 +1098,6 @@ def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path
 
 def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
     """Held-out samples are read without drops, and none takes the place of an unreadable one."""
-    import stages.train
 
     options: dict[str, Any] = {
         "seed": 3,
@@ -1113,7 +1113,7 @@ def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_p
     given = ["patience_s=40", "train.device=cpu", "train.loader_threads=4", "train.validation={seed: 8, samples: 2}"]
     config = make_config(tmp_path, *given, *(f"train.{name}={value}" for name, value in options.items()))
     snapshot, file = Cache(small_cache).open_snapshot(), tmp_path / "quarantine.jsonl"
-    task = stages.train.task(config, stages.train.Inputs(snapshot, snapshot), Launch(rank=1, world=2), file)
+    task = task_of(config, Inputs(snapshot, snapshot), Launch(rank=1, world=2), file)
     layout = mesh.Layout(1, 2, 1, 1)
     whole = LoaderSettings(
         **options,
@@ -1177,9 +1177,9 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     shared = make_config(tmp_path, *few, "train.parallel.tp_size=2")
     layout = mesh.check_sizes(shared.train.parallel, 2)
-    stages.train.task(shared, stages.train.Inputs(snapshot), Launch(world=2)).check(layout)
+    task_of(shared, Inputs(snapshot), Launch(world=2)).check(layout)
     with pytest.raises(ConfigError, match=naming("--quarantine", "train.parallel.tp_size = 2")):
-        stages.train.task(shared, stages.train.Inputs(snapshot), Launch(world=2), file).check(layout)
+        task_of(shared, Inputs(snapshot), Launch(world=2), file).check(layout)
 
 
 @pytest.mark.gpu

@@ -43,6 +43,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.training import checkpoint, lock, metrics, throughput, trainer
 from pipeline.training import drawings as in_training
 from pipeline.training.task import Report, TrainingTask
+from tests.support.checkpoints import load_model_state
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
 from tests.support.messages import naming
@@ -115,14 +116,14 @@ def test_they_are_what_sample_draws_from_the_checkpoint(ema: bool, tmp_path: Pat
     latents, description = drawn(tmp_path / "run", 2)
     assert list(latents) == ["0000", "0001", "0002", "0003", "0004"]
     assert {(t.dtype, tuple(t.shape)) for t in latents.values()} == {(torch.float32, (4, 8, 8))}
-    expected = plain(config, checkpoint.load_model_state(folder, ema=ema)[1])
+    expected = plain(config, load_model_state(folder, ema=ema)[1])
     assert distance(latents, expected) <= 1e-5
     others = [
-        plain(config, checkpoint.load_model_state(folder)[1] if ema else None),  # weights: the last, the first
+        plain(config, load_model_state(folder)[1] if ema else None),  # weights: the last, the first
         *(
             plain(config.model_copy(update={"sample": config.sample.model_copy(update=change)}), weights)
             for change in ({"seed": 8}, {"guidance": 4.0}, {"steps": 4})
-            for weights in [checkpoint.load_model_state(folder, ema=ema)[1]]
+            for weights in [load_model_state(folder, ema=ema)[1]]
         ),
     ]
     assert all(distance(latents, other) > 1e-3 for other in others)
@@ -178,7 +179,7 @@ def test_dropout_is_off_and_blocks_run_uncompiled(tmp_path: Path, monkeypatch: p
     run(config)
     torch._dynamo.reset()
     assert counter.frame_count == 1
-    weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000001")[1]
+    weights = load_model_state(tmp_path / "run/checkpoints/step-00000001")[1]
     assert distance(drawn(tmp_path / "run", 1)[0], plain(config, weights)) <= 1e-5
 
 
@@ -241,7 +242,7 @@ def test_a_file_of_an_abandoned_attempt_does_not_count(tmp_path: Path) -> None:
     run(settings(tmp_path / "run", 4, **options, optim={"lr": 1e-2}, pictures=None), resume="auto")
     config = settings(tmp_path / "run", 5, **options)
     run(config, resume="auto")
-    weights = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000004")[1]
+    weights = load_model_state(tmp_path / "run/checkpoints/step-00000004")[1]
     assert distance(drawn(tmp_path / "run", 4)[0], plain(config, weights)) <= 1e-5
 
 
@@ -409,7 +410,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     known = (["one", "two", "three"], published.id, snapshot, latent.id, latent.values())
     assert json.dumps([description[name] for name in names]) == json.dumps(known)
 
-    architecture, weights = checkpoint.load_model_state(output / "checkpoints/step-00000001")
+    architecture, weights = load_model_state(output / "checkpoints/step-00000001")
     shape = (latent.channels, *[resolution // latent.compression] * 2)
     expected = draw_latents.draw_prompts(config, architecture, weights, published, shape, torch.device("cpu"))
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
@@ -444,7 +445,7 @@ def test_without_a_prompt_set_captions_of_the_snapshot_are_drawn(small: Callable
     assert {*description["prompts"]} <= written and count == len({*description["prompts"]}) == min(8, len(written))
 
     expected = prompts.of_snapshot(opened, 8)
-    architecture, weights = checkpoint.load_model_state(output / "checkpoints/step-00000001")
+    architecture, weights = load_model_state(output / "checkpoints/step-00000001")
     shape = (
         opened.recipe(LatentRecipe).channels,
         *[config.data.resolution // opened.recipe(LatentRecipe).compression] * 2,
@@ -581,9 +582,7 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
     trained = checkpoint.as_trained(small("train.precision=bf16"), document.config)
     latent = cache.open_snapshot().recipe(LatentRecipe)
     shape = (latent.channels, *[config.data.resolution // latent.compression] * 2)
-    expected = draw_latents.draw_prompts(
-        trained, *checkpoint.load_model_state(folder), published, shape, torch.device("cpu")
-    )
+    expected = draw_latents.draw_prompts(trained, *load_model_state(folder), published, shape, torch.device("cpu"))
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
 

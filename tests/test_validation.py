@@ -36,8 +36,10 @@ from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
 from pipeline.training import checkpoint, lock, metrics, trainer
 from pipeline.training.ema import EMA
+from pipeline.training.inputs import Inputs, task_of
 from pipeline.training.task import Report, TrainingTask
 from tests.support import tiny_cache
+from tests.support.checkpoints import load_model_state
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
 from tests.support.messages import naming
@@ -109,8 +111,8 @@ def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
     first, _, last = rows(config)
     line = [line for line in printed if line.startswith("validation ")][-1]
     assert f"old samples {last['by_age']['old']:.4f}  new samples {last['by_age']['new']:.4f}" in line
-    _, trained = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002")
-    averaged = checkpoint.load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)[1]
+    _, trained = load_model_state(tmp_path / "run/checkpoints/step-00000002")
+    averaged = load_model_state(tmp_path / "run/checkpoints/step-00000002", ema=True)[1]
     for prefix, row, weights in (("", first, None), ("", last, trained), ("ema_", last, averaged)):
         expected = plain(config, weights)
         flat = [loss for levels in expected.values() for losses in levels.values() for loss in losses]
@@ -489,9 +491,7 @@ def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Conf
     cache, found = Cache(config.cache), []
     part = cache.open_snapshot("latest.heldout")
     for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.phase=2", "train.length_window=3")):
-        samples = stages.train.task(
-            small(*other), stages.train.Inputs(cache.open_snapshot(), part), Launch()
-        ).validation
+        samples = task_of(small(*other), Inputs(cache.open_snapshot(), part), Launch()).validation
         assert samples is not None
         parts = [(b.sample_ids, n, b.noise.clone(), b.captions.clone()) for b, n in samples(Layout(1, 1, 1, 1))]
         found.append(parts)

@@ -101,7 +101,6 @@ def _stores(launch: Launch, limit: timedelta) -> Iterator[dist.Store]:
         with _waiting(launch):
             store, _, _ = next(dist.rendezvous(str(launch.rendezvous), launch.rank, launch.world, timeout=limit))
     for number in itertools.count():
-        store.set_timeout(limit)
         yield dist.PrefixStore(f"group-{number}", store)
 
 

@@ -588,12 +588,6 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """The architecture and all the weights of a checkpoint. Arguments and errors as in `ModelTensors`."""
-    weights = ModelTensors(folder, ema=ema)
-    return weights.architecture, dict(weights)
-
-
 def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
     """The configuration with the numerics of a training (`earlier`), so that pictures are those which it draws."""
     train = earlier["train"]

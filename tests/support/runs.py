@@ -14,6 +14,7 @@ from pipeline.launch import Launch
 from pipeline.training import build, checkpoint
 from pipeline.training.task import Report, TrainingTask
 from pipeline.training.trainer import fit
+from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 
 
@@ -35,9 +36,7 @@ def same_checkpoints(one: Path, other: Path) -> bool:
         k: v for k, v in checkpoint.read_document(other).files.items() if k != ".metadata"
     } and all(
         torch.equal(a, b)
-        for a, b in zip(
-            checkpoint.load_model_state(one)[1].values(), checkpoint.load_model_state(other)[1].values(), strict=True
-        )
+        for a, b in zip(load_model_state(one)[1].values(), load_model_state(other)[1].values(), strict=True)
     )
 
 

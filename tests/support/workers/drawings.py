@@ -27,6 +27,7 @@ from pipeline.training import drawings as in_training
 from pipeline.training.stop_request import StopRequest
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
+from tests.support.checkpoints import load_model_state
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp
 
@@ -154,7 +155,7 @@ def compare(launch: Launch, folder: Path) -> None:
             if dtype == torch.float32:
                 distances.append(distance(latents[step], expected[step]))
             if checkpointed.exists():
-                weights = checkpoint.load_model_state(checkpointed, ema=True)[1]
+                weights = load_model_state(checkpointed, ema=True)[1]
                 alone = plain(config, weights, dtype)
                 distances.append(distance(latents[step], _only(names, alone)))
                 if dtype != torch.float32:

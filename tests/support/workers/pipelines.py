@@ -26,8 +26,9 @@ from pipeline.parallel.activation_checkpoint import ManagedActivations
 from pipeline.parallel.parallelize import ParallelModel, PipelineParallelModel, parallelize
 from pipeline.parallel.pipeline_parallel import Pipeline
 from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint, metrics
+from pipeline.training import metrics
 from pipeline.training.trainer import fit
+from tests.support.checkpoints import load_model_state
 from tests.support.workers import strategies, tiny_run
 
 CPU = torch.device("cpu")
@@ -209,7 +210,7 @@ def chains(folder: Path, then: bool) -> dict[str, Any]:
 
 def stored(folder: Path) -> list[dict[str, torch.Tensor]]:
     """Weights and running averages of a checkpoint."""
-    return [checkpoint.load_model_state(folder, ema=ema)[1] for ema in (False, True)]
+    return [load_model_state(folder, ema=ema)[1] for ema in (False, True)]
 
 
 def bad_number(launch: Launch, folder: Path) -> str:

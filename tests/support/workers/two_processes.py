@@ -27,9 +27,10 @@ from pipeline.models import sana_layers
 from pipeline.parallel import collectives, data_parallel, mesh
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint, metrics
+from pipeline.training import metrics
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
+from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
@@ -201,9 +202,9 @@ def resumed(launch: Launch) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": {}, "weights": {}, "bitwise": {}}
     rows = {name: metrics.read(FOLDER / name / "metrics.jsonl") for name in ("whole", "one")}
     expected = {row["step"]: row["loss"] for row in rows["whole"]}
-    _, weights = checkpoint.load_model_state(FOLDER / "whole/checkpoints/step-00000008")
+    _, weights = load_model_state(FOLDER / "whole/checkpoints/step-00000008")
     for name in ("same", "one, then two", "two, then one", "one", "shifted"):
-        _, others = checkpoint.load_model_state(FOLDER / name / "checkpoints/step-00000008")
+        _, others = load_model_state(FOLDER / name / "checkpoints/step-00000008")
         mine = {row["step"]: row["loss"] for row in metrics.read(FOLDER / name / "metrics.jsonl")}
         found["losses"][name] = max(abs(mine[step] - expected[step]) for step in mine)
         found["weights"][name] = tiny_run.distance(others, weights)
