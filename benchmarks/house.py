@@ -1,7 +1,7 @@
 """Lines by room, at a commit before and now: `python -m benchmarks.house [--before COMMIT]`; needs git.
 
-Lines are all lines of tracked .py files. `data`: the rooms between a picture and a batch. `train`: those between a
-batch and a report, with `config.py`, `cli.py` and the stages that are not of the data.
+Lines are all lines of tracked .py files. `data`: the rooms between a picture and a batch; `data_stage`: their stages.
+`train`: the rooms between a batch and a report, with `config.py`, `cli.py` and the stages that are not of the data.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ HALVES: dict[str, Callable[[str], bool]] = {
         room in {f"pipeline/{name}" for name in TRAIN}
         or (room.startswith("stages/") and room.removeprefix("stages/").removesuffix(".py") not in DATA_STAGES)
     ),
+    "data_stage": lambda room: room in {f"stages/{name}.py" for name in DATA_STAGES},
     "total": lambda room: room.startswith(("pipeline/", "stages/")),
     "test": lambda room: room == "tests",
 }
