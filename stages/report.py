@@ -61,7 +61,8 @@ def run(
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
     cards = _gallery(config, opened, thumbnails, gallery) if gallery and opened is not None else []
     if thumbnails is not None and figures["snapshot"] is not None:
-        for example in (each for entry in figures["snapshot"]["rejects"] for each in entry["examples"]):
+        shown = (entry for name in ("rejects", "visits", "alike") for entry in figures["snapshot"][name])
+        for example in (each for entry in shown for each in entry["examples"]):
             example["picture"] = thumbnails(example["source"], example["item"])
         for example in (figures["snapshot"]["further"] or {"examples": ()})["examples"]:
             assert opened is not None

@@ -23,6 +23,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 from pipeline.loader.planner import Planner
+from pipeline.reporting.figures import collect
 from pipeline.snapshots import balance
 
 MakeConfig = Callable[..., Config]
@@ -143,3 +144,15 @@ def test_a_damaged_latent_ends_bucket(cache: Path, make_config: MakeConfig, tmp_
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match="wrong checksum"):
         stages.bucket.run(of)
+
+
+def test_the_report_shows_what_is_visited_how_often(bucket: Made, make_config: MakeConfig, tmp_path: Path) -> None:
+    _, report = bucket("bucket.balance={strength: 1, clusters: 2}")
+    of = make_config(tmp_path)
+    few, many = collect(of)[0]["snapshot"]["visits"]
+    assert [few["samples"], many["samples"]] == [FEW, MANY]
+    assert [many["visits"], few["visits"]] == [each["visits"] for each in report["balance"]]
+    assert few["share_of_visits"] == pytest.approx(report["balance"][1]["share_of_visits"])
+    assert all(example["item"].startswith("drawing") for example in few["examples"]) and len(many["examples"]) == 8
+    stages.report.run(of, tmp_path / "page.html")
+    assert "visits an epoch: 5 samples" in (tmp_path / "page.html").read_text()

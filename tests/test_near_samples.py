@@ -26,6 +26,7 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError
+from pipeline.reporting.figures import collect
 from pipeline.snapshots import heldout, selection
 
 MakeConfig = Callable[..., Config]
@@ -239,6 +240,23 @@ def test_view_names_the_samples_that_look_the_same(
         stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)
 
 
+def test_the_report_shows_groups_with_their_pictures(
+    config: Callable[..., Config], source: Path, tmp_path: Path
+) -> None:
+    stages.bucket.run(config())
+    figures, _, _ = collect(config())
+    assert [group["pictures"] for group in figures["snapshot"]["alike"]] == [4, 4, 4]
+    names = {example["item"] for group in figures["snapshot"]["alike"] for example in group["examples"]}
+    assert names >= {f"{name}-mirrored.jpg" for name in originals(source)} and figures["snapshot"]["visits"] == []
+    stages.report.run(config(), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("4 pictures look the same") == 3 and "Pictures that look the same" in page
+    stages.bucket.run(config("bucket.dedup=near"))
+    assert collect(config())[0]["snapshot"]["alike"] == []
+    stages.report.run(config(), tmp_path / "page.html")
+    assert "look the same" not in (tmp_path / "page.html").read_text()
+
+
 def test_the_resolutions_of_a_picture_are_one(
     source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +265,7 @@ def test_the_resolutions_of_a_picture_are_one(
         of = make_config(tmp_path, *sizes, f"data.resolution={size}")
         stages.encode.run(of, data=str(source))
     every = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    assert [group["pictures"] for group in collect(of)[0]["snapshot"]["alike"]] == [4, 4, 4]
     name = originals(source)[0]
     capsys.readouterr()
     row = next(row for row in range(len(every)) if every.source_item(row)[1] == f"{name}.jpg")

@@ -109,20 +109,31 @@ def test_under_nvlabs_recipe_everything_decays() -> None:
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
 
 
-@pytest.mark.parametrize(("options", "is_low"), [({}, False), ({"scale_lr": "sqrt"}, False), ({"lr": 2e-5}, True)])
-def test_a_rate_that_is_too_low_for_new_concepts_is_named(options: dict[str, Any], is_low: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "steps", "says"),
+    [
+        ({"warmup_steps": 2000}, 250, [("warmup_steps = 2000", "rate of 1.", "warmup_steps=25 ")]),
+        ({"warmup_steps": 125}, 250, []),
+        ({"scale_lr": "sqrt", "warmup_steps": 0}, 250, []),
+        ({"lr": 2e-5, "warmup_steps": 0}, 250, [("is 2e-05", "below 5e-05", "lr=0.0001", "10,000 steps")]),
+        ({"lr": 2e-5, "warmup_steps": 126}, 250, [("warmup_steps = 126",), ("is 2e-05",)]),
+    ],
+)
+def test_a_rate_that_will_not_do_is_reported(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:
     """At batch 64 a rate of 1e-4 by the square root is 5e-5, which is enough."""
-    note = optimizers.low_rate(OptimConfig(**options), 64)
-    assert (note is not None) == is_low
-    assert note is None or all(part in note for part in ("is 2e-05", "below 5e-05", "lr=0.0001", "10,000 steps"))
+    actual = optimizers.advice(OptimConfig(**options), 64, steps)
+    assert len(actual) == len(says)
+    assert all(part in line for line, parts in zip(actual, says, strict=True) for part in parts)
 
 
-def test_the_start_of_a_run_names_a_low_rate_once(tmp_path: Path) -> None:
+def test_the_start_of_a_run_says_once_what_its_rate_will_not_do(tmp_path: Path) -> None:
     printed: list[str] = []
-    settings = tiny_run.config(tmp_path, steps=3, layers=1, optim={"lr": 1e-5})
+    settings = tiny_run.config(tmp_path, steps=3, layers=1, optim={"lr": 1e-5, "warmup_steps": 2})
     fit(settings, tiny_run.task(settings), Launch(), log=printed.append)
-    [note] = [line for line in printed if line.startswith("note: ") and "train.optim" in line]
-    assert "--set train.optim.lr=0.0001" in note
+    notes = [line for line in printed if line.startswith("note: ") and "train.optim" in line]
+    assert len(notes) == 2
+    assert "--set train.optim.warmup_steps=0" in notes[0]
+    assert "--set train.optim.lr=0.0001" in notes[1]
 
 
 def test_only_matrices_decay() -> None:

@@ -22,18 +22,25 @@ from pipeline.cache import index
 from pipeline.cache.cache import MOVING, Cache
 from pipeline.cache.keys import fixed
 from pipeline.cache.layout import Paths
-from pipeline.cache.snapshot import Bucket, Snapshot, picture_keys
+from pipeline.cache.snapshot import Bucket, BucketPart, Snapshot, picture_keys
+from pipeline.config import BucketConfig
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
 from pipeline.reporting.further_figures import further_figures
 from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.phash import HashRecipe
 from pipeline.signals.text import TextRecipe
+from pipeline.snapshots import near, near_samples
 from pipeline.snapshots.join import epoch_steps
 from pipeline.sources.reject_kinds import EXAMPLES, kind
 
 CROP_EDGES = np.linspace(0.0, 0.5, 21)
 """Bins of the crop loss, shares of the picture's area; the last bin has the larger ones, too."""
 QUANTILES = (0.5, 0.95)
+SHOWN = 8
+"""Samples of a group that are shown."""
+COMPARED = 100_000
+"""Samples up to which those that look the same are looked for: half a minute."""
 REJECTED = ("rejected by the scan", "rejected while encoding", "caption rejected while encoding")
 """Beginnings of the reasons of `Head.left_out` that count rejects by kind."""
 
@@ -80,6 +87,8 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         "captions": _captions(snapshot, lengths, captions_per_sample),
         "duplicates": {"pictures": _repeated(latent_keys), "captions": _repeated(caption_keys)},
         "further": further_figures(snapshot),
+        "visits": _visits(snapshot),
+        "alike": _alike(snapshot),
         "left_out": [
             {"reason": reason, "samples": count}
             for reason, count in sorted(head.left_out.items(), key=lambda pair: (-pair[1], pair[0]))
@@ -88,6 +97,51 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         "storage": _storage(cache, snapshot),
         "new": new_samples(cache, snapshot),
     }
+
+
+def _visits(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """The samples by their visits per epoch, the most first; [] where all have one."""
+    ranges: dict[Fraction, list[np.ndarray]] = {}
+    first = 0
+    for bucket in snapshot.buckets:
+        for part in bucket.parts or (BucketPart(bucket.samples, Fraction(1)),):
+            ranges.setdefault(part.weight, []).append(np.arange(first, first + part.samples))
+            first += part.samples
+    rows = {weight: np.concatenate(ranges[weight]) for weight in sorted(ranges, reverse=True)}
+    visits = sum((weight * len(some) for weight, some in rows.items()), Fraction(0))
+    return [
+        {
+            "visits": float(weight),
+            "samples": len(some),
+            "share": len(some) / len(snapshot),
+            "share_of_visits": float(weight * len(some) / visits),
+            "examples": _examples(snapshot, some[np.linspace(0, len(some) - 1, min(SHOWN, len(some))).astype(int)]),
+        }
+        for weight, some in (rows.items() if rows.keys() - {1} else ())
+    ]
+
+
+def _alike(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """The largest groups of pictures that look the same; [] without hashes, and of more than `COMPARED` samples."""
+    if HashRecipe.kind not in snapshot.pictures or len(snapshot) > COMPARED:
+        return []
+    settings = BucketConfig.model_validate((snapshot.head.options or {}).get("bucket", {}))
+    names = pa.concat_tables([table.select(["source", "item"]) for table in snapshot.name_tables()])
+    rows = names.append_column("row", pa.array(np.arange(len(snapshot)))).group_by(["source", "item"])
+    first = np.sort(rows.aggregate([("row", "min")]).column("row_min").to_numpy())  # of several resolutions
+    member = near.groups(near_samples.hashes_of(snapshot)[first], settings.dedup_distance)
+    sizes = np.bincount(member)
+    largest = np.argsort(-sizes, kind="stable")[: near_samples.LARGEST]
+    return [
+        {"pictures": int(sizes[group]), "examples": _examples(snapshot, first[member == group][:SHOWN])}
+        for group in largest.tolist()
+        if sizes[group] > 1
+    ]
+
+
+def _examples(snapshot: Snapshot, rows: np.ndarray) -> list[dict[str, str]]:
+    names = (snapshot.source_item(row) for row in rows.tolist())
+    return [{"source": source, "item": item} for source, item in names]
 
 
 def _names(cache: Cache, snapshot_id: str) -> list[str]:

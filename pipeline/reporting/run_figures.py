@@ -20,6 +20,7 @@ from pipeline.config import read_tree
 from pipeline.errors import UserError
 from pipeline.options import flat, value_at
 from pipeline.reporting import run_pictures
+from pipeline.reporting.adapter_figures import adapter_figures
 from pipeline.training.metrics import read_events
 
 JOURNAL = "metrics.jsonl"
@@ -87,6 +88,7 @@ def _part(folder: Path) -> dict[str, Any]:
         "curves": {name: thinned(steps, values) for name, (steps, values) in columns.items()},
         "validation": _validation(events.get("validation", [])),
         "pictures": run_pictures.listed(folder, events.get("pictures", [])),
+        "adapter": adapter_figures(folder),
         "prediction": _document(folder / "prediction.json"),
         "summary": _document(folder / SUMMARY),
     }

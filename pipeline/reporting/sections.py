@@ -179,11 +179,26 @@ def _captions(captions: Figures) -> Iterator[Block]:
 
 
 def _rejects(data: Figures) -> Iterator[Card]:
-    for entry in data["rejects"]:
-        items = ", ".join(example["item"] for example in entry["examples"])
-        images = [example["picture"] for example in entry["examples"] if "picture" in example]
-        title = f"{entry['samples']:,} {entry['stage']}: {entry['kind']}"
-        yield Card(images, title, f"for instance {items}" if items else "")
+    return (_card(entry, f"{entry['samples']:,} {entry['stage']}: {entry['kind']}") for entry in data["rejects"])
+
+
+def _visits(data: Figures) -> Iterator[Card]:
+    for entry in data["visits"]:
+        share, after = f"{entry['share']:.1%} of the samples", f"{entry['share_of_visits']:.1%} of the visits"
+        yield _card(entry, f"{entry['visits']:g} visits an epoch: {entry['samples']:,} samples, {share}, {after}")
+
+
+def _alike(data: Figures) -> Iterator[Block]:
+    if data["alike"]:
+        yield "Pictures whose hashes differ in few bits (bucket.dedup_distance); bucket.dedup=near takes one of each."
+    yield from (_card(entry, f"{entry['pictures']:,} pictures look the same") for entry in data["alike"])
+
+
+def _card(entry: Figures, title: str) -> Card:
+    """A few of the samples or items that an entry counts."""
+    items = ", ".join(example["item"] for example in entry["examples"])
+    images = [example["picture"] for example in entry["examples"] if "picture" in example]
+    return Card(images, title, f"for instance {items}" if items else "")
 
 
 def _storage(figures: Figures) -> Iterator[Block]:
@@ -266,6 +281,19 @@ def _plans(run: Figures) -> Iterator[Block]:
             sizes[f"{what}, until step {document.get('until_step')}"] = f"{number(value)} {unit}"
         columns = Column(f"plan of {part['name']}", "name"), Column("bytes", "value", str)
         yield Table(columns, [{"name": name, "value": value} for name, value in sizes.items()])
+
+
+def _adapter(run: Figures) -> Iterator[Block]:
+    for part in run["parts"]:
+        if (made := part["adapter"]) is None:
+            continue
+        if "problem" in made:
+            yield f"{part['name']}: {made['problem']}"
+            continue
+        blocks = made["blocks"]
+        names = list(dict.fromkeys(name for norms in blocks.values() for name in norms))
+        title = f"{part['name']}, step {made['step']}: norm of the change by {made['adapter']}, by block"
+        yield bar_plot(title, list(blocks), {n: [norms.get(n, 0.0) for norms in blocks.values()] for n in names})
 
 
 def _phases(run: Figures) -> Iterator[Block]:
@@ -376,6 +404,7 @@ SECTIONS = (
     Section("ema", "EMA", "run", (_ema,)),
     Section("losses", "Losses", "run", (curves("curves.loss", "curves.grad_norm", "curves.lr", "curves.loss_scale"),)),
     Section("run", "Run", "run", (lambda run: [f"Run directory {run['folder']}"], table("parts", *_PARTS))),
+    Section("adapter", "Change by the adapter", "run", (_adapter,)),
     Section("phases", "Phases side by side", "run", (_phases,)),
     Section("throughput", "Throughput", "run", (curves("curves.images_per_s", "curves.tokens_per_s", "curves.mfu"),)),
     Section("data-wait", "Data wait", "run", (curves("curves.data_wait"),)),
@@ -389,6 +418,8 @@ SECTIONS = (
     Section("sources", "Sources", "", (_sources,), needs="snapshot"),
     Section("captions", "Caption lengths", "snapshot.captions", (_captions, table("per_sample", *_PER_SAMPLE))),
     Section("duplicates", "Duplicates", "snapshot", (lambda _: [_SAME], table("duplicates", *_DUPLICATES))),
+    Section("visits", "Visits by weight", "snapshot", (_visits,)),
+    Section("alike", "Pictures that look the same", "snapshot", (_alike,)),
     Section("rejects", "Rejects and samples left out", "snapshot", (table("left_out", *_LEFT_OUT), _rejects)),
     Section("storage", "Storage", "", (_storage, table("cache.stores", *_STORES)), needs="snapshot"),
     Section("gallery", "Decoded latents"),

@@ -99,8 +99,8 @@ def fit(
             return Report(done, resumed.folder, None, None)
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
-        if (note := optimizers.low_rate(train.optim, task.batch)) is not None:
-            log(f"note: {note}")
+        for line in optimizers.advice(train.optim, task.batch, train.steps):
+            log(f"note: {line}")
         journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if launch.is_main else None)
         with closing(journal) if journal is not None else nullcontext():
             return Loop(run, journal, stop, lock).execute()

@@ -83,6 +83,10 @@ class Adapter(ABC):
             fp32 if the training changed it, else `weight` itself.
         """
 
+    def change_norms(self, trained: Mapping[str, Tensor]) -> dict[str, float]:
+        """Frobenius norm of the change of each module's matrix, by its path; empty where it takes the base to know."""
+        return {}
+
     def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
         """Write the trained parameters in one of `formats`, as its readers expect them."""
         raise NotImplementedError(form)

@@ -94,6 +94,14 @@ class LoRA(Adapter):
             whole = whole * (magnitude[0] / torch.linalg.vector_norm(whole, dim=1))[:, None]
         return whole.view(weight.shape)
 
+    def change_norms(self, trained: Mapping[str, Tensor]) -> dict[str, float]:
+        """|s B A|, from the rank x rank products of each factor with itself; of DoRA without its magnitudes."""
+        norms = {}
+        for module in self.targets:
+            a, b = (trained[f"{module}.{part}"].double() for part in ("lora_A", "lora_B"))
+            norms[module] = self.scale * float(((b.T @ b) * (a @ a.T)).sum().clamp_min(0).sqrt())
+        return norms
+
     def to_dict(self) -> dict[str, Any]:
         names = ("kind", "rank", "alpha", "targets", "dropout")
         return {name: getattr(self, name) for name in names}

@@ -64,16 +64,23 @@ def _share_of_peak(config: OptimConfig, step: int, steps: int) -> float:
     return config.final_lr + (1 - config.final_lr) * left
 
 
-def low_rate(config: OptimConfig, batch: int) -> str | None:
-    """A note before a run whose rate is too low for new concepts; None: it is not."""
-    peak = peak_learning_rate(config, batch)
-    if peak >= NEW_CONCEPTS:
-        return None
-    return (
-        f"the rate after the warm-up is {peak:.2g}: below {NEW_CONCEPTS:g} new concepts come slowly; for them "
-        f"--set train.optim.scale_lr=none --set train.optim.lr={2 * NEW_CONCEPTS:g}, and about 10,000 steps before "
-        "a first concept shows"
-    )
+def advice(config: OptimConfig, batch: int, steps: int) -> list[str]:
+    """Notes before a run of so many steps on rates that will not have the expected effect."""
+    peak, notes = peak_learning_rate(config, batch), []
+    if 2 * config.warmup_steps > steps:
+        reached = learning_rate(config, batch, steps - 1, steps)
+        notes.append(
+            f"train.optim.warmup_steps = {config.warmup_steps} is more than half of train.steps = {steps}: the last "
+            f"step has a rate of {reached:.2g}, the rate after the warm-up is {peak:.2g}; "
+            f"--set train.optim.warmup_steps={steps // 10} warms up for a tenth of the run"
+        )
+    if peak < NEW_CONCEPTS:
+        notes.append(
+            f"the rate after the warm-up is {peak:.2g}: below {NEW_CONCEPTS:g} new concepts come slowly; for them "
+            f"--set train.optim.scale_lr=none --set train.optim.lr={2 * NEW_CONCEPTS:g}, and about 10,000 steps before "
+            "a first concept shows"
+        )
+    return notes
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
