@@ -591,14 +591,12 @@ def test_the_names_of_shards_are_looked_up_once_for_a_table(monkeypatch: pytest.
     chunks = [pa.array(some).dictionary_encode() for some in (shards[:4], shards[4:6], shards[6:])]
     table = pa.table({"key": range(10), "shard": pa.chunked_array(chunks)})
     names = pa.array(["a", "b", "a", "c"])  # of equal names the last
-    parts = list(numbered(table, names, 5, "x"))
+    parts = list(numbered(table, names, 5))
     assert [len(part) for part in parts] == [3, 3, 3, 1]
     positions = [5 + "-bac".index(shard) for shard in shards]
     assert pa.concat_tables(parts).to_pydict() == {"key": list(range(10)), "shard": positions}
     assert asked == [3]
-    with pytest.raises(IntegrityError, match="x"):
-        list(numbered(table, names[:3], 0, "x"))
-    assert list(numbered(table.slice(0, 0), names, 0, "x")) == []
+    assert list(numbered(table.slice(0, 0), names, 0)) == []
 
 
 def test_status_counts_what_is_made_and_how_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,17 +155,6 @@ def test_gc_spares_lists_and_removes_those_that_nothing_names(cache: Cache) -> N
     assert unneeded == {Paths.table(left, "arrow"), Paths.copy(Paths.table(left, "arrow"))}
 
 
-def test_another_table_is_not_taken_for_a_list(cache: Cache) -> None:
-    name, _ = listed(cache, "plans")
-    other = publish(cache.files, pa.table({"unit": ["aa"]})).values()
-    body = cache.files.document(name)
-    for path in (name, Paths.copy(name)):
-        cache.files.replace(path, layout.seal({**body, "units": other}))
-    recipe = name.split("/")[1]
-    with pytest.raises(IntegrityError, match="another table"):
-        list(Cache(cache.root).plan(recipe, 0).units)
-
-
 def test_opening_a_long_plan_makes_no_object_for_each_unit(tmp_path: Path) -> None:
     cache, count = Cache(tmp_path / "cache", create=True), 20_000
     cache.add_recipe(RECIPE)

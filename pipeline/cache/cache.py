@@ -134,7 +134,6 @@ class WorkPlan:
 
     Attributes:
         table: digest of the table of its work.
-        units_table: digest of the table of its units.
         beside: recipe and number of the plan that has the same rows in the same units, whose units are made first; see
             `pipeline.encoding.plan.plan_beside`. None: of no other plan.
     """
@@ -143,7 +142,6 @@ class WorkPlan:
     number: int
     units: Sequence[Unit]
     table: str
-    units_table: str = ""
     beside: tuple[str, int] | None = None
 
 
@@ -294,23 +292,29 @@ class Cache:
     def last_scan(self, source: str) -> dict[str, Any] | None:
         """The newest scan document of a source: `root`, `table`, `recipes` (names by kind), `buckets`; None if there is
         none or the source was forgotten."""
-        numbers = self.files.numbers(Paths.scans(source))
-        scan = self.files.document(Paths.numbered(Paths.scans(source), numbers[-1])) if numbers else None
+        scan = self._newest(Paths.scans(source))
         return None if scan is None or scan.get(FORGOTTEN) else scan
+
+    def _newest(self, folder: str) -> dict[str, Any] | None:
+        """The last numbered document in a folder; None if there is none."""
+        numbers = self.files.numbers(folder)
+        return self.files.document(Paths.numbered(folder, numbers[-1])) if numbers else None
+
+    def append(self, folder: str, body: dict[str, Any]) -> str | None:
+        """Publish a document under the next number in a folder. Returns its path; None if another process took it."""
+        path = Paths.numbered(folder, len(self.files.numbers(folder)))
+        return path if self.files.put(path, layout.seal(body)) else None
 
     def add_scan(self, source: str, body: dict[str, Any]) -> None:
         """Append a scan document unless the newest is equal."""
         check_source_name(source)
         body = {**body, "source": source}
-        while True:
-            if self.last_scan(source) == body:
-                return
-            number = len(self.files.numbers(Paths.scans(source)))
-            if self.files.put(Paths.numbered(Paths.scans(source), number), layout.seal(body)):
+        while self.last_scan(source) != body:
+            if self.append(Paths.scans(source), body):
                 return
 
     def forget_source(self, source: str) -> None:
-        """Append a scan without items that marks the source as forgotten; earlier scans no longer count.
+        """Append a document that marks the source as forgotten; earlier scans no longer count.
 
         Raises:
             CacheError: there is no such source.
@@ -323,11 +327,7 @@ class Cache:
                 expected=", ".join(known) or "(none)",
                 fix="sana-pipe status",
             )
-        try:
-            empty = self.table(last["table"]).slice(0, 0)
-        except IntegrityError:  # a source with a damaged table can be forgotten, too
-            empty = pa.table({name: pa.array([], pa.string()) for name in ("item", "reject")})
-        self.add_scan(source, {**last, "table": self.put_table(empty), FORGOTTEN: True})
+        self.add_scan(source, {**last, "table": "", FORGOTTEN: True})
 
     # ------------------------------------------------------------ plans
 
@@ -336,8 +336,8 @@ class Cache:
 
     def plan(self, recipe: str, number: int) -> WorkPlan:
         body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
-        units, beside = Units.read(self.files, body["units"]), body.get("beside")
-        return WorkPlan(recipe, number, units, body["table"], units.entry.table, None if beside is None else (*beside,))
+        beside = (*body["beside"],) if "beside" in body else None
+        return WorkPlan(recipe, number, Units.read(self.files, body["units"]), body["table"], beside)
 
     def unit_rows(self, plan: WorkPlan, unit: Unit) -> pa.Table:
         """The rows of the plan's table that a unit encodes."""
@@ -456,11 +456,7 @@ class Cache:
             where = Paths.snapshot(snapshot_id)
             if not self.files.freshen(where) and not copies.repair(self.files, where):
                 raise IntegrityError(f"{self.files.where(where)}: is missing", fix="sana-pipe bucket")
-            self._append_name(name, snapshot_id)
-
-    def _append_name(self, name: str, snapshot_id: str | None) -> None:
-        number = len(self.files.numbers(Paths.names(name)))
-        self.files.put(Paths.numbered(Paths.names(name), number), layout.seal({"name": name, "snapshot": snapshot_id}))
+            self.append(Paths.names(name), {"name": name, "snapshot": snapshot_id})
 
     def keep(self, snapshot_id: str) -> None:
         """Name a snapshot that is being trained on `trained-ID`, so that `gc` spares it until the name is forgotten.
@@ -498,15 +494,13 @@ class Cache:
                 fix="sana-pipe snapshots lists the names",
             )
         while self.snapshot_of(name) is not None:
-            self._append_name(name, None)
+            self.append(Paths.names(name), {"name": name, "snapshot": None})
         return pointed
 
     def snapshot_of(self, name: str) -> str | None:
         """The snapshot id to which a name points; None if the name does not exist or was forgotten."""
-        numbers = self.files.numbers(Paths.names(name))
-        if not numbers:
-            return None
-        return self.files.document(Paths.numbered(Paths.names(name), numbers[-1]))["snapshot"]
+        newest = self._newest(Paths.names(name))
+        return None if newest is None else newest["snapshot"]
 
     def history(self, name: str) -> list[str]:
         """The snapshot ids to which a name points and pointed, the oldest first."""

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute
 
 from pipeline.cache.cache import Cache
-from pipeline.cache.keys import fixed
-from pipeline.cache.snapshot import Snapshot, picture_keys
+from pipeline.cache.snapshot import Snapshot
 from pipeline.errors import IntegrityError
 
 
@@ -86,25 +83,25 @@ def _parents_first(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def difference(first: Snapshot, second: Snapshot) -> Difference:
     """What changed from the first snapshot to the second. Samples are matched by id."""
-    old, new = _Columns(first), _Columns(second)
+    old, new = (snapshot.columns(np.arange(len(snapshot))) for snapshot in (first, second))
     order = np.argsort(old.sample_id)
-    places = np.minimum(np.searchsorted(old.sample_id, new.sample_id, sorter=order), max(len(order) - 1, 0))
-    candidates = order[places] if len(order) else np.zeros(len(new.sample_id), np.int64)
-    common = old.sample_id[candidates] == new.sample_id if len(order) else np.zeros(len(candidates), bool)
+    places = np.minimum(np.searchsorted(old.sample_id, new.sample_id, sorter=order), len(order) - 1)
+    candidates = order[places]
+    common = old.sample_id[candidates] == new.sample_id
     a, b = candidates[common], np.flatnonzero(common)
-    bucket = (old.shape[a] != new.shape[b]).any(1)
+    bucket = (_sizes(first)[a] != _sizes(second)[b]).any(1)
     picture = np.zeros(len(a), bool)
-    for kind in old.keys.keys() & new.keys.keys():
-        picture |= (old.keys[kind][a] != new.keys[kind][b]) & ~bucket
-    counts = np.diff(old.offsets)[a]
-    captions = counts != np.diff(new.offsets)[b]
+    for kind in old.pictures.keys() & new.pictures.keys():
+        picture |= (old.pictures[kind]["key"][a] != new.pictures[kind]["key"][b]) & ~bucket
+    counts = np.diff(old.first)[a]
+    captions = counts != np.diff(new.first)[b]
     comparable = np.flatnonzero(~captions)
     sample = np.repeat(comparable, counts[comparable])
     ends = np.cumsum(counts[comparable])
     inner = np.arange(len(sample)) - np.repeat(ends - counts[comparable], counts[comparable])
-    left, right = old.offsets[a[sample]] + inner, new.offsets[b[sample]] + inner
-    differs = (old.caption[left] != new.caption[right]) | (old.weight[left] != new.weight[right])
-    captions[sample[differs]] = True
+    left, right = old.first[a[sample]] + inner, new.first[b[sample]] + inner
+    for name in ("key", "weight"):
+        captions[sample[old.captions[name][left] != new.captions[name][right]]] = True
     kinds = {"picture": picture, "bucket": bucket, "captions": captions}
     changed = [
         (int(b[i]), tuple(name for name, column in kinds.items() if column[i]))
@@ -116,22 +113,7 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     return Difference(np.flatnonzero(~common).tolist(), np.flatnonzero(removed).tolist(), changed, signals)
 
 
-class _Columns:
-    """The compared columns of a snapshot's samples, by row."""
-
-    def __init__(self, snapshot: Snapshot):
-        tables = list(snapshot.tables())
-        whole = pa.concat_tables(tables) if tables else None
-        sizes = np.array([[b.height, b.width] for b in snapshot.buckets], np.int64).reshape(-1, 2)
-        self.shape = np.repeat(sizes, [b.samples for b in snapshot.buckets], axis=0)
-        if whole is None:
-            self.sample_id, self.keys = np.empty(0, np.uint64), dict[str, np.ndarray]()
-            self.offsets, self.caption, self.weight = np.zeros(1, np.int64), np.empty(0, "S16"), np.empty(0, np.float32)
-            return
-        self.sample_id = whole.column("sample_id").to_numpy()
-        self.keys = {kind: picture_keys(whole, kind) for kind in snapshot.pictures}
-        lists = whole.column("captions")
-        self.offsets = np.concatenate([[0], np.cumsum(pa.compute.list_value_length(lists).to_numpy())]).astype(np.int64)
-        flat = pa.compute.list_flatten(lists)
-        self.caption = fixed(pa.chunked_array([chunk.field("key") for chunk in flat.chunks], pa.binary(16)))
-        self.weight = np.concatenate([chunk.field("weight").to_numpy() for chunk in flat.chunks])
+def _sizes(snapshot: Snapshot) -> np.ndarray:
+    """(height, width) of the samples by row."""
+    sizes = np.array([[bucket.height, bucket.width] for bucket in snapshot.buckets])
+    return np.repeat(sizes, [bucket.samples for bucket in snapshot.buckets], axis=0)

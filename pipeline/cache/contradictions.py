@@ -65,7 +65,7 @@ def _unreadable_documents(cache: Cache) -> Iterator[Finding]:
             continue
         try:
             if (listed := list_of(files, name, files.document(name))) is not None:
-                listed.check()
+                _ = listed.table
         except CacheError as error:
             yield Finding(name, damage_only(error))
 

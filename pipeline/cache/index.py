@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from pipeline.cache import arrow, layout
 from pipeline.cache.arrow import Texts
 from pipeline.cache.files import Files
-from pipeline.cache.keys import BATCH, SortedKeys, as_keys, halves, is_last, to_column, to_numpy
+from pipeline.cache.keys import BATCH, SortedKeys, as_keys, halves, is_first, to_column, to_numpy
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import records_schema
 from pipeline.cache.shard import from_ipc, read_table, to_ipc, write_ipc
@@ -66,15 +66,7 @@ class Commit:
     provenance: dict[str, Any]
 
     def body(self) -> dict[str, Any]:
-        return {
-            "unit": self.unit,
-            "shard": self.shard,
-            "bytes": self.bytes,
-            "records": self.records,
-            "table": self.table,
-            "rejects": [vars(r) for r in self.rejects],
-            "provenance": self.provenance,
-        }
+        return {**vars(self), "rejects": [vars(reject) for reject in self.rejects]}
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> Commit:
@@ -254,31 +246,18 @@ def record_table(files: Files, commit: Commit) -> pa.Table:
     """The table of a commit's records, of a recipe or a pack.
 
     Raises:
-        IntegrityError: it is missing, damaged or another commit's.
+        IntegrityError: it is missing or damaged.
     """
     assert commit.table is not None
     name = Paths.table(commit.table, "arrow")
-    table = from_ipc(files.mapped(name, commit.table), files.where(name))
-    if table.num_rows != commit.records:
-        raise _not_of_commit(files, commit, f"{commit.records} records", table)
-    return table
+    return from_ipc(files.mapped(name, commit.table), files.where(name))
 
 
 def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     assert commit.table is not None
     assert commit.shard is not None
-    kind = recipe.partition("-")[0]
-    where = Paths.shard(recipe, commit.shard)
-    table = _record_table(files, commit.table, lambda: read_table(files, where)[1])
-    if table.schema != records_schema(kind) or table.num_rows != commit.records:
-        raise _not_of_commit(files, commit, f"{commit.records} {kind} records", table)
-    return table
-
-
-def _not_of_commit(files: Files, commit: Commit, expected: str, table: pa.Table) -> IntegrityError:
-    where = files.where(Paths.table(str(commit.table), "arrow"))
-    what = f"{where}: is not the record table of unit {commit.unit}"
-    return IntegrityError(what, expected=expected, found=f"{table.num_rows} rows of {table.schema.names}")
+    shard = Paths.shard(recipe, commit.shard)
+    return _record_table(files, commit.table, lambda: read_table(files, shard)[1])
 
 
 def missing_shards(files: Files, folder: str, shards: Sequence[str], sizes: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -294,8 +273,7 @@ class _CommittedPlan:
     Attributes:
         shards: columns of their names. bytes: (n,) int64 of each.
         table: digest of the merged record table; None without a segment.
-        unmerged: without a segment the commits with a shard, without their rejects and provenance, each with the
-            position of its shard.
+        unmerged: without a segment the commits with a shard, without their rejects and provenance.
     """
 
     number: int
@@ -304,24 +282,21 @@ class _CommittedPlan:
     bytes: np.ndarray
     rejects: list[RecordReject]
     table: str | None
-    unmerged: list[tuple[int, Commit]]
+    unmerged: list[Commit]
 
     @classmethod
     def read(cls, files: Files, recipe: str, number: int) -> _CommittedPlan:
         shards, sizes = list[pa.Array](), [np.empty(0, np.int64)]
-        rejects, unmerged = list[RecordReject](), list[tuple[int, Commit]]()
+        rejects, unmerged, adopted = list[RecordReject](), list[Commit](), set[bool]()
         table, done = _commits(files, recipe, number)
-        adopted, count = set(), 0
         for some in by(BATCH, done):
             adopted |= {ADOPTED in commit.provenance for commit in some}
             rejects += [reject for commit in some for reject in commit.rejects]
             with_shard = [commit for commit in some if commit.shard is not None]
             shards.append(pa.array([commit.shard for commit in with_shard], pa.string()))
             sizes.append(np.array([commit.bytes for commit in with_shard], np.int64))
-            for at, commit in enumerate(with_shard if table is None else (), start=count):
-                if commit.table:
-                    unmerged.append((at, replace(commit, rejects=(), provenance={})))
-            count += len(with_shard)
+            if table is None:
+                unmerged += [replace(commit, rejects=(), provenance={}) for commit in with_shard]
         return cls(number, adopted == {True}, shards, np.concatenate(sizes), rejects, table, unmerged)
 
 
@@ -355,28 +330,16 @@ class RecordIndex:
     def _tables(self, plan: _CommittedPlan, start: int) -> Iterator[pa.Table]:
         """The records of a plan, some at a time: of the merged table if it has a segment. The column `shard` has
         positions (uint32), the plan's from `start` on."""
-        files, segment = self._files, Paths.segment(self.recipe, plan.number)
-        names = records_schema(self.kind).names
+
+        def merge(done: Iterable[Commit]) -> pa.Table:
+            return whole_table(self._files, self.recipe, done)
+
         if plan.table is None:
-            for at, commit in plan.unmerged:
-                table = _unit_table(files, self.recipe, commit).select(names)
-                position = pa.array(np.full(len(table), start + at, np.uint32))
-                yield from arrow.batches(table.append_column("shard", position))
-            return
-
-        def rebuild() -> pa.Table:
-            return whole_table(files, self.recipe, each_commit(files, self.recipe, plan.number))
-
-        table = _record_table(files, plan.table, rebuild)
-        if missing := {*records_schema(self.kind).names, "shard"} - set(table.column_names):
-            raise IntegrityError(
-                f"{files.where(segment)}: is not of {self.kind} records",
-                expected=", ".join(sorted(missing)),
-                found=", ".join(table.column_names),
-                fix=layout.REPAIR,
-            )
-        shards = pa.concat_arrays([pa.array([], pa.string()), *plan.shards])
-        yield from _numbered(table.select([*names, "shard"]), shards, start, files.where(segment))
+            table = merge(plan.unmerged)
+        else:
+            commits = partial(each_commit, self._files, self.recipe, plan.number)
+            table = _record_table(self._files, plan.table, lambda: merge(commits()))
+        return _numbered(table, pa.concat_arrays([pa.array([], pa.string()), *plan.shards]), start)
 
     @cached_property
     def lost(self) -> np.ndarray:
@@ -395,7 +358,7 @@ class RecordIndex:
         def parts() -> Iterator[dict[str, np.ndarray]]:
             for part in scratch.sorted_by_key(batches):
                 columns = {field.name: to_numpy(part.column(field.name)) for field in schema}
-                last = is_last(columns["key"])
+                last = np.append(is_first(columns["key"])[1:], True)
                 if not last.all():
                     columns = {name: values[last] for name, values in columns.items()}
                 high, low = halves(columns["key"])
@@ -469,7 +432,7 @@ def _dtype(kind: pa.DataType) -> Any:
     return "S16" if pa.types.is_fixed_size_binary(kind) else pa.array([], kind).to_numpy(zero_copy_only=False).dtype
 
 
-def _numbered(table: pa.Table, shards: pa.Array, start: int, segment: str) -> Iterator[pa.Table]:
+def _numbered(table: pa.Table, shards: pa.Array, start: int) -> Iterator[pa.Table]:
     """The rows of a record table, with the names of shards (its last column, a dictionary) as uint32 positions.
     shards: names, from position `start` on."""
     if not table.num_rows:
@@ -477,8 +440,6 @@ def _numbered(table: pa.Table, shards: pa.Array, start: int, segment: str) -> It
     table = table.unify_dictionaries()
     names = table.column("shard").chunk(0).dictionary.cast(pa.string())
     found = pc.index_in(names, value_set=shards[::-1])  # of equal names the last
-    if found.null_count:
-        raise IntegrityError(f"{segment}: its table has records of a shard that it does not name", fix=layout.REPAIR)
     positions = (start + len(shards) - 1 - found.to_numpy()).astype(np.uint32)
     for part in arrow.batches(table):
         rows = [positions[chunk.indices.to_numpy(zero_copy_only=False)] for chunk in part.column("shard").chunks]

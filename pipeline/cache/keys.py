@@ -30,11 +30,6 @@ def is_first(keys: np.ndarray) -> np.ndarray:
     return np.append(True, (first[1:] != first[:-1]) | (second[1:] != second[:-1]))[: len(keys)]
 
 
-def is_last(keys: np.ndarray) -> np.ndarray:
-    """(n,) bool: which of sorted keys (S16) differ from the next key."""
-    return np.append(is_first(keys)[1:], True)[: len(keys)]
-
-
 class SortedKeys:
     """Keys in ascending order, which binary search finds. high, low: (n,) uint64 `halves` of the keys."""
 

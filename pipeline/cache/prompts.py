@@ -141,8 +141,7 @@ def publish(
         before = next((known for known in _of(cache, name) if known.recipe == recipe), None)
         if before is not None and cache.files.document(before.path) == body:
             return before
-        path = Paths.numbered(Paths.prompts(name), len(cache.files.numbers(Paths.prompts(name))))
-        if cache.files.put(path, layout.seal(body)):
+        if path := cache.append(Paths.prompts(name), body):
             return _parse(cache, path, body)
 
 
@@ -242,17 +241,14 @@ def forget(cache: Cache, name: str) -> None:
     Raises:
         CacheError: there is no such set.
     """
-    last = newest(cache, name)
-    if last is None:
+    if newest(cache, name) is None:
         raise CacheError(
             f"{cache.location}: holds no prompt set {name!r}",
             expected=", ".join(names(cache)) or "(none)",
             fix="sana-pipe status",
         )
     while newest(cache, name) is not None:
-        number = len(cache.files.numbers(Paths.prompts(name)))
-        body = {"name": name, "text": last.recipe.name, "prompts": [], "rows": "", FORGOTTEN: True}
-        cache.files.put(Paths.numbered(Paths.prompts(name), number), layout.seal(body))
+        cache.append(Paths.prompts(name), {"name": name, "text": "", "prompts": [], "rows": "", FORGOTTEN: True})
 
 
 def _of(cache: Cache, name: str) -> Iterator[PromptSet]:

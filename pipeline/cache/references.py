@@ -44,15 +44,16 @@ def references(cache: Cache) -> Iterator[Reference]:
         yield Reference(name, _scans_of_head(cache, name), stored=0)  # only reports read them
         yield Reference(name, _files_of_head(cache, name), fix=again(pointing) if pointing else GC)
     for source in cache.sources():
-        yield from _of_source(cache, source)
+        yield from _versions(cache, Paths.scans(source), "table.parquet", ENCODE, REPAIR)
     for set_name in cache.files.folders("prompts"):
-        yield from _of_prompts(cache, set_name)
+        yield from _versions(cache, Paths.prompts(set_name), "rows.arrow", PROMPTS, PROMPTS)
     for owner in owners(cache):
         for number in range(plan_count(cache, owner)):  # a missing plan is an error, too
-            yield Reference(Paths.numbered(Paths.plans(owner), number), _files_of_plan(cache, owner, number))
+            plan = Paths.numbered(Paths.plans(owner), number)
+            yield Reference(plan, _tables(cache, plan, "units.arrow", "table.parquet"))
             document = segment = Paths.segment(owner, number)
             if cache.files.exists(segment):
-                yield Reference(segment, _list_of_commits(cache, segment))
+                yield Reference(segment, _tables(cache, segment, "commits.arrow"))
             else:
                 document = Paths.units(owner, number)
             yield Reference(document, _files_of_commits(cache, owner, number), stored=1)
@@ -90,47 +91,29 @@ def tables_of_head(head: Head) -> Iterator[str]:
     yield from (Paths.table(table, "arrow") for table in sorted(head.tables() - lists))
 
 
-def _of_source(cache: Cache, source: str) -> Iterator[Reference]:
-    numbers = sorted(numbers_of(cache.files.names(Paths.scans(source))), reverse=True)
-    for number in numbers:
-        name = Paths.numbered(Paths.scans(source), number)
-        yield Reference(name, _files_of_scan(cache, name), fix=ENCODE if number == numbers[0] else REPAIR)
+def _versions(cache: Cache, folder: str, table: str, fix: str, fix_earlier: str) -> Iterator[Reference]:
+    """The references of the documents in a folder to a table, the newest first; none from before `FORGOTTEN`."""
+    for number in sorted(numbers_of(cache.files.names(folder)), reverse=True):
+        name = Paths.numbered(folder, number)
         with skip_damaged():
             if cache.files.document(name).get(FORGOTTEN):
                 return
+        yield Reference(name, _tables(cache, name, table), fix=fix)
+        fix = fix_earlier
 
 
-def _files_of_scan(cache: Cache, name: str) -> Iterator[str]:
-    yield Paths.table(cache.files.document(name)["table"], "parquet")
-
-
-def _of_prompts(cache: Cache, set_name: str) -> Iterator[Reference]:
-    for number in sorted(numbers_of(cache.files.names(Paths.prompts(set_name))), reverse=True):
-        name = Paths.numbered(Paths.prompts(set_name), number)
-        with skip_damaged():
-            if cache.files.document(name).get(FORGOTTEN):
-                return
-        yield Reference(name, _files_of_prompts(cache, name), fix=PROMPTS)
-
-
-def _files_of_prompts(cache: Cache, name: str) -> Iterator[str]:
-    yield Paths.table(cache.files.document(name)["rows"], "arrow")
-
-
-def _files_of_plan(cache: Cache, owner: str, number: int) -> Iterator[str]:
-    plan = cache.plan(owner, number)
-    yield Paths.table(plan.units_table, "arrow")
-    yield Paths.table(plan.table, "parquet")
-
-
-def _list_of_commits(cache: Cache, segment: str) -> Iterator[str]:
-    yield Paths.table(cache.files.document(segment)["commits"]["table"], "arrow")
+def _tables(cache: Cache, name: str, *wanted: str) -> Iterator[str]:
+    """Tables that a document names. wanted: the key and the suffix of each, as `rows.arrow`."""
+    body = cache.files.document(name)
+    for key, _, suffix in (each.partition(".") for each in wanted):
+        table = body[key]
+        yield Paths.table(table["table"] if isinstance(table, dict) else table, suffix)
 
 
 def _files_of_commits(cache: Cache, owner: str, number: int) -> Iterator[str]:
     segment = Paths.segment(owner, number)
     if cache.files.exists(segment):
-        yield Paths.table(cache.files.document(segment)["table"], "arrow")
+        yield from _tables(cache, segment, "table.arrow")
     for commit in index.each_commit(cache.files, owner, number):
         if commit.table is not None:
             yield Paths.table(commit.table, "arrow")

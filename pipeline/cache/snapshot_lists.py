@@ -144,10 +144,6 @@ class TableList(Sequence[T]):
         """Name the cache of the table."""
         self._files = files
 
-    def check(self) -> None:
-        """Read the table. Raises as `table`."""
-        assert len(self.table) == len(self)
-
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.entry == self.entry
 
@@ -180,7 +176,7 @@ class TableList(Sequence[T]):
         """The table, mapped.
 
         Raises:
-            IntegrityError: the table and its copy are missing or damaged, or it is another list's.
+            IntegrityError: the table and its copy are missing or damaged.
         """
         assert self._files is not None, "a list of a head that was not read from a cache"
         files, name = self._files, Paths.table(self.entry.table, "arrow")
@@ -191,14 +187,7 @@ class TableList(Sequence[T]):
                 data = files.mapped(Paths.copy(name), self.entry.table, mirrored=True)
             except IntegrityError:
                 raise error from None
-        table = ipc_table(data)
-        if table.schema != self.schema or table.num_rows != self.entry.count:
-            raise IntegrityError(
-                f"{files.where(name)}: is another table than the list of its document",
-                expected=f"{self.entry.count} rows of {self.schema.names}",
-                found=f"{table.num_rows} rows of {table.schema.names}",
-            )
-        return table
+        return ipc_table(data)
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
