@@ -21,7 +21,7 @@ import skimage.data
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.images import decoding
+from pipeline.images import decoding, resize
 from pipeline.processes import run_and_exit
 
 SIZES = {"12mp": (4000, 3000), "2mp": (1632, 1224)}
@@ -32,7 +32,7 @@ PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "rocket")
 def photograph(name: str, size: tuple[int, int]) -> bytes:
     """A JPEG of `size` (width, height) as a camera would write it."""
     small = Image.fromarray(getattr(skimage.data, name)()).convert("RGB")
-    box = decoding.cover_box(*small.size, (size[1], size[0]))
+    box = resize.cover_box(*small.size, (size[1], size[0]))
     large = np.asarray(small.resize(size, Image.Resampling.LANCZOS, box)).astype(np.float32)
     large += np.random.default_rng(len(name)).normal(0, 4, large.shape).astype(np.float32)
     out = io.BytesIO()
@@ -43,7 +43,7 @@ def photograph(name: str, size: tuple[int, int]) -> bytes:
 def reference(data: bytes, size: tuple[int, int], kernel: Image.Resampling) -> np.ndarray:
     with Image.open(io.BytesIO(data)) as opened:
         full = opened.convert("RGB")
-    box = decoding.cover_box(*full.size, size)
+    box = resize.cover_box(*full.size, size)
     return np.asarray(full.resize((size[1], size[0]), kernel, box))
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     decoder = decoding.choose(options.decoder)
     names = PHOTOGRAPHS[:2] if options.quick else PHOTOGRAPHS
     rounds = 5 if options.quick else 15
-    lanczos, own = Image.Resampling.LANCZOS, decoding.resample_filter(OWN)
+    lanczos, own = Image.Resampling.LANCZOS, resize.resample_filter(OWN)
 
     rows, figures, worst, worst_own = [], {}, 99.0, 99.0
     for label, size in SIZES.items():

@@ -27,7 +27,8 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, PngImagePlugin
 
 from pipeline.errors import UserError
 from pipeline.images import decoding, pillow_decoder, resize, vips_decoder
-from pipeline.images.decoding import ImageReject, cover_box, probe
+from pipeline.images.decoding import ImageReject, probe
+from pipeline.images.resize import cover_box
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 HOSTILE, EXIF = SHARED / "hostile", SHARED / "exif"
@@ -1006,9 +1007,9 @@ def test_filter_by_target() -> None:
 
     for resolution in (256, 512, 1024, 4096):
         shapes = table(DataConfig(resolution=resolution), resolution // 16)
-        assert {decoding.resample_filter(shape) for shape in shapes} == {Image.Resampling.BICUBIC}
+        assert {resize.resample_filter(shape) for shape in shapes} == {Image.Resampling.BICUBIC}
     shapes = table(DataConfig(resolution=2048), 32)
-    assert {decoding.resample_filter(shape) for shape in shapes} == {Image.Resampling.LANCZOS}
+    assert {resize.resample_filter(shape) for shape in shapes} == {Image.Resampling.LANCZOS}
 
 
 def test_threads_do_not_disturb_each_other() -> None:
@@ -1024,7 +1025,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 def test_rule_names() -> None:
     """They stand in cache recipes: changing one asks everybody to encode again, changing the pixels must."""
     assert decoding.DECODERS == {"vips": "vips-srgb-1", "pillow": "pillow-srgb-1"}
-    assert (decoding.RESIZE_RULE, decoding.CROP_RULE) == ("cover-bicubic-lanczos2k-1", "centre-1")
+    assert (resize.RESIZE_RULE, resize.CROP_RULE) == ("cover-bicubic-lanczos2k-1", "centre-1")
 
 
 @pytest.mark.parametrize("options", [[], ["-W", "error"], ["-W", "always"]])

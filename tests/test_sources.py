@@ -491,16 +491,6 @@ def test_a_score_of_400_digits_costs_its_caption_alone(tmp_path: Path) -> None:
     assert [names for kind, names in source.ignored.examples.items() if "not a number" in kind] == [["0000.tar/0"]]
 
 
-@pytest.mark.parametrize("count", [4, 2, "three"])
-def test_a_wids_index_with_another_count_is_reported(tmp_path: Path, count: object) -> None:
-    before = opened(nvlabs(tmp_path)).parts()
-    (tmp_path / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0000.tar", "nsamples": count}]}))
-    items, rejects = listed(opened(tmp_path))
-    assert len(items) == 3
-    assert rejects == {"0000.tar": f"holds 3 samples, wids-meta.json says {count!r}"}
-    assert opened(tmp_path).parts() != before, "the tar is listed again when the index has changed"
-
-
 def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> None:
     nvlabs(tmp_path)
     (tmp_path / "wids-meta.json").write_text(json.dumps({"shardlist": [{"url": "0000.tar"}]}))

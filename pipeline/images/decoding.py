@@ -18,28 +18,8 @@ import numpy as np
 from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.images import pillow_decoder, vips_decoder
-from pipeline.images.pillow_decoder import ALLOWED, ImageReject
-from pipeline.images.resize import CROP_RULE, RESIZE_RULE, cover_box, resample_filter
-
-__all__ = [
-    "ALLOWED",
-    "CROP_RULE",
-    "DECODERS",
-    "LIMITS",
-    "MAX_BYTES",
-    "MAX_PIXELS",
-    "RESIZE_RULE",
-    "ImageReject",
-    "choose",
-    "cover_box",
-    "load",
-    "load_alpha",
-    "pixel_fields",
-    "probe",
-    "require",
-    "resample_filter",
-    "versions",
-]
+from pipeline.images.pillow_decoder import ImageReject as ImageReject
+from pipeline.images.resize import CROP_RULE, RESIZE_RULE
 
 MAX_PIXELS = 200_000_000
 MAX_BYTES = 3072 << 20

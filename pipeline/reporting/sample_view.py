@@ -23,7 +23,7 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot, picture_keys
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets
-from pipeline.images.decoding import cover_box
+from pipeline.images.resize import cover_box
 from pipeline.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe

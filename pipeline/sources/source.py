@@ -10,6 +10,7 @@ not pictures are counted in `ignored`, as are captions that cannot be used of pi
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,18 +33,7 @@ from pipeline.sources.further import Further
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
 from pipeline.sources.reject_kinds import Kinds, kind
 
-_LISTED = pa.schema(
-    [
-        ("item", pa.string()),
-        ("captions", pa.list_(pa.struct([("text", pa.string()), ("weight", pa.float64())]))),
-        ("meta", pa.string()),
-        ("part", pa.string()),
-        ("where", pa.string()),
-        ("pictures", pa.string()),
-        ("reject", pa.string()),
-    ]
-)
-"""`pictures` is JSON."""
+_LISTED = pa.schema([("entries", pa.large_binary())])
 
 
 class Place(NamedTuple):
@@ -473,7 +463,8 @@ def with_further(stat: tuple[int, int], others: Iterable[tuple[int, int]]) -> tu
 
 
 class ListedItems:
-    """Items of parts that only listing can tell, in one temporary table: as objects they would occupy a kilobyte each.
+    """Items of parts that only listing can tell, pickled in one temporary table, a fragment in a row: as objects they
+    would occupy a kilobyte each.
 
     First everything is listed (`fragments`), then `finish` is called, then the fragments can be used.
     """
@@ -485,11 +476,9 @@ class ListedItems:
         """List a part of a source and cut it into fragments of `size` items and rejects."""
         listing = iter(source.part(part.name))
         while entries := list(islice(listing, size)):
-            columns = zip(*map(_columns, entries), strict=True)
-            arrays = [pa.array(column, kind) for column, kind in zip(columns, _LISTED.types, strict=True)]
-            rows = self._writer.add(pa.table(arrays, schema=_LISTED))
-            look, identity = partial(self._look, source, rows), partial(self._identity, rows)
-            yield Fragment(look, identity, partial(self._of, rows), len(entries))
+            row, _ = self._writer.add(pa.table([[pickle.dumps(entries)]], schema=_LISTED))
+            look, identity = partial(self._look, source, row), partial(self._identity, row)
+            yield Fragment(look, identity, partial(self._of, row), len(entries))
 
     def finish(self) -> None:
         """Close the table.
@@ -499,33 +488,15 @@ class ListedItems:
         """
         self._table = self._writer.finish()
 
-    def _of(self, rows: tuple[int, int]) -> Iterator[Item | Reject]:
-        return map(_entry, self._table.slice(*rows).to_pylist())
+    def _of(self, row: int) -> Iterator[Item | Reject]:
+        yield from pickle.loads(self._table.column("entries")[row].as_buffer())
 
-    def _look(self, source: Source, rows: tuple[int, int]) -> Stats:
+    def _look(self, source: Source, row: int) -> Stats:
         stats: Stats = {}
-        for entry in self._of(rows):
+        for entry in self._of(row):
             if isinstance(entry, Item):
                 stats[entry.key] = or_unreadable(source.stat_item, entry)
         return stats
 
-    def _identity(self, rows: tuple[int, int], stats: Stats) -> bytes:
-        return digest("items", *map(repr, self._of(rows)), *map(repr, stats.values()))
-
-
-def _columns(entry: Item | Reject) -> tuple[Any, ...]:
-    """The row of `_LISTED` for an entry of a listing."""
-    if isinstance(entry, Reject):
-        return entry.key, None, None, None, None, None, entry.reason
-    captions = [{"text": text, "weight": weight} for text, weight in entry.captions]
-    pictures = json.dumps(entry.pictures) if entry.pictures else None
-    return entry.key, captions, entry.meta_json, entry.part, entry.where, pictures, None
-
-
-def _entry(row: dict[str, Any]) -> Item | Reject:
-    """The entry of a listing from its row of `_LISTED`."""
-    if row["reject"] is not None:
-        return Reject(row["item"], row["reject"])
-    captions = tuple((caption["text"], caption["weight"]) for caption in row["captions"])
-    pictures = tuple((kind, place and Place(*place)) for kind, place in json.loads(row["pictures"] or "[]"))
-    return Item(row["item"], captions, json.loads(row["meta"]), row["part"], row["where"], pictures)
+    def _identity(self, row: int, stats: Stats) -> bytes:
+        return digest("items", *map(repr, self._of(row)), *map(repr, stats.values()))

@@ -105,8 +105,6 @@ class TarSource(FilesSource):
         rule: which captions.
         name: the source's name in sample identities.
         format: `webdataset` or `wids`.
-        sample_counts: tar -> number of samples according to an index. A tar with another number becomes a reject in
-            addition to its items: samples are missing, or the index belongs to other tars.
     """
 
     WHERE = re.compile(r"(?P<offset>\d+)\+(?P<size>\d+)")
@@ -119,11 +117,9 @@ class TarSource(FilesSource):
         rule: CaptionRule,
         name: str,
         format: str = "webdataset",
-        sample_counts: Mapping[str, Any] | None = None,
     ):
         super().__init__(filesystem, files, rule, name)
         self.format = format
-        self._sample_counts = {file: count for file, count in (sample_counts or {}).items() if count is not None}
         self._sidecars: dict[str, list[str]] = {}
 
     # ------------------------------------------------------------ listing
@@ -165,10 +161,6 @@ class TarSource(FilesSource):
                 found=missing[0],
                 fix=tar.advice or "put the caption of X.jpg into a member X.txt",
             )
-        count = self._sample_counts.get(tar.name, len(tar.samples))
-        if count != len(tar.samples):
-            expected = escaped(repr(count))
-            tar.reject(tar.name, f"holds {len(tar.samples)} samples, wids-meta.json says {expected}")
         if not tar.pictures and not tar.rejects:
             tar.reject(tar.name, "holds no picture")
 
@@ -374,9 +366,8 @@ class TarSource(FilesSource):
             versions = [self._versions[file], *map(self.filesystem.stat, self._sidecars.get(file, []))]
         except Unreadable:
             return None
-        count = [repr(self._sample_counts[file])] if file in self._sample_counts else []
         numbers = [str(number) for version in versions for number in version]
-        return digest(RULE, self.rule.identity(), repr(self.further), *numbers, *count).hex()
+        return digest(RULE, self.rule.identity(), repr(self.further), *numbers).hex()
 
 
 class Webdataset(Format):
@@ -409,7 +400,7 @@ class Wids(Format):
             return False
 
     def files(self, given: Given) -> tuple[Iterable[str], Kinds]:
-        """The tars of the index, each with its number of samples (None if unknown)."""
+        """The tars of the index."""
         index, filesystem = (given.files or [WIDS])[0], given.filesystem
         place = f"{filesystem.location}/{index}"
         try:
@@ -429,12 +420,12 @@ class Wids(Format):
                 found=value if isinstance(value, str) else json.dumps(value)[:80],
             )
         folder = posixpath.dirname(index)
-        counts = {posixpath.normpath(posixpath.join(folder, shard["url"])): shard.get("nsamples") for shard in shards}
-        return counts, _tars(filesystem, counts.__contains__)[1] if given.files is None else Kinds()
+        tars = {posixpath.normpath(posixpath.join(folder, shard["url"])) for shard in shards}
+        return tars, _tars(filesystem, tars.__contains__)[1] if given.files is None else Kinds()
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
-        rule, counts = replace(given.rule, fallback=("prompt",)), files if isinstance(files, Mapping) else {}
-        return TarSource(given.filesystem, files, rule, given.name, self.name, counts)
+        rule = replace(given.rule, fallback=("prompt",))
+        return TarSource(given.filesystem, files, rule, given.name, self.name)
 
 
 def _tars(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], Kinds]:
