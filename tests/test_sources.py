@@ -105,7 +105,7 @@ def test_parts_without_a_stamp_share_a_temporary_table(tmp_path: Path, monkeypat
     assert keys == [f"{name}.parquet/{row:09}" for name in "ab" for row in range(3)]
     [first, *_] = ranges[2].items()
     assert isinstance(first, Item) and first.place == Place("b.parquet/000000000", "b.parquet", "=b.png")
-    assert first.captions == (("a caption", 1.0),) and first.meta == {"day": "2026-01-01"}
+    assert first.captions == (("a caption", 1.0),) and first.meta == {"day": date(2026, 1, 1)}
     before = ranges[0].identity(ranges[0].look())
     os.utime(tmp_path / "a.png", ns=(0, 0))
     assert ranges[0].identity(ranges[0].look()) != before

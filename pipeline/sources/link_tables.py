@@ -116,7 +116,7 @@ class LinkTables(FilesSource):
             return bool(self.files) and self._names_links(self.files[0])
         except AwayError:  # the listing would wait again
             raise
-        except UserError:  # is reported by the listing
+        except (UserError, OSError, pa.ArrowException):  # is reported by the listing
             return False
 
     @contextmanager

@@ -134,6 +134,15 @@ class ListingSource(FolderSource):
         return self._stems[1].get(name, name)
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """How a parquet file holds its pictures: in which column, whether as bytes, and whether as links."""
+
+    column: str
+    holds_bytes: bool
+    has_links: bool
+
+
 class ParquetSource(LinkTables):
     """Parquet files; see the module."""
 
@@ -148,8 +157,7 @@ class ParquetSource(LinkTables):
     def __init__(self, given: Given, files: Iterable[str]):
         super().__init__(given, files)
         self._values: tuple[str, int, pa.Table] | None = None
-        self._link_tables: dict[str, bool] = {}
-        self._columns: dict[str, tuple[str, bool]] = {}
+        self._layouts: dict[str, _Layout] = {}
         self._groups: OrderedDict[tuple[str, int, str], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
         self._lock = threading.RLock()
@@ -158,21 +166,20 @@ class ParquetSource(LinkTables):
 
     def _prepare(self) -> None:
         with self._lock:
-            self._open, self._groups, self._link_tables, self._columns = OrderedDict(), OrderedDict(), {}, {}
+            self._open, self._groups, self._layouts = OrderedDict(), OrderedDict(), {}
 
     def parts(self) -> list[Part]:
         parts = super().parts()
-        self.has_links = any(self._link_tables.values())
-        self.picture_columns = frozenset(column for column, _ in self._columns.values())
+        self.has_links = any(layout.has_links for layout in self._layouts.values())
+        self.picture_columns = frozenset(layout.column for layout in self._layouts.values())
         return parts
 
     def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
         """As `Source.fragments`; but fetching links takes long, so a table of links is cut into ranges of rows."""
-        if part.stamp is None or not self._link_tables.get(part.name):
+        if part.stamp is None or not self._layout(part.name).has_links:
             yield from super().fragments(part, size, listed)
             return
-        with self._lock:
-            table = self._file(part.name)
+        table = self._file(part.name)
         counts = [table.metadata.row_group(group).num_rows for group in range(table.metadata.num_row_groups)]
         others = self._other_columns(part.name, table)
         first = 0
@@ -187,8 +194,7 @@ class ParquetSource(LinkTables):
     def part(self, name: str) -> Iterator[Item | Reject]:
         try:
             self._versions[name] = self.filesystem.stat(name)
-            with self._lock:
-                table = self._file(name)
+            table = self._file(name)
         except (pa.ArrowException, OSError) as error:
             wrong = f"is no parquet file: {escaped(error_text(error))}"
             yield Reject(escaped(name), unreadable_reason(name, error) if is_read_error(error) else wrong)
@@ -212,9 +218,7 @@ class ParquetSource(LinkTables):
             first: the number of the group's first row in the file.
         """
         try:
-            with self._lock:
-                table = self._file(name)
-            column, _ = self._picture(name, table)
+            table, column = self._file(name), self._layout(name).column
             rows, pictures = self._read_group(name, table, group, others, start, stop)
             further = {one: self._group(name, group, one.column) for one in self.further}
         except (pa.ArrowException, OSError) as error:
@@ -258,14 +262,14 @@ class ParquetSource(LinkTables):
         Raises:
             UserError: there is no column of pictures, or none of captions.
         """
-        column, _ = self._picture(name, table)
+        column = self._layout(name).column
         others = [f.name for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)]
         check_caption_columns(self.filesystem, name, self._rule_of(name, others), [*others], column)
         return others
 
     def _rule_of(self, name: str, columns: list[str]) -> CaptionRule:
         """The rule for a file with these columns beside the picture."""
-        return self._rule(columns) if self._names_links(name) else self.rule
+        return self._rule(columns) if self._layout(name).has_links else self.rule
 
     def _read_group(
         self, name: str, table: ParquetFile, group: int, columns: list[str], start: int, stop: int
@@ -284,18 +288,7 @@ class ParquetSource(LinkTables):
         return _rows(values.slice(start, stop - start)) or [{} for _ in range(start, stop)], pictures
 
     def _names_links(self, name: str) -> bool:
-        """Whether a file is a table of links."""
-        links = self._link_tables.get(name)
-        if links is None:
-            try:
-                with self._lock:
-                    table = self._file(name)
-                    column, holds_bytes = self._picture(name, table)
-                    links = not holds_bytes and is_link(_first_name(table, column))
-            except (pa.ArrowException, OSError):  # is reported where the rows are read
-                links = False
-            self._link_tables[name] = links
-        return links
+        return self._layout(name).has_links
 
     @property
     def uses_files(self) -> bool:
@@ -305,12 +298,11 @@ class ParquetSource(LinkTables):
         """Whether a file is a table of pictures that are files here."""
         try:
             with self._lock:
-                table = self._file(name)
-                column, holds_bytes = self._picture(name, table)
-                others = [other for other in table.schema_arrow.names if other != column]
-                if (holds_bytes and not _nulls(table, column)) or self.rule.lacks_captions(others):
+                table, layout = self._file(name), self._layout(name)
+                others = [other for other in table.schema_arrow.names if other != layout.column]
+                if (layout.holds_bytes and not _nulls(table, layout.column)) or self.rule.lacks_captions(others):
                     return False
-                return self._exists(name, _first_name(table, column))
+                return self._exists(name, _first_name(table, layout.column))
         except (pa.ArrowException, OSError, UserError):  # is reported where the rows are read
             return False
 
@@ -326,7 +318,7 @@ class ParquetSource(LinkTables):
             where = f"{where}+{len(data)}"
         elif file is None:
             return Reject(key, "has no picture")
-        elif self._names_links(part):
+        elif self._layout(part).has_links:
             if not is_link(file):
                 return Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
             where = f"{where}{ADDRESS}{digest_of(file)}"
@@ -340,14 +332,24 @@ class ParquetSource(LinkTables):
             item.meta.setdefault("path", file)
         return item
 
-    def _picture(self, part: str, table: ParquetFile) -> tuple[str, bool]:
-        """The column of the picture, and whether it holds bytes."""
+    def _layout(self, part: str) -> _Layout:
+        """How a file holds its pictures. Raises as `_file`, and as `_picture_column`."""
         with self._lock:
-            if part not in self._columns:
-                self._columns[part] = self._find_picture(part, table)
-            return self._columns[part]
+            if part not in self._layouts:
+                table = self._file(part)
+                column = self._picture_column(part, table)
+                holds_bytes, links = _holds_bytes(table.schema_arrow.field(column).type), False
+                with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
+                    links = not holds_bytes and is_link(_first_name(table, column))
+                self._layouts[part] = _Layout(column, holds_bytes, links)
+            return self._layouts[part]
 
-    def _find_picture(self, part: str, table: ParquetFile) -> tuple[str, bool]:
+    def _picture_column(self, part: str, table: ParquetFile) -> str:
+        """The column of the pictures.
+
+        Raises:
+            UserError: there is none, or several.
+        """
         schema = table.schema_arrow
         kinds = dict(zip(schema.names, schema.types, strict=True))
         for one in self.further:
@@ -372,7 +374,7 @@ class ParquetSource(LinkTables):
             )
         for name in candidates:
             if _holds_bytes(kinds[name]) or _text(kinds[name]):
-                return name, _holds_bytes(kinds[name])
+                return name
         raise UserError(
             f"{self.location}/{part} has no column of pictures"
             + (f" {self.image_field!r}" if self.image_field is not None else ""),
@@ -399,16 +401,13 @@ class ParquetSource(LinkTables):
     def _stamp(self, file: str) -> str | None:
         """None if rows name files, which may change without the table."""
         try:
-            version = self._versions[file]
-            with self._lock:
-                table = self._file(file)
+            table, layout, version = self._file(file), self._layout(file), self._versions[file]
         except (OSError, pa.ArrowException):
             return None
-        column, _ = self._picture(file, table)
         decisive = (self.rule.identity(), str(self.image_field), repr(self.further), *map(str, version))
-        if self._names_links(file):
+        if layout.has_links:
             return digest(RULE, self.link_rule, *decisive).hex()
-        columns = [column, *(str(one.column) for one in self.further)]
+        columns = [layout.column, *(str(one.column) for one in self.further)]
         names_files = any(not _holds_bytes(table.schema_arrow.field(c).type) or _nulls(table, c) for c in columns)
         return None if names_files else digest(RULE, *decisive).hex()
 
@@ -450,18 +449,19 @@ class ParquetSource(LinkTables):
             raise Unreadable.of(place.item, error) from None
 
     def _file(self, name: str) -> ParquetFile:
-        """The open file; called with the lock held."""
-        table = self._open.get(name)
-        if table is None:
-            table = self._open[name] = ParquetFile(self.filesystem.open(name))
-            if len(self._open) > 16:
-                self._open.popitem(last=False)
-        return table
+        """The open file. Raises an ArrowException or OSError if it cannot be read."""
+        with self._lock:
+            table = self._open.get(name)
+            if table is None:
+                table = self._open[name] = ParquetFile(self.filesystem.open(name))
+                if len(self._open) > 16:
+                    self._open.popitem(last=False)
+            return table
 
     def _group(self, part: str, group: int, column: str | None = None) -> pa.Array:
         """The pictures of a row group. column: of further pictures."""
         with self._lock:
-            column = column or self._picture(part, self._file(part))[0]
+            column = column or self._layout(part).column
             pictures = self._groups.get((part, group, column))
             if pictures is None:
                 table = self._file(part)
