@@ -137,7 +137,7 @@ def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
 
 def source(folder: Path, config: Config, count: int) -> TarSource:
     tars = Tars(folder, count)
-    return TarSource(tars, tars.files, CaptionRule.of(config.data), SOURCE)
+    return TarSource(tars, tars.files, CaptionRule(config.data), SOURCE)
 
 
 # ---------------------------------------------------------------- the cache

@@ -130,7 +130,7 @@ def test_text_is_put_around_every_caption(tmp_path: Path) -> None:
 def test_each_rule_has_an_identity() -> None:
     """It is in the stamps of scanned tars and tables, which are read again under another rule."""
     ways: list[dict[str, Any]] = [{"caption": "none"}, {"caption_prefix": "x"}, {"caption_suffix": "x"}]
-    rules = [CaptionRule.of(DataConfig(**way)) for way in [{}, *ways]] + [CaptionRule.of(DataConfig(), raw=True)]
+    rules = [CaptionRule(DataConfig(**way)) for way in [{}, *ways]] + [CaptionRule(DataConfig(), raw=True)]
     assert len({rule.identity() for rule in rules}) == 5
 
 
@@ -249,7 +249,7 @@ def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch
     ],
 )
 def test_scores_decide_the_weights(scores: list[float | None], threshold: float, weights: list[float]) -> None:
-    rule = CaptionRule(threshold=threshold, power=2.0)
+    rule = CaptionRule(DataConfig(score_threshold=threshold, score_power=2.0))
     given = [CaptionCandidate(str(i), 2.0, score) for i, score in enumerate(scores)]
     captions, never = rule.weigh(given, "a.png", "s")
     assert dict(captions) == pytest.approx({str(i): weight for i, weight in enumerate(weights) if weight})

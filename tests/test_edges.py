@@ -42,7 +42,8 @@ from tests.support.messages import naming
 from tests.support.source_files import listed, make_tar, opened
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
 
-RULE = CaptionRule(scores=(("text", "score"),), threshold=25.0)
+SCORED = DataConfig(caption_scores={"text": "score"}, score_threshold=25.0)
+RULE = CaptionRule(SCORED)
 
 
 # ---------------------------------------------------------------- captions and their scores
@@ -59,7 +60,7 @@ def test_a_score_at_the_threshold_passes_it() -> None:
 
 
 def test_scores_of_zero_and_below_and_equal_texts() -> None:
-    rule = dataclasses.replace(RULE, threshold=0.0)
+    rule = CaptionRule(SCORED.model_copy(update={"score_threshold": 0.0}))
     assert drawn(("a", 0.0), ("b", 0.0), rule=rule) == {"a": 1.0, "b": 1.0}
     assert rule.read({"text": ["a"], "score": [-3]}).candidates == [CaptionCandidate("a", 1.0, 0.0)]
     plain = CaptionRule()
@@ -97,29 +98,33 @@ def test_a_text_that_is_never_drawn_counts_once_and_not_where_it_is_drawn() -> N
 
 
 def test_a_table_wants_no_column_where_text_files_alone_are_listed() -> None:
-    assert not CaptionRule(fields=(("txt", 1.0),), listed=True).lacks_captions(["other"])
+    assert not CaptionRule(DataConfig(caption_weights={"txt": 1.0})).lacks_captions(["other"])
     assert CaptionRule().lacks_captions(["other"])
 
 
 def test_as_many_columns_as_are_remembered_are_too_many_to_say_that_one_is_absent() -> None:
-    listed = {"fields": (("long", 1.0),), "listed": True}
-    CaptionRule(**listed, seen={str(n) for n in range(MAX_COLUMNS)}).check_seen()
+    config = DataConfig(caption_weights={"long": 1.0})
+    CaptionRule(config, seen={str(n) for n in range(MAX_COLUMNS)}).check_seen()
     with pytest.raises(UserError, match=naming("'long'")):
-        CaptionRule(**listed, seen={str(n) for n in range(MAX_COLUMNS - 1)}).check_seen()
+        CaptionRule(config, seen={str(n) for n in range(MAX_COLUMNS - 1)}).check_seen()
 
 
 def test_a_column_that_no_row_has_is_named_with_the_nearest() -> None:
-    seen, weights = {"short", "long", "clip"}, (("long", 3.0), ("short", 1.0))
-    CaptionRule(weights, True, (("long", "clip"),), seen=seen).check_seen()
+    seen, weights = {"short", "long", "clip"}, {"long": 3.0, "short": 1.0}
+
+    def rule(weights: dict[str, float], scores: dict[str, str]) -> CaptionRule:
+        return CaptionRule(DataConfig(caption_weights=weights, caption_scores=scores), seen=seen)
+
+    rule(weights, {"long": "clip"}).check_seen()
     with pytest.raises(UserError, match=naming("data.caption_weights", "'lnog'", "did you mean 'long'?")):
-        CaptionRule((("lnog", 3.0), ("short", 1.0)), True, seen=seen).check_seen()
+        rule({"lnog": 3.0, "short": 1.0}, {}).check_seen()
     with pytest.raises(UserError, match=naming("data.caption_scores", "'clpi'", "did you mean 'clip'?")):
-        CaptionRule(weights, True, (("long", "clpi"),), seen=seen).check_seen()
+        rule(weights, {"long": "clpi"}).check_seen()
 
 
 def test_a_named_column_beside_text_files_alone_is_an_error_and_the_default_is_not() -> None:
     CaptionRule(seen={"txt"}).check_seen()
-    rule = CaptionRule.of(DataConfig(caption_field="caption"))
+    rule = CaptionRule(DataConfig(caption_field="caption"))
     rule.text_file("a cat")
     with pytest.raises(UserError, match=naming("data.caption_field", "'caption'", "txt", "leave it out")):
         rule.check_seen()

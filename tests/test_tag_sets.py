@@ -79,9 +79,9 @@ def test_sentences_are_no_tags() -> None:
 
 
 def test_a_list_and_its_variants_share_its_weight() -> None:
-    rule = CaptionRule.of(DataConfig(tags=FOUR, caption_prefix="sks, "))
-    plain = CaptionRule.of(DataConfig(caption_prefix="sks, "))
-    assert len({rule.identity(), plain.identity(), CaptionRule.of(DataConfig(tags=TagsConfig())).identity()}) == 3
+    rule = CaptionRule(DataConfig(tags=FOUR, caption_prefix="sks, "))
+    plain = CaptionRule(DataConfig(caption_prefix="sks, "))
+    assert len({rule.identity(), plain.identity(), CaptionRule(DataConfig(tags=TagsConfig())).identity()}) == 3
     captions, never = rule.weigh([CaptionCandidate(CAPTION, 3.0), CaptionCandidate("A cat.", 1.0)], "a.png", "s")
     assert never == 0 and captions[-1] == ("sks, A cat.", 1.0)
     assert [text for text, _ in captions[:5]] == [

@@ -13,12 +13,13 @@ import difflib
 import math
 import posixpath
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from pipeline.cache.layout import canonical
-from pipeline.config import DataConfig, TagsConfig, setting
+from pipeline.config import DataConfig, setting
 from pipeline.errors import UserError
 from pipeline.sources.filenames import REPEATS, escaped, short_repr, stem
 from pipeline.sources.tag_sets import variants
@@ -53,57 +54,48 @@ class RowCaptions:
     problems: list[str] = field(default_factory=list)
 
 
+_DECISIVE = (
+    *("caption_field", "caption_weights", "caption_scores", "score_threshold", "score_power"),
+    *("caption", "caption_prefix", "caption_suffix", "tags"),
+)
+"""Options of `data` that decide the captions."""
+
+
 @dataclass(frozen=True)
 class CaptionRule:
     """See the module.
 
-    fields: (column, weight). `a+b` is one caption: the values of both columns, joined with a comma.
-    listed: whether the user listed `fields`; then text files are used only if `txt` is one of them.
-    scores: (caption column, score column).
-    threshold, power: of the scores; power 10 is Sana's temperature 0.1.
-    fallback: for a row without any of `fields`, the first of these columns that is not empty is used.
-    default: the caption of a picture without captions (a value of `data.caption`); None: such pictures are rejected.
-    before, after: text around every caption.
+    config: the options. A column `a+b` is one caption: the values of both columns, joined with a comma.
     raw: use captions of columns unchanged, and null as the empty caption.
-    tags: variants of captions that are tag lists; None: none.
+    fallback: for a row without any of `fields`, the first of these columns that is not empty is used.
     seen: columns of the rows read so far (at most `MAX_COLUMNS`), and `txt`.
     """
 
-    fields: tuple[tuple[str, float], ...] = (("text", 1.0),)
-    listed: bool = False
-    scores: tuple[tuple[str, str], ...] = ()
-    threshold: float = 25.0
-    power: float = 10.0
-    fallback: tuple[str, ...] = ()
-    default: str | None = None
-    before: str = ""
-    after: str = ""
+    config: DataConfig = field(default_factory=DataConfig)
     raw: bool = False
-    tags: TagsConfig | None = None
+    fallback: tuple[str, ...] = ()
     seen: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
-    def of(cls, config: DataConfig, raw: bool = False) -> CaptionRule:
-        fields = tuple(sorted(config.caption_weights.items())) or ((config.caption_field, 1.0),)
-        return cls(
-            fields,
-            bool(config.caption_weights),
-            tuple(sorted(config.caption_scores.items())),
-            config.score_threshold,
-            config.score_power,
-            (),
-            config.caption,
-            config.caption_prefix,
-            config.caption_suffix,
-            raw,
-            config.tags,
-        )
-
-    @classmethod
     def column(cls, name: str) -> CaptionRule:
-        return cls(((name, 1.0),))
+        return cls(DataConfig(caption_field=name))
 
     @property
+    def listed(self) -> bool:
+        """Whether the user listed `fields`; then text files are used only if `txt` is one of them."""
+        return bool(self.config.caption_weights)
+
+    @cached_property
+    def fields(self) -> tuple[tuple[str, float], ...]:
+        """(column, weight)."""
+        return tuple(sorted(self.config.caption_weights.items())) or ((self.config.caption_field, 1.0),)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the user named no column."""
+        return self.fields == ((DataConfig.model_fields["caption_field"].default, 1.0),) and not self.listed
+
+    @cached_property
     def columns(self) -> tuple[str, ...]:
         """The caption columns of tables and JSON objects, without `txt`; of joined columns also the single ones."""
         fields = [column for column, _ in self.fields if not (self.listed and column == TEXT_FILE)]
@@ -121,7 +113,8 @@ class CaptionRule:
 
     def identity(self) -> str:
         """Equal for rules that read the same candidates from the same row."""
-        return canonical([str(getattr(self, each.name)) for each in fields(self) if each.compare]).decode()
+        options = {name: repr(getattr(self.config, name)) for name in _DECISIVE}
+        return canonical([options, self.raw, list(self.fallback)]).decode()
 
     def check_seen(self) -> None:
         """Check the columns that the user named after the whole source has been listed.
@@ -129,10 +122,9 @@ class CaptionRule:
         Raises:
             UserError: such a column was in no row.
         """
-        named = self.listed or self.fields != CaptionRule.fields
-        fields = [field for field, _ in self.fields if field not in self.seen] if named else []
+        fields = [] if self.is_default else [field for field, _ in self.fields if field not in self.seen]
         listed = [(self.setting, column) for field in fields for column in _parts(field)]
-        listed += [("data.caption_scores", column) for _, column in self.scores]
+        listed += [("data.caption_scores", column) for column in self.config.caption_scores.values()]
         for option, column in listed:
             if column not in self.seen and len(self.seen) < MAX_COLUMNS:
                 near = difflib.get_close_matches(column, self.seen, n=1, cutoff=0.5)
@@ -157,7 +149,7 @@ class CaptionRule:
     def lacks_captions(self, columns: Iterable[str]) -> bool:
         """Whether a table with these columns cannot have any caption."""
         usable = {*self.columns, *self.fallback}
-        return self.default is None and bool(self.columns) and usable.isdisjoint(columns)
+        return self.config.caption is None and bool(self.columns) and usable.isdisjoint(columns)
 
     def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> RowCaptions:
         """The candidates of a row.
@@ -174,7 +166,7 @@ class CaptionRule:
             present = sorted(((c, 1.0) for c in self.fallback if c in row), key=lambda field: not row[field[0]])[:1]
         for column, weight in present:
             self._read_column(row, column, weight, scores or {}, captions)
-        if not captions.candidates and not captions.problems and self.default is None:
+        if not captions.candidates and not captions.problems and self.config.caption is None:
             empty = [column for column, _ in present]
             captions.problems += [f"has an empty {column!r}" for column in empty] or [self.lacking(row)]
         return captions
@@ -199,7 +191,7 @@ class CaptionRule:
         values = value if isinstance(value, list) else [value]
         given = scores.get(column)
         if given is None:
-            given = row.get(dict(self.scores).get(column, ""))
+            given = row.get(self.config.caption_scores.get(column, ""))
         numbers = given if isinstance(given, list) else [given] * len(values)
         if len(numbers) != len(values):
             captions.problems.append(
@@ -232,22 +224,23 @@ class CaptionRule:
         Returns:
             (text, weight) with weights above zero; and the number of texts that are never drawn.
         """
-        if not candidates and self.default is not None:
+        if not candidates and self.config.caption is not None:
             candidates = [CaptionCandidate(self._default(key, source))]
         weights: dict[str, float] = {}
         for candidate, weight in zip(candidates, self._scored_weights(candidates), strict=True):
             if weight > 0:
                 weights[candidate.text] = max(weight, weights.get(candidate.text, 0.0))
-        drawn = self._with_variants(weights, key, source) if self.tags else weights
-        captions = tuple((f"{self.before}{text}{self.after}", weight) for text, weight in drawn.items())
+        drawn = self._with_variants(weights, key, source) if self.config.tags else weights
+        before, after = self.config.caption_prefix, self.config.caption_suffix
+        captions = tuple((f"{before}{text}{after}", weight) for text, weight in drawn.items())
         return captions, len({candidate.text for candidate in candidates} - set(weights))
 
     def _with_variants(self, weights: dict[str, float], key: str, source: str) -> dict[str, float]:
         """Texts and the variants of tag lists among them, which share a list's weight evenly with it."""
-        assert self.tags is not None
+        assert self.config.tags is not None
         drawn: dict[str, float] = {}
         for caption, weight in weights.items():
-            texts = [caption, *variants(caption, source, key, self.tags)]
+            texts = [caption, *variants(caption, source, key, self.config.tags)]
             for text in texts:
                 drawn[text] = drawn.get(text, 0.0) + weight / len(texts)
         return drawn
@@ -258,27 +251,27 @@ class CaptionRule:
         if not scores:
             return [candidate.weight for candidate in candidates]
         best = max(scores)
-        if best < self.threshold:  # the best alone; the first of equals
+        if best < self.config.score_threshold:  # the best alone; the first of equals
             first = next(i for i, candidate in enumerate(candidates) if candidate.score == best)
             return [candidate.weight if i == first else 0.0 for i, candidate in enumerate(candidates)]
 
         def weight(candidate: CaptionCandidate) -> float:
-            if candidate.score is None or candidate.score < self.threshold:
+            if candidate.score is None or candidate.score < self.config.score_threshold:
                 return 0.0
-            return candidate.weight * ((candidate.score / best) ** self.power if best > 0 else 1.0)
+            return candidate.weight * ((candidate.score / best) ** self.config.score_power if best > 0 else 1.0)
 
         return [weight(candidate) for candidate in candidates]
 
     def _default(self, key: str, source: str) -> str:
-        if self.default == "none":
+        if self.config.caption == "none":
             return ""
-        if self.default == "filename":
+        if self.config.caption == "filename":
             return posixpath.basename(stem(key)).replace("_", " ").strip()
-        if self.default == "folder":
+        if self.config.caption == "folder":
             folder = posixpath.basename(posixpath.dirname(key)) or source
             folder = folder.removesuffix(".tar").removesuffix(".parquet")
             return REPEATS.sub("", folder).replace("_", " ").strip()
-        return self.default or ""
+        return self.config.caption or ""
 
 
 def _parts(field: str) -> list[str]:

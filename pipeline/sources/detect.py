@@ -72,7 +72,7 @@ def open_source(
     name = name or as_source_name(default_name)
     if settle is not None:
         config, format = settle(name)
-    given = Given(filesystem, files, CaptionRule.of(config, raw), config, name, patience_s)
+    given = Given(filesystem, files, CaptionRule(config, raw), config, name, patience_s)
     if format is not None:
         chosen = formats()[format]
     else:
@@ -113,7 +113,7 @@ def reopen(
     filesystem: Filesystem = (
         RemoteFilesystem(root, patience_s) if is_url(root) else _disk(root, root, patience_s, named)
     )
-    given = Given(filesystem, [], CaptionRule.of(config), config, name, patience_s)
+    given = Given(filesystem, [], CaptionRule(config), config, name, patience_s)
     return formats()[document.get("source_format", Source.format)].source(given, ())
 
 

@@ -333,7 +333,7 @@ class FolderSource(Source):
                 found=": ".join(filter(None, [what, kinds])),
                 fix=way,
             )
-        if not found.metadata and not listing.has_captions and self.rule.default is None:
+        if not found.metadata and not listing.has_captions and self.rule.config.caption is None:
             self._refuse_annotations()
         rows = ItemRows(listing.pictures, self.scratch) if found.metadata else None
         for file in sorted(found.metadata):

@@ -91,9 +91,9 @@ class LinkTables(FilesSource):
 
     def _rule(self, columns: Iterable[str]) -> CaptionRule:
         """The rule for a table of links with these columns."""
-        if self.rule.fields == CaptionRule.fields and "text" not in columns:
+        if self.rule.is_default and "text" not in columns:
             for column in (column for column in LINK_CAPTIONS if column in columns):
-                return replace(self.rule, fields=((column, 1.0),))
+                return replace(self.rule, config=self.rule.config.model_copy(update={"caption_field": column}))
         return self.rule
 
     @property
