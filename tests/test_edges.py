@@ -79,7 +79,7 @@ def test_scores_from_elsewhere_go_before_those_of_the_row() -> None:
 
 def test_a_truth_is_no_score() -> None:
     result = RULE.read({"text": "a", "score": True})
-    assert result.candidates == [CaptionCandidate("a")] and "not a number" in result.problems[0]
+    assert result.candidates == [CaptionCandidate("a")] and "not a number" in result.problems[0][1]
 
 
 def test_texts_of_a_list_share_its_weight_and_empty_ones_have_none() -> None:

@@ -125,7 +125,7 @@ def test_unusable_sidecars(tmp_path: Path, text: bytes, reason: str) -> None:
     assert all(isinstance(entry, Item) for entry in entries), "a caption is no picture"
     assert captions(entries[0]) == ["from the table"]
     [(kind, examples)] = source.ignored.examples.items()
-    assert reason in kind and examples == ["a.txt"]
+    assert reason in kind and examples == ["a.png"]
 
 
 def test_a_picture_without_a_caption_is_rejected(tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ def test_a_caption_file_that_cannot_be_used_is_reported_beside_one_that_can(tmp_
     assert items["x.tar/1.jpg"].captions == (("one", 1.0),)
     assert not rejects
     [(kind, examples)] = source.ignored.examples.items()
-    assert "its .txt is not UTF-8" in kind and examples == ["x.tar/1"]
+    assert "its .txt is not UTF-8" in kind and examples == ["x.tar/1.jpg"]
 
 
 def test_a_listed_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_a_score_of_400_digits_costs_its_caption_alone(tmp_path: Path) -> None:
     assert texts(items["0000.tar/0.png"]) == ["vila 0"]
     assert set(texts(items["0000.tar/1.png"])) == {"prompt 1", "vila 1"}
     assert not rejects
-    assert [names for kind, names in source.ignored.examples.items() if "not a number" in kind] == [["0000.tar/0"]]
+    assert [names for kind, names in source.ignored.examples.items() if "not a number" in kind] == [["0000.tar/0.png"]]
 
 
 def test_wids_index_that_does_not_count_is_none_the_worse(tmp_path: Path) -> None:
@@ -594,7 +594,7 @@ def test_parquet_columns_of_bytes_and_bad_rows(tmp_path: Path) -> None:
     assert "thumb" not in items["t.parquet/000000000"].meta
     assert rejects == {
         "t.parquet/000000001": "has no picture",
-        "t.parquet/000000002": "has an empty 'caption'",
+        "t.parquet/000000002": "has no usable caption: its row has an empty 'caption'",
         "t.parquet/000000003": "has no picture",
     }
 
@@ -757,16 +757,13 @@ def test_rows_of_a_picture_are_joined_in_order_wherever_they_stand(
         for n in range(3)
     }
     for _ in range(2):
-        for source, rejecting in (
-            (ListingSource(given, names[:2], "jsonl"), "a.jsonl"),
-            (FolderSource(tmp_path / "pictures", rule, "x"), "metadata.jsonl"),
-        ):
+        for source in (ListingSource(given, names[:2], "jsonl"), FolderSource(tmp_path / "pictures", rule, "x")):
             entries = list(source.items())
             items = {e.key: (tuple(text for text, _ in e.captions), e.meta) for e in entries if isinstance(e, Item)}
             assert items == expected
             assert [list(meta) for _, meta in items.values()] == [list(meta) for _, meta in expected.values()]
             assert len(items) == len(entries)
-            assert list(source.ignored.examples.values()) == [[f"{rejecting}:1"]]
+            assert list(source.ignored.examples.values()) == [["0.png"]]
         lower_limits(monkeypatch)
 
 

@@ -47,11 +47,22 @@ class CaptionCandidate:
 
 
 @dataclass
-class RowCaptions:
-    """The candidates of one row, and reasons why captions in it cannot be used."""
+class PictureCaptions:
+    """What files and rows say about a picture.
+
+    problems: captions that cannot be used: (file, line or "", reason).
+    meta: the other columns; of several values of a column the first counts.
+    """
 
     candidates: list[CaptionCandidate] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, other: PictureCaptions) -> None:
+        self.candidates += other.candidates
+        self.problems += other.problems
+        for column, value in other.meta.items():
+            self.meta.setdefault(column, value)
 
 
 _DECISIVE = (
@@ -151,13 +162,15 @@ class CaptionRule:
         usable = {*self.columns, *self.fallback}
         return self.config.caption is None and bool(self.columns) and usable.isdisjoint(columns)
 
-    def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None) -> RowCaptions:
-        """The candidates of a row.
+    def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None, where: str = "") -> PictureCaptions:
+        """What a row says.
 
         Args:
             scores: by column, from another file; they take precedence over those of the row.
+            where: the row is, for its problems.
         """
-        captions = RowCaptions()
+        captions = PictureCaptions(meta={name: value for name, value in row.items() if name not in self.columns})
+        problems = list[str]()
         if len(self.seen) < MAX_COLUMNS:
             self.seen.update(row)
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
@@ -165,10 +178,10 @@ class CaptionRule:
         if not present:
             present = sorted(((c, 1.0) for c in self.fallback if c in row), key=lambda field: not row[field[0]])[:1]
         for column, weight in present:
-            self._read_column(row, column, weight, scores or {}, captions)
-        if not captions.candidates and not captions.problems and self.config.caption is None:
-            empty = [column for column, _ in present]
-            captions.problems += [f"has an empty {column!r}" for column in empty] or [self.lacking(row)]
+            captions.candidates += self._read_column(row, column, weight, scores or {}, problems)
+        if not captions.candidates and not problems and self.config.caption is None:
+            problems = [f"has an empty {column!r}" for column, _ in present] or [self.lacking(row)]
+        captions.problems = [(where, problem) for problem in problems]
         return captions
 
     def lacking(self, row: dict[str, Any]) -> str:
@@ -185,8 +198,8 @@ class CaptionRule:
         return likely and setting("data.caption_field", likely)
 
     def _read_column(
-        self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], captions: RowCaptions
-    ) -> None:
+        self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], problems: list[str]
+    ) -> list[CaptionCandidate]:
         value = row[column] if column in row else _joined(row, column)
         values = value if isinstance(value, list) else [value]
         given = scores.get(column)
@@ -194,9 +207,7 @@ class CaptionRule:
             given = row.get(self.config.caption_scores.get(column, ""))
         numbers = given if isinstance(given, list) else [given] * len(values)
         if len(numbers) != len(values):
-            captions.problems.append(
-                f"has {len(numbers)} scores for {len(values)} captions in {column!r}; they are not used"
-            )
+            problems.append(f"has {len(numbers)} scores for {len(values)} captions in {column!r}; they are not used")
             numbers = [None] * len(values)
         texts: list[CaptionCandidate] = []
         for text, number in zip(values, numbers, strict=True):
@@ -205,13 +216,13 @@ class CaptionRule:
             elif text is None or (isinstance(text, str) and not text.strip() and not self.raw):
                 continue
             if not isinstance(text, str):
-                captions.problems.append(f"has {short_repr(text)} for {column!r}, which is not text")
+                problems.append(f"has {short_repr(text)} for {column!r}, which is not text")
                 continue
             score = _number(number)
             if number is not None and score is None:
-                captions.problems.append(f"has the score {short_repr(number)} for {column!r}, which is not a number")
+                problems.append(f"has the score {short_repr(number)} for {column!r}, which is not a number")
             texts.append(CaptionCandidate(text if self.raw else text.strip(), weight, score))
-        captions.candidates += [CaptionCandidate(text.text, text.weight / len(texts), text.score) for text in texts]
+        return [CaptionCandidate(text.text, text.weight / len(texts), text.score) for text in texts]
 
     def weigh(
         self, candidates: list[CaptionCandidate], key: str, source: str

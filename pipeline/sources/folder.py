@@ -19,7 +19,7 @@ from pipeline.cache.keys import ItemRows
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.caption_columns import CaptionRule, PictureCaptions
 from pipeline.sources.filenames import (
     EXTENSIONS,
     base,
@@ -51,7 +51,6 @@ from pipeline.sources.sidecars import (
     MAX_CAPTION_BYTES,
     TEXT_ENDINGS,
     Content,
-    PictureCaptions,
     SampleColumns,
     captions_of,
     read_sidecar,
@@ -438,19 +437,13 @@ class FolderSource(Source):
         picture, row = captions_of(self.rule, own, columns, key)
         if rows is not None:
             picture.add(rows)
-        weighted = self._weighted(picture.candidates, key)
-        if weighted:
-            for file, problem in picture.problems:
-                self._note(file, problem)
-            return Item(key, weighted, picture.meta)
-        reasons = [f"{where} {problem}" for where, problem in picture.problems]
+        otherwise = (
+            f"has no caption: no {posixpath.basename(stem(key))}.txt beside it and no metadata row that names it"
+        )
         if row and row.keys().isdisjoint(self.rule.columns):
             file = next((file for file, content in own.items() if isinstance(content, dict)), key)
-            reasons.append(f"{file} {self.rule.lacking(row)}")
-        if reasons:
-            return Reject(key, "has no usable caption: " + "; ".join(reasons))
-        name = posixpath.basename(stem(key))
-        return Reject(key, f"has no caption: no {name}.txt beside it and no metadata row that names it")
+            otherwise = f"has no usable caption: {file} {self.rule.lacking(row)}"
+        return self._captioned(Place(key), picture, otherwise)
 
     def _split_sample_files(self, key: str, contents: dict[str, Content]) -> tuple[dict[str, Content], SampleColumns]:
         """The picture's own caption files, and the columns from files of NVlabs' SanaImgDataset, which hold an object

@@ -68,19 +68,12 @@ class LinkTables(FilesSource):
             Unreadable: the row cannot be read.
         """
 
-    def _captioned(self, place: Place, values: dict[str, Any], rule: CaptionRule) -> Item | Reject:
+    def _row_item(self, place: Place, values: dict[str, Any], rule: CaptionRule) -> Item | Reject:
         """The item of a row, or why it is none. values: of the columns beside the picture."""
-        key, row = place.item, rule.read(values)
-        captions = self._weighted(row.candidates, key)
-        if any(has_surrogates(text) for text, _ in captions):
-            return Reject(key, "its caption is not valid Unicode")
-        problems = "; ".join(row.problems)
-        if not captions:
-            return Reject(key, problems)
-        if problems:
-            self._note(key, problems)
-        meta = {column: value for column, value in values.items() if column not in rule.columns}
-        return Item(key, captions, meta, place.part, place.where)
+        item = self._captioned(place, rule.read(values))
+        if isinstance(item, Item) and any(has_surrogates(text) for text, _ in item.captions):
+            return Reject(item.key, "its caption is not valid Unicode")
+        return item
 
     def _fetch(self, place: Place, address: str) -> bytes:
         """The picture behind a link. address: its digest when the table was listed."""
@@ -183,7 +176,7 @@ class LinkListing(LinkTables):
             yield Reject(key, f"names {shown(url)!r}: is no link, in a table of links")
             return
         values = {other: value for other, value in row.items() if other != column}
-        yield self._captioned(Place(key, part, f"{place}{ADDRESS}{digest_of(url)}"), values, rule)
+        yield self._row_item(Place(key, part, f"{place}{ADDRESS}{digest_of(url)}"), values, rule)
 
     def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
         """As `Source.fragments`; but fetching takes long, so also a file with a stamp is cut."""

@@ -21,11 +21,11 @@ from pipeline.cache.keys import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.caption_columns import CaptionRule, PictureCaptions
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.further import Further
-from pipeline.sources.sidecars import MAX_CAPTION_BYTES, PictureCaptions, parse_json
+from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
 from pipeline.sources.unread import TURNS, annotations_refused
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
@@ -131,10 +131,9 @@ class MetadataReader:
 
     def add(self, where: str, row: dict[str, Any], column: str, key: str) -> None:
         """Add a row to the picture `key`. column: names the file."""
-        meta = {other: value for other, value in row.items() if other != column and other not in self.rule.columns}
-        captions = self.rule.read(row)
-        problems = [(where, reason) for reason in captions.problems]
-        self._named.add(key, pickle.dumps((captions.candidates, problems, meta)))
+        said = self.rule.read(row, where=where)
+        said.meta.pop(column, None)
+        self._named.add(key, pickle.dumps((said.candidates, said.problems, said.meta)))
 
 
 def check_caption_columns(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionRule, PictureCaptions
 from pipeline.sources.filenames import escaped, extension, has_surrogates, short_repr
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.source import Reject
@@ -35,25 +35,6 @@ class SampleColumns:
                 self.scores[column] = value
             else:
                 self.captions[column] = value
-
-
-@dataclass
-class PictureCaptions:
-    """What files and rows say about a picture.
-
-    problems: captions that cannot be used: (place, reason).
-    meta: the other columns; of several values of a column the first counts.
-    """
-
-    candidates: list[CaptionCandidate] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, other: PictureCaptions) -> None:
-        self.candidates += other.candidates
-        self.problems += other.problems
-        for column, value in other.meta.items():
-            self.meta.setdefault(column, value)
 
 
 Content = str | dict[str, Any] | Reject
@@ -81,11 +62,10 @@ def captions_of(
         else:
             picture.problems.append((file, "is empty"))
     if row:
-        captions = rule.read(row, sample.scores)
-        picture.candidates += captions.candidates
-        picture.meta = {column: value for column, value in row.items() if column not in rule.columns}
-        if not row.keys().isdisjoint((*rule.columns, *rule.fallback)):
-            picture.problems += [(name, reason) for reason in captions.problems]
+        said = rule.read(row, sample.scores, name)
+        if row.keys().isdisjoint((*rule.columns, *rule.fallback)):
+            said.problems = []
+        picture.add(said)
     return picture, row
 
 

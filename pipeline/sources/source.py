@@ -26,7 +26,7 @@ from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
+from pipeline.sources.caption_columns import CaptionRule, PictureCaptions
 from pipeline.sources.filenames import escaped, extension, kind_of_file
 from pipeline.sources.filesystem import Filesystem, Unreadable, or_unreadable
 from pipeline.sources.further import Further
@@ -309,16 +309,18 @@ class Source(ABC):
         """Count skipped files or captions. examples: their names."""
         self.ignored.note(kind, count, examples)
 
-    def _note(self, key: str, problem: str) -> None:
-        """Count a caption that cannot be used of a picture that has another one. key: of the picture, or the file."""
-        self._ignore(f"caption of a usable picture: {kind(key, problem)}", 1, [key])
-
-    def _weighted(self, candidates: list[CaptionCandidate], key: str) -> tuple[tuple[str, float], ...]:
-        """The captions of an item with their weights; counts the candidates that the rule never draws."""
-        captions, dropped = self.rule.weigh(candidates, key, self.name)
-        if dropped:
-            self._ignore("caption that is never drawn (its score is below data.score_threshold)", dropped, [key])
-        return captions
+    def _captioned(self, place: Place, said: PictureCaptions, otherwise: str = "has no caption") -> Item | Reject:
+        """The item at a place with the captions of its picture, or a Reject: for what is wrong with them, else
+        `otherwise`. Counts what cannot be used of a picture with another caption, and what the rule never draws."""
+        key, problems = place.item, [f"{where or 'its row'} {problem}" for where, problem in said.problems]
+        captions, never_drawn = self.rule.weigh(said.candidates, key, self.name)
+        if never_drawn:
+            self._ignore("caption that is never drawn (its score is below data.score_threshold)", never_drawn, [key])
+        if not captions:
+            return Reject(key, f"has no usable caption: {'; '.join(problems)}" if problems else otherwise)
+        for problem in problems:
+            self._ignore(f"caption of a usable picture: {kind(key, problem)}", 1, [key])
+        return Item(key, captions, said.meta, place.part, place.where)
 
 
 class FilesSource(Source):

@@ -327,7 +327,7 @@ class ParquetSource(LinkTables):
                 where = "=" + self.filesystem.key(file, _folder(part, self.image_root))
             except ValueError as error:
                 return Reject(key, f"names {shown(file)!r}: {error}")
-        item = self._captioned(Place(key, part, where), values, rule)
+        item = self._row_item(Place(key, part, where), values, rule)
         if isinstance(item, Item) and data is not None and file:
             item.meta.setdefault("path", file)
         return item

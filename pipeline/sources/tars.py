@@ -294,26 +294,21 @@ class TarSource(FilesSource):
         endings = [ending for ending in usable if ending in sample.texts]
         contents = {f"its .{end}": read_sidecar(f"its .{end}", sample.texts[end]) for end in endings}
         said, row = captions_of(self.rule, contents, beside, "its .json")
-        captions = self._weighted(said.candidates, f"{tar.name}/{sample.fields[pictures[0]][0]}")
-        problems = [f"{file} {problem}" for file, problem in said.problems]
+        otherwise = f"has no caption: no .txt, and {f'its .json {self.rule.lacking(row)}' if row else 'no .json'}"
         for key in pictures:
             name, offset, size = sample.fields[key]
-            if captions:
-                item = Item(f"{tar.name}/{name}", captions, said.meta, tar.name, f"{offset}+{size}")
+            entry = self._captioned(Place(f"{tar.name}/{name}", tar.name, f"{offset}+{size}"), said, otherwise)
+            if isinstance(entry, Item):
                 names = {one: one.owners(f"{prefix}.{key}") for one in self.further}
                 owned = {one: [place for name in names[one] for place in further.get((one, name), ())] for one in names}
-                entry = self._with_further(item, owned)
-                (tar.items if isinstance(entry, Item) else tar.rejects).append(entry)  # type: ignore[arg-type]
-                continue
-            reason = "; ".join(problems)
-            if not reason:
-                reason = f"has no caption: no .txt, and {f'its .json {self.rule.lacking(row)}' if row else 'no .json'}"
-                tar.without_caption.append(reason)
+                entry = self._with_further(entry, owned)
+            elif entry.reason == otherwise:
+                tar.without_caption.append(otherwise)
                 tar.advice = tar.advice or self.rule.advice(row)
-            tar.reject(f"{tar.name}/{name}", reason)
-        if captions:
-            for problem in problems:
-                self._note(f"{tar.name}/{prefix}", problem)
+            if isinstance(entry, Item):
+                tar.items.append(entry)
+            else:
+                tar.reject(entry.key, entry.reason)
 
     # ------------------------------------------------------------ captions and scores beside a tar
 

@@ -6,6 +6,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator
 
+from pipeline.sources.caption_columns import PictureCaptions
 from pipeline.sources.filenames import EXTENSIONS, extension, stem
 from pipeline.sources.source import FilesSource, Format, Given, Item, Place, Reject, Source
 
@@ -20,8 +21,8 @@ class ZipSource(FilesSource):
             for member in sorted(member for member in members if extension(member) in EXTENSIONS):
                 key, text = f"{name}/{member}", f"{stem(member)}.txt"
                 if text in members:
-                    captions = self._weighted([self.rule.text_file(archive.read(text).decode())], key)
-                    yield Item(key, captions, {}, name, member)
+                    said = PictureCaptions([self.rule.text_file(archive.read(text).decode())])
+                    yield self._captioned(Place(key, name, member), said)
                 else:
                     yield Reject(key, "has no caption")
 
