@@ -272,14 +272,18 @@ def test_no_more_than_the_window_is_fetched_before_it_is_needed(
     assert len(ranged_server.ranges) == len(keys)
 
 
-def test_small_objects_are_fetched_side_by_side(ranged_server: Server, data: Path) -> None:
-    source = opened(f"{ranged_server.url}/list.jsonl")
+@pytest.mark.parametrize("table", ["list.jsonl", "names.parquet"])
+def test_small_objects_are_fetched_side_by_side(ranged_server: Server, data: Path, table: str) -> None:
+    rows = [json.loads(line) for line in (data / "list.jsonl").read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), data / "names.parquet")
+    source = opened(f"{ranged_server.url}/{table}")
     truth = {key: value[0] for key, value in content(source).items()}
     ranged_server.pause, ranged_server.at_once = 0.05, 0
     keys = places(source)
     ranged_server.at_once = 0
     with source.reading(keys) as read:
         assert {key.item: read(key) for key in keys} == truth
+    (data / "names.parquet").unlink()
     assert ranged_server.at_once > 4
 
 

@@ -254,7 +254,7 @@ class FolderSource(Source):
         for first in range(0, len(listing.rejects), size):
             after = min(first + size, len(listing.rejects))
             rejects = partial(listing.rejected, first, after)
-            yield Fragment(dict, partial(_identity_of, rejects), rejects, after - first)
+            yield Fragment.known(digest("items", *map(repr, rejects())), rejects, after - first)
         for first in range(0, len(listing), size):
             after = min(first + size, len(listing))
             yield Fragment(
@@ -484,10 +484,6 @@ def texts(table: pa.Table) -> Iterator[tuple[str, ...]]:
     """The rows of a table of text."""
     for batch in batches(table):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
-
-
-def _identity_of(rejects: Callable[[], Iterator[Reject]], stats: Stats) -> bytes:
-    return digest("items", *map(repr, rejects()))
 
 
 def _is_data(name: str, kind: str) -> bool:

@@ -34,7 +34,7 @@ class FileRange:
     size: int | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request(Generic[K]):
     file: str
     offset: int
@@ -64,8 +64,7 @@ class RangePrefetch(Generic[K]):
         self._fetch, self._read_alone = fetch, read_alone
         self._ranges = dict(ranges)
         self._request_of = {key: request for request in _requests(self._ranges) for key in request.keys}
-        self._waiting = deque(dict.fromkeys(id(self._request_of[key]) for key in self._ranges))
-        self._by_id = {id(request): request for request in self._request_of.values()}
+        self._waiting = deque(dict.fromkeys(self._request_of[key] for key in self._ranges))
         self._bytes_in_window = 0
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(requests, thread_name_prefix="range-prefetch")
@@ -98,7 +97,7 @@ class RangePrefetch(Generic[K]):
                 request.keys.discard(key)
                 if not request.keys:
                     self._bytes_in_window -= self._weight(request)
-                    self._by_id.pop(id(request), None)
+                    request.future = None  # its bytes are not needed any more
                     self._fill()
         wanted = self._ranges[key]
         if wanted.size is None:
@@ -119,8 +118,8 @@ class RangePrefetch(Generic[K]):
     def _fill(self) -> None:
         """Start requests in order until the window is full."""
         while self._waiting:
-            request = self._by_id.get(self._waiting[0])
-            if request is not None and request.future is None:
+            request = self._waiting[0]
+            if request.keys and request.future is None:
                 if self._bytes_in_window + self._weight(request) > WINDOW:
                     return
                 self._start(request)

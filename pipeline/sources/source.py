@@ -108,6 +108,11 @@ class Fragment:
     items: Callable[[], Iterator[Item | Reject]]
     count: int | None = None
 
+    @classmethod
+    def known(cls, identity: bytes, items: Callable[[], Iterator[Item | Reject]], count: int | None = None) -> Fragment:
+        """A fragment whose identity is known without looking at the items."""
+        return cls(dict, lambda stats: identity, items, count)
+
 
 @dataclass(frozen=True)
 class Reject:
@@ -197,8 +202,7 @@ class Source(ABC):
         if part.stamp is None:
             yield from listed.fragments(self, part, size)
             return
-        stamp = part.stamp
-        yield Fragment(dict, lambda stats: digest("part", part.name, stamp), lambda: self.part(part.name))
+        yield Fragment.known(digest("part", part.name, part.stamp), lambda: self.part(part.name))
 
     @abstractmethod
     def stat(self, place: Place) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from pipeline.sources.further import Further
 from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
 from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns, no_column
 from pipeline.sources.range_prefetch import FileRange
-from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source, Stats
+from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source
 from pipeline.sources.unread import annotations_refused, form_of_annotations
 
 RULE = "parquet-2"
@@ -188,7 +188,7 @@ class ParquetSource(LinkTables):
                 stop = min(start + size, count)
                 identity = digest(part.name, part.stamp, str(self.retries_links), str(first + start), str(first + stop))
                 rows = partial(self._rows_of_group, part.name, others, group, first, start, stop)
-                yield Fragment(dict, partial(_unlisted, identity), rows, stop - start)
+                yield Fragment.known(identity, rows, stop - start)
             first += count
 
     def part(self, name: str) -> Iterator[Item | Reject]:
@@ -536,11 +536,6 @@ class Linked(Jsonl):
 def _folder(table: str, image_root: str | None) -> str:
     """The folder that the names in a table are relative to."""
     return posixpath.dirname(table) if image_root is None else image_root
-
-
-def _unlisted(identity: bytes, stats: Stats) -> bytes:
-    """`Fragment.identity` of rows that are known without listing them."""
-    return identity
 
 
 @dataclass(frozen=True)
