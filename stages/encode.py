@@ -647,13 +647,14 @@ def _local(run: _TextRun) -> Iterator[Make]:
     space = encoder.disk_space(worker.stop.sleep)
 
     def make(todo: Work, noun: str) -> Made:
+        encoder.meter = Meter()
         with Progress(noun, 0, encoder.meter) as bar, metrics.of(bar):
             records, left = make_units(encoder, todo, worker, bar, space)
         if worker.tasks > 1:
             click.echo(f"worker {worker.task + 1} of {worker.tasks}: {records} {noun} encoded here")
         if noun == "captions":
             _report_captions(encoder.meter)
-        return Made(records, left, bar.figures(), bar.made.beside)
+        return Made(records, left, bar.figures(), encoder.meter.beside)
 
     with run.metrics() as metrics:
         yield make

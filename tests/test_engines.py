@@ -747,7 +747,7 @@ def test_ray_tasks_are_handed_out_a_few_ahead_and_counted(
         assert signal.getsignal(signal.SIGTERM) == stop.note, "ray replaces it"
         assert cluster.run(todo, bar) == 0, "committed units are made once"
     assert ray.most == 2 * 2 + 2, "dead nodes do not count"
-    assert (bar.done, bar.rejected, bar.total, bar.tokens) == (24, 8, 16, sum(range(8)))
+    assert (bar.done, bar.rejected, bar.total, bar.meter.tokens) == (24, 8, 16, sum(range(8)))
     names = [call if isinstance(call, str) else call[0] for call in ray.calls]
     assert [name for name in names if name != "wait"] == ["init", "put", "options", "options", "shutdown"]
     variables = {"PYTHONPATH": f"{ROOT}:${{PYTHONPATH}}"}

@@ -41,7 +41,7 @@ class UnitEncoder:
         check: compare the encoder with each unit's recipe first (where another machine chose the recipe).
 
     Attributes:
-        meter: counts what the encoders do; may be set to a new meter between units.
+        meter: counts what the encoders do; a new one may be set between units.
         limits: the batch sizes that fit; its `halved` counts those of the last unit.
     """
 

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,20 +47,6 @@ class Meter:
     rejects: Counter[str] = field(default_factory=Counter)
     stores: Counter[str] = field(default_factory=Counter)
 
-    def since(self, earlier: Meter) -> Meter:
-        """What was counted after `earlier`, a copy of this meter. Another thread may count meanwhile."""
-        return Meter(
-            self.tokens - earlier.tokens,
-            self.truncated - earlier.truncated,
-            self.unshared - earlier.unshared,
-            self.busy_s - earlier.busy_s,
-            None if self.wall_s is None else self.wall_s - (earlier.wall_s or 0.0),
-            self.bytes - earlier.bytes,
-            Counter(self.beside) - earlier.beside,
-            Counter(self.rejects) - earlier.rejects,
-            Counter(self.stores) - earlier.stores,
-        )
-
     def add(self, other: Meter) -> None:
         self.tokens += other.tokens
         self.truncated += other.truncated
@@ -90,14 +75,14 @@ class Progress:
     Args:
         noun: what is counted.
         total: None if unknown.
-        meter: what the encoders do; counted from its present values on.
+        meter: what the encoders do for these items; None: no encoder works.
     """
 
     def __init__(self, noun: str, total: int | None, meter: Meter | None = None):
-        self.noun, self.total, self.meter = noun, total, meter
+        self.noun, self.total, self._encodes = noun, total, meter is not None
+        self.meter = meter or Meter(wall_s=0.0)
         self.done = self.rejected = 0
         self._ended = False
-        self._before = deepcopy(meter)
         self._line = LiveLine(sys.stderr.isatty())
         self._start = self._last = time.monotonic()
 
@@ -136,16 +121,6 @@ class Progress:
         return max(time.monotonic() - self._start, 1e-9)
 
     @property
-    def made(self) -> Meter:
-        """What the encoders did since the start; all zero without a meter."""
-        return Meter() if self.meter is None or self._before is None else self.meter.since(self._before)
-
-    @property
-    def tokens(self) -> int:
-        """Caption tokens encoded since the start."""
-        return self.made.tokens
-
-    @property
     def busy(self) -> float:
         """Share of the time (0 to 1) in which the encoder computed."""
         busy, wall = self.encoder_seconds()
@@ -153,8 +128,8 @@ class Progress:
 
     def encoder_seconds(self) -> tuple[float, float]:
         """Seconds in which the encoders computed, and in which they could have."""
-        made = self.made
-        return made.busy_s, 0.0 if self.meter is None else self._seconds if made.wall_s is None else made.wall_s
+        wall_s = self.meter.wall_s
+        return self.meter.busy_s, self._seconds if wall_s is None else wall_s
 
     @property
     def left(self) -> int:
@@ -187,20 +162,19 @@ class Progress:
             "rejected": self.rejected,
             "seconds": seconds,
             "per_s": self.done / seconds,
-            "tokens": self.tokens,
-            "tokens_per_s": self.tokens / seconds,
+            "tokens": self.meter.tokens,
+            "tokens_per_s": self.meter.tokens / seconds,
             "encoder_busy": self.busy,
         }
 
     def line(self) -> str:
         seconds = self._seconds
         rate = (self.done + self.rejected) / seconds
-        unit = self.noun if self.meter is not None else ""
         parts = [f"{self.noun}: {self.done}" + (f"/{self.total}" if self.total is not None else "")]
-        parts.append(f"{rate:.1f} {unit}/s" if unit else f"{rate:.1f}/s")
-        if self.tokens:
-            parts.append(f"{self.tokens / seconds:.0f} tokens/s")
-        if self.meter is not None:
+        parts.append(f"{rate:.1f} {self.noun}/s" if self._encodes else f"{rate:.1f}/s")
+        if self.meter.tokens:
+            parts.append(f"{self.meter.tokens / seconds:.0f} tokens/s")
+        if self._encodes:
             parts.append(f"encoder {self.busy:.0%} busy")
         if self.total is not None and self.left_s is not None:
             parts.append(f"{duration(self.left_s)} left")

@@ -59,7 +59,7 @@ class ProgressRows:
 
     @contextmanager
     def of(self, bar: Progress) -> Iterator[None]:
-        """Write the metrics of a bar while the block runs. Its meter counts this bar alone."""
+        """Write the metrics of a bar while the block runs."""
         counts = self._counts.setdefault(bar.noun, _Counts())
         counts.shown_at = time.monotonic()
         try:
@@ -68,7 +68,7 @@ class ProgressRows:
         finally:
             self._write(bar, counts)
             counts.ended = Counter(counts.shown)
-            counts.rejects += bar.made.rejects
+            counts.rejects += Counter(bar.meter.rejects)
 
     def close(self) -> None:
         """Close the files; the textfile says that the process has ended."""
@@ -87,7 +87,7 @@ class ProgressRows:
             rows.track(round(row["seconds"]), {**row, "rejected": sum(row["rejects"].values())}, f"encode/{bar.noun}")
 
     def _row(self, bar: Progress, counts: _Counts) -> dict[str, Any]:
-        made, (busy_s, wall_s), now = bar.made, bar.encoder_seconds(), time.monotonic()
+        made, (busy_s, wall_s), now = bar.meter, bar.encoder_seconds(), time.monotonic()
         last, seconds = counts.shown, max(now - counts.shown_at, 1e-9)
         sums = Counter(samples=bar.done, tokens=made.tokens, bytes=made.bytes)
         sums.update({"busy_s": busy_s, "data_wait_s": max(0.0, wall_s - busy_s)})
@@ -104,7 +104,7 @@ class ProgressRows:
             "tokens_per_s": new["tokens"] / seconds,
             "left": bar.left,
             "left_s": bar.left_s,
-            "rejects": dict(counts.rejects + made.rejects),
+            "rejects": dict(counts.rejects + Counter(made.rejects)),  # a copy: another thread may count meanwhile
             "bytes": counts.shown["bytes"],
             "data_wait": new["data_wait_s"] / wall_s if wall_s else 0.0,
             "data_wait_s": counts.shown["data_wait_s"],

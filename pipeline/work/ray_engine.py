@@ -180,8 +180,7 @@ class Cluster:
                     for ref in ready:
                         done = self._result(ref, *running.pop(ref))
                         records += done.records
-                        if bar.meter is not None:
-                            bar.meter.add(done.meter)
+                        bar.meter.add(done.meter)
                         bar.add(done.records, done.rejects)
             except BaseException:
                 self._cancel(list(running))
