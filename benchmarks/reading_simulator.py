@@ -27,7 +27,7 @@ from pipeline.cache.mirror import bound_before
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
 from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace
 from pipeline.config import BucketConfig, EncodeConfig
-from pipeline.encoding import estimate
+from pipeline.encoding import estimate, plan
 from pipeline.errors import CacheError
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.planner import BatchPlan, Planner
@@ -306,8 +306,9 @@ class ImaginedSnapshot(CountedSnapshot):
         self._text_member = np.array(
             [estimate.member_bytes(content.text, (n, width)) + written for n in range(content.text.max_length + 1)]
         )
-        records = [estimate.picture_bytes(content.latent, b.height, b.width) for b in self.buckets]
-        self._units = list(content.blocks) or [estimate.unit_images(content.encode, record) for record in records]
+        self._units = list(content.blocks) or [
+            plan.unit_images(content.encode, content.latent, (b.height, b.width)) for b in self.buckets
+        ]
         """Samples of a shard with latents, by bucket."""
         counts = [-(-b.samples // unit) for b, unit in zip(self.buckets, self._units, strict=True)]
         self._first_shard = np.cumsum([0, *counts])

@@ -10,6 +10,7 @@ Price: every figure inherits the assumptions of those, and the constants below.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from benchmarks.reading_simulator import (
 from pipeline.cache import codec
 from pipeline.cache.snapshot import CHUNK_ROWS
 from pipeline.config import Config, load
-from pipeline.encoding import estimate
+from pipeline.encoding import estimate, plan
 from pipeline.gpus import card
 from pipeline.loader.loader import LoaderSettings
 from pipeline.parallel.mesh import Layout
@@ -122,7 +123,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     captions = [(str(rows[i * 1031 % len(rows)]), CAPTION_BYTES) for i in range(SAMPLE * len(shapes))]
     work = estimate.Wanted(
         items=len(captions),
-        pictures={latent: estimate.Pictures(dict.fromkeys(shapes, SAMPLE))},
+        pictures={latent: estimate.Pictures(Counter(dict.fromkeys(shapes, SAMPLE)))},
         captions=len(captions),
         caption_bytes=len(captions) * CAPTION_BYTES,
         sample=captions[:: math.ceil(len(captions) / estimate.SAMPLE)],
@@ -130,7 +131,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     )
     size = estimate.sizes(work, config, text, lambda texts: [int(text) for text in texts])
     scale = pairs / work.images
-    units = [estimate.unit_images(config.encode, estimate.picture_bytes(latent, *shape)) for shape in shapes]
+    units = [plan.unit_images(config.encode, latent, shape) for shape in shapes]
     made = scale * (sum(SAMPLE / unit for unit in units) + len(captions) / config.encode.unit_captions)
     hours = [_encode_hours(latent, work, size, config, positions) for positions in (None, INSTRUCTION + POSITIONS - 2)]
     return CacheFigures(
@@ -153,7 +154,7 @@ def _speed(latent: LatentRecipe, config: Config) -> estimate.Speed:
     peak = chosen.fp32_tflops if config.vae.dtype == "fp32" else chosen.bf16_tflops
     image_s = VAE_FLOPS / (peak * 1e12 * reached)
     token_s = TEXT_FLOPS / (chosen.bf16_tflops * 1e12 * reached)
-    return estimate.Speed({latent: {(1024, 1024): image_s}}, DECODE_S, token_s, 0.0, 1, 1, CARD)
+    return estimate.Speed({latent: image_s / 1024**2}, DECODE_S, token_s, 0.0, 1, 1, CARD)
 
 
 def _encode_hours(

@@ -151,18 +151,22 @@ def dry_run(
     with _text_on_stderr(as_json):
         tasks = _tasks(task_index, task_count, engine)[1]
         survey = surveying.survey(config, data, source_name, rehash, format)
-        sizes = survey.sizes()
-        times = estimate.times(survey.work, sizes, survey.probe(), config, tasks) if probe else None
+        source, work, config = survey.source, survey.work, survey.config
+        sizes, times = estimate.sizes(work, config, caption_of(survey.recipes), survey.count_rows), None
+        if probe:
+            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config))
+            times = estimate.times(work, sizes, speed, config, tasks)
         reserve = int(config.encode.min_free_gib * 2**30)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
-        report = estimate.report(survey.source, survey.work, sizes, free, reserve, times)
-        for line in [*estimate.lines(report, config.cache), *survey.fit_notes()]:
+        report = estimate.report(source, work, sizes, free, reserve, times)
+        fit = surveying.fit_notes(survey.scan, survey.table, config.data)
+        for line in [*estimate.lines(report, config.cache), *fit]:
             click.echo(line)
     if as_json:
         click.echo(json.dumps(report))
-    most, rejects = config.encode.max_reject_rate, survey.work.rejects
+    most, rejects = config.encode.max_reject_rate, work.rejects
     if _too_many(report["items"], rejects.total, _faults(survey.scan), most):
-        _refuse_rejects(survey.source, report["items"], rejects, most, "look at the reasons above", None)
+        _refuse_rejects(source, report["items"], rejects, most, "look at the reasons above", None)
     return NoSpaceError.exit_code if report["enough_space"] is False else 0
 
 

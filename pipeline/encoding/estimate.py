@@ -1,7 +1,7 @@
 """Estimate: what encoding a source would read, make and store, and how long it would take. Nothing is written.
 
-`wanted` lists the work that is not in the cache yet, `sizes` its bytes, `probe` the speed of the real encoders on a few
-real batches.
+`wanted` lists the work that is not in the cache yet, `sizes` its bytes, `probe` the speed of the real encoders on real
+batches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from pipeline.cache.keys import SortedKeys, fixed
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, records_schema
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, npy_header
-from pipeline.config import Config, EncodeConfig
+from pipeline.config import Config
 from pipeline.encoding import image_batch
 from pipeline.encoding import plan as planning
 from pipeline.encoding.plan import Fitting, images_of_batch
+from pipeline.encoding.scan_rows import UNREAD
 from pipeline.images import buckets, decoding
 from pipeline.signals import CaptionSignal, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules
@@ -47,7 +48,6 @@ FIRST = 1024
 PROBE_S = 60.0
 """Seconds that a probe may take, without loading the encoders. A started batch is finished."""
 
-_PROBED_BUCKETS = 3
 _UNIT = 2500  # bytes of a unit's commit document, and of its place in the plan and in the segment
 _PLAN = 9000  # bytes of a plan, its segment and their lists, with copies, beside their rows
 _SHARD = 4400  # bytes of a shard's head, of its table's frame and of its end
@@ -60,25 +60,22 @@ class Pictures:
     Attributes:
         sizes: target (height, width) -> number of new pictures.
         first: target (height, width) -> places of the first of these, at most `FIRST`.
-        undecided: new pictures whose size the header does not show.
         cached: records that the cache already holds.
     """
 
-    sizes: dict[Shape, int] = field(default_factory=dict)
+    sizes: Counter[Shape] = field(default_factory=Counter)
     first: dict[Shape, list[Place]] = field(default_factory=dict)
-    undecided: int = 0
     cached: int = 0
 
     @property
     def new(self) -> int:
-        """New pictures, including those of unknown size."""
-        return sum(self.sizes.values()) + self.undecided
+        """New pictures."""
+        return self.sizes.total()
 
-    def add(self, new: pa.Table, table: list[Shape], which: np.ndarray) -> None:
-        """Count new pictures. new: with the columns of a `Place`; which: (n,) positions in `table`."""
-        for number in np.unique(which).tolist():
-            shape, rows = table[number], np.flatnonzero(which == number)
-            self.sizes[shape] = self.sizes.get(shape, 0) + len(rows)
+    def add(self, new: pa.Table) -> None:
+        """Count new pictures, rows of `planning.IMAGES`."""
+        for shape, rows in planning.by_target(new):
+            self.sizes[shape] += len(rows)
             first = self.first.setdefault(shape, [])
             places = new.select(Place._fields).take(pa.array(rows[: FIRST - len(first)]))
             first += [Place(**place) for place in places.to_pylist()]
@@ -119,11 +116,6 @@ class Wanted:
         return max([alone, *(each.new for each in self.pictures.values())])
 
     @property
-    def undecided(self) -> int:
-        """Usable items whose size the header does not show."""
-        return max((each.undecided for each in self.pictures.values()), default=0)
-
-    @property
     def texts(self) -> int:
         """New text records."""
         return self.captions + self.null
@@ -137,16 +129,12 @@ def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table
     """
     text = caption_of(recipes)
     scratch = cache.files.scratch if cache is not None else Scratch()
-    work, refused = Wanted(items=scan.num_rows), dict[tuple[str, str], None]()
-    work.pictures = {recipe: Pictures() for recipe in recipes if isinstance(recipe, PictureSignal)}
-    read = scratch.table(pa.schema([scan.schema.field(name) for name in planning.SCANNED]), _judged(scan, work, table))
-    for recipe, pictures in work.pictures.items():
-        for new, cached in _new(planning.image_work(read, "", recipe, table, scratch), "item", cache, recipe, refused):
+    work, refused = _counted(scan, table), dict[tuple[str, str], None]()
+    for recipe in (recipe for recipe in recipes if isinstance(recipe, PictureSignal)):
+        pictures = work.pictures[recipe] = Pictures()
+        for new, cached in _new(planning.image_work(scan, "", recipe, table, scratch), "item", cache, recipe, refused):
             pictures.cached += cached
-            height, width = (new.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
-            targets, which = np.unique(height << 32 | width, return_inverse=True)
-            places = [table.index((target >> 32, target & 0xFFFFFFFF)) for target in targets.tolist()]
-            pictures.add(new, table, np.array(places, np.int64)[which])
+            pictures.add(new)
 
     captions = scratch.table_writer(planning.CAPTIONS)
     every = planning.caption_work(scan, text, scratch)
@@ -163,29 +151,23 @@ def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table
     return work
 
 
-def _judged(scan: pa.Table, work: Wanted, table: list[Shape]) -> Iterator[pa.Table]:
-    """Count what the scan says, and as new the pictures of which only the header was read. Yields those read as a
-    whole."""
-    shapes = np.array(table, np.int64)
+def _counted(scan: pa.Table, table: list[Shape]) -> Wanted:
+    """What the scan alone says: items, rejects and buckets."""
+    work, shapes = Wanted(items=scan.num_rows), np.array(table, np.int64)
     for batch in batches(scan.select(planning.SCANNED)):
         refused = batch.filter(pc.is_valid(batch.column("reject")))
         work.rejects.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
         usable = batch.filter(pc.is_null(batch.column("reject")))
         work.usable += len(usable)
-        work.unread += usable.column("digest").null_count
-        sized = usable.filter(pc.is_valid(usable.column("width")))
-        height, width = (sized.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
+        work.unread += pc.sum(pc.equal(pc.binary_slice(usable.column("digest"), 0, 8), UNREAD)).as_py() or 0
+        height, width = (usable.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
         which = buckets.nearest_all(table, height, width)
         loss = buckets.crop_loss(height, width, shapes[which].T)
         for number in np.unique(which).tolist():
             bucket = work.buckets.setdefault(table[number], [0, 0.0])
             bucket[0] += int((which == number).sum())
             bucket[1] += float(loss[which == number].sum())
-        unread = pc.is_null(sized.column("digest"))
-        for pictures in work.pictures.values():
-            pictures.undecided += usable.column("width").null_count
-            pictures.add(sized.filter(unread), table, which[unread.to_numpy()])
-        yield sized.filter(pc.invert(unread))
+    return work
 
 
 def _new(
@@ -322,19 +304,11 @@ def sizes(
 
 def _picture_bytes(pictures: Pictures, config: Config, recipe: PictureRecipe) -> tuple[int, int]:
     """Bytes of the shards of new pictures, and the number of shards."""
-    known = {shape: picture_bytes(recipe, *shape) for shape in pictures.sizes}
-    total = sum(known[shape] * count for shape, count in pictures.sizes.items())
-    if pictures.undecided:
-        counted, side = pictures.new - pictures.undecided, config.data.resolution
-        mean = total / counted if counted else picture_bytes(recipe, side, side)
-        total += round(mean * pictures.undecided)
-    units = sum(-(-count // unit_images(config.encode, known[shape])) for shape, count in pictures.sizes.items())
+    total = units = 0
+    for shape, count in pictures.sizes.items():
+        total += count * picture_bytes(recipe, *shape)
+        units += -(-count // planning.unit_images(config.encode, recipe, shape))
     return total + units * _SHARD, units
-
-
-def unit_images(encode: EncodeConfig, record: int) -> int:
-    """Pictures of a unit. record: bytes of one record."""
-    return max(1, min(encode.unit_images, (encode.unit_mib << 20) // record))
 
 
 # ---------------------------------------------------------------- time
@@ -345,14 +319,14 @@ class Speed:
     """What a probe measured, in seconds; None if nothing could be measured.
 
     Attributes:
-        image_s: encoding a picture, by recipe and target (height, width).
+        pixel_s: encoding a picture, by each of its pixels, by recipe.
         decode_s: reading and decoding a picture in one thread.
         token_s: encoding a caption token.
         load_s: loading the encoders.
         images, captions: how many were encoded.
     """
 
-    image_s: dict[PictureSignal, dict[Shape, float]]
+    pixel_s: dict[PictureSignal, float]
     decode_s: float | None
     token_s: float | None
     load_s: float
@@ -364,7 +338,8 @@ class Speed:
 def probe(
     work: Wanted, config: Config, source: Source, recipes: Sequence[Recipe], device: Any, budget_s: float = PROBE_S
 ) -> Speed:
-    """Encode a few real batches of captions and of the most frequent buckets, and drop the results.
+    """Encode a real batch of captions, and one of the most frequent bucket of each kind of pictures, and drop the
+    results.
 
     Each encoder runs once before the clock starts. If a batch would take too long, a single picture is measured.
 
@@ -373,9 +348,9 @@ def probe(
     """
     text = caption_of(recipes)
     assert isinstance(text, CaptionSignal)
-    image_s: dict[PictureSignal, dict[Shape, float]] = {}
+    pixel_s: dict[PictureSignal, float] = {}
     decoded: list[float] = []
-    load_s, texts, probed = 0.0, 0, Counter[str]()
+    load_s, texts, images = 0.0, 0, 0
     token_s = None
     if work.captions:
         began = time.monotonic()
@@ -386,38 +361,48 @@ def probe(
     new = {recipe: each for recipe, each in work.pictures.items() if each.sizes}
     for recipe, pictures in new.items():
         began = time.monotonic()
-        encoder, image_s[recipe] = recipe.encoder(config, device), {}
+        encoder = recipe.encoder(config, device)
+        loaded = time.monotonic()
+        load_s += loaded - began
+        [(shape, _)] = pictures.sizes.most_common(1)
         fitting = image_batch.fitting(partial(recipe.footprint, config), lambda: device)
-        spent = time.monotonic() - began
-        load_s += spent
-        often = sorted(pictures.sizes, key=pictures.sizes.__getitem__, reverse=True)[:_PROBED_BUCKETS]
-        for number, shape in enumerate(often):
-            end = began + spent + budget_s * 2 / 3 / len(new) * (number + 1) / len(often)
-            places = pictures.first[shape]
-            seconds, count = probe_images(encoder, source, places, shape, config, recipe, end, decoded, fitting)
-            if seconds is not None:
-                image_s[recipe][shape] = seconds
-                probed[recipe.noun] += count
+        places = pictures.first[shape]
+        end = loaded + budget_s * 2 / 3 / len(new)
+        seconds, count = probe_images(encoder, source, places, shape, config, recipe, end, decoded, fitting)
+        if seconds is not None:
+            pixel_s[recipe] = seconds / math.prod(shape)
+            images = max(images, count)
         del encoder
     decode_s = sum(decoded) / len(decoded) if decoded else None
-    return Speed(image_s, decode_s, token_s, load_s, max(probed.values(), default=0), texts, str(device))
+    return Speed(pixel_s, decode_s, token_s, load_s, images, texts, str(device))
 
 
 def _probe_text(encoder: Any, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
-    by_length = sorted(caption for caption, _ in work.sample)
-    by_length.sort(key=len)
-    take = min(len(by_length), config.encode.text_batch)
-    batch = [by_length[i * len(by_length) // take] for i in range(take)]
+    by_length = sorted((caption for caption, _ in work.sample), key=len)
+    take, tokens = min(len(by_length), config.encode.text_batch), list[int]()
+
+    def encode(captions: list[str]) -> None:
+        before = encoder.tokens
+        encoder.encode(captions)
+        tokens.append(encoder.tokens - before)
+
+    seconds, count = _measured(encode, [by_length[i * len(by_length) // take] for i in range(take)], end)
+    return (seconds / tokens[-1] if tokens[-1] else None), count
+
+
+def _measured(encode: Callable[[list[Any]], object], batch: list[Any], end: float) -> tuple[float, int]:
+    """Seconds of encoding a batch, and its size: 1 if the whole batch would take longer than until `end`."""
+    one = batch[len(batch) // 2 :][:1]
+    encode(one)  # loads kernels; of captions it runs the instruction, and compares with the reference
     began = time.monotonic()
-    encoder.encode(batch[take // 2 : take // 2 + 1])  # loads kernels, runs the instruction, compares with the reference
-    if (time.monotonic() - began) * take > end - time.monotonic():
-        batch = batch[take // 2 : take // 2 + 1]
-    else:
-        encoder.encode(batch)  # the longest caption is compared, too
-    before, began = encoder.tokens, time.monotonic()
-    encoder.encode(batch)
-    tokens = encoder.tokens - before
-    return ((time.monotonic() - began) / tokens if tokens else None), len(batch)
+    encode(one)
+    seconds = time.monotonic() - began
+    if 2 * seconds * len(batch) > end - time.monotonic():
+        return seconds, 1
+    encode(batch)
+    began = time.monotonic()
+    encode(batch)
+    return time.monotonic() - began, len(batch)
 
 
 def probe_images(
@@ -448,27 +433,17 @@ def probe_images(
         decoded.append(time.monotonic() - start)
     if not pictures:
         return None, 0
-    encoder.encode(np.stack(pictures[:1]))
-    began = time.monotonic()
-    encoder.encode(np.stack(pictures[:1]))
-    single_s = time.monotonic() - began
-    if 2 * single_s * len(pictures) > end - time.monotonic():
-        return single_s, 1
-    encoder.encode(np.stack(pictures))
-    began, rounds = time.monotonic(), 0
-    while rounds < 3 and (not rounds or time.monotonic() + single_s * len(pictures) < end):
-        encoder.encode(np.stack(pictures))
-        rounds += 1
-    return (time.monotonic() - began) / rounds / len(pictures), len(pictures)
+    seconds, count = _measured(lambda some: encoder.encode(np.stack(some)), pictures, end)
+    return seconds / count, count
 
 
 def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -> dict[str, Any]:
     """Device-hours of the work, and hours for each of `tasks` equal workers (JSON values; null: not measured).
 
-    The time of targets that were not probed follows from their pixels. Decoding runs beside the encoder in
+    A picture takes as long as its pixels say. Decoding runs beside the encoder in
     `encode.workers` threads, so the slower of the two decides.
     """
-    by_kind = [_image_s(each, speed.image_s.get(recipe, {})) for recipe, each in work.pictures.items()]
+    by_kind = [_image_s(each, speed.pixel_s.get(recipe)) for recipe, each in work.pictures.items()]
     encode_s = None if None in by_kind else sum(seconds or 0.0 for seconds in by_kind)
     text_s = size.tokens * speed.token_s if speed.token_s is not None else (0.0 if not work.captions else None)
     decode_s = work.images * (speed.decode_s or 0.0) / max(1, config.encode.workers)
@@ -489,15 +464,11 @@ def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -
     }
 
 
-def _image_s(pictures: Pictures, image_s: dict[Shape, float]) -> float | None:
-    """Seconds of encoding new pictures; None: not measured. image_s: of those targets that were probed."""
+def _image_s(pictures: Pictures, pixel_s: float | None) -> float | None:
+    """Seconds of encoding new pictures; None: not measured."""
     if not pictures.new:
         return 0.0
-    if not image_s:
-        return None
-    pixel_s = sum(image_s.values()) / sum(h * w for h, w in image_s)
-    seconds = sum(image_s.get(s, pixel_s * s[0] * s[1]) * count for s, count in pictures.sizes.items())
-    return seconds * pictures.new / (pictures.new - pictures.undecided)
+    return None if pixel_s is None else pixel_s * sum(h * w * count for (h, w), count in pictures.sizes.items())
 
 
 # ---------------------------------------------------------------- the report
@@ -520,7 +491,6 @@ def report(
         "items": work.items,
         "usable": work.usable,
         "rejects": sum(work.rejects.counts.values()),
-        "undecided": work.undecided,
         "unread": work.unread,
         "reasons": work.rejects.counts,
         "examples": work.rejects.examples,
@@ -561,10 +531,6 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
         *Kinds(report["reasons"], report["examples"]).lines(),
         *ignored_lines(Kinds(**report["ignored"])),
     ]
-    if report["undecided"]:
-        out.append(
-            f"  {report['undecided']} of the usable ones have no header in their first MiB: their size is unknown"
-        )
     if report["unread"]:
         out.append(
             f"  {report['unread']} pictures were judged by their headers alone: damaged pixels and equal pictures show "

@@ -160,20 +160,28 @@ def plan_images(
     """
 
     def cut(window: pa.Table) -> Iterator[Cut]:
-        height, width = (window.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
-        target = height << 32 | width
-        for size in np.unique(target):
-            rows = np.flatnonzero(target == size)
-            h, w = int(size) >> 32, int(size) & 0xFFFFFFFF
-            record = 2 * math.prod(recipe.shape(h, w))
-            most = max(1, min(config.unit_images, (config.unit_mib << 20) // record))
-            batch = images_of_batch(config, (h, w), fitting)
+        for shape, rows in by_target(window):
+            most = unit_images(config, recipe, shape)
+            batch = images_of_batch(config, shape, fitting)
             yield from ((rows[first : first + most], batch) for first in range(0, len(rows), most))
 
     def windows(missing: pa.Table) -> Iterator[pa.Table]:
         yield from (missing.slice(start, config.window) for start in range(0, len(missing), config.window))
 
     return _plan(cache, recipe, work, windows, cut)
+
+
+def by_target(rows: pa.Table) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """The target resolutions (height, width) of some rows of `IMAGES`, and the positions of the rows of each."""
+    height, width = (rows.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
+    targets = height << 32 | width
+    for target in np.unique(targets).tolist():
+        yield (target >> 32, target & 0xFFFFFFFF), np.flatnonzero(targets == target)
+
+
+def unit_images(config: EncodeConfig, recipe: PictureRecipe, shape: tuple[int, int]) -> int:
+    """Pictures of a unit."""
+    return max(1, min(config.unit_images, (config.unit_mib << 20) // (2 * math.prod(recipe.shape(*shape)))))
 
 
 def images_of_batch(config: EncodeConfig, size: tuple[int, int], fitting: Fitting | None) -> int:

@@ -33,7 +33,10 @@ RUN = 2048
 """Items of a fragment in a part without a stamp."""
 
 HEADS = (1 << 16, 1 << 20)
-"""Bytes that `from_header` reads of a picture; the second number if the first was not enough."""
+"""Bytes that `from_header` reads of a picture: the first number, then the second, then the whole."""
+
+UNREAD = bytes(8)
+"""How the digests of pictures begin of which only the header was read."""
 
 Look = Callable[[Source, Place, int, int], dict[str, Any]]
 """(source, place, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
@@ -51,9 +54,10 @@ def from_bytes(source: Source, place: Place, max_pixels: int, max_bytes: int = d
 
 
 def from_header(source: Source, place: Place, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
-    """Size of a picture from its first bytes; empty if its header lies further behind.
+    """Size of a picture from its first bytes; what `from_bytes` gives if its header lies further behind.
 
-    An orientation behind the pixels (possible in PNG and WebP) is not seen.
+    An orientation behind the pixels (possible in PNG and WebP) is not seen. In place of a digest of the bytes there is
+    one of the place, which begins with `UNREAD`.
     """
     try:
         size = source.stat(place)[0]
@@ -61,12 +65,13 @@ def from_header(source: Source, place: Place, max_pixels: int, max_bytes: int = 
             data = source.head(place, length)
             columns = _size(data, max_pixels, max_bytes)
             if "width" in columns or len(data) >= size or is_limited(columns["reject"]):
-                return columns
+                unread = UNREAD + layout.digest(*map(str, place))[:8]
+                return {"digest": unread, **columns}
     except DeadLink as error:
         return {"reject": str(error)}
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
-    return {}
+    return from_bytes(source, place, max_pixels, max_bytes)
 
 
 def _size(data: bytes, max_pixels: int, max_bytes: int) -> dict[str, Any]:

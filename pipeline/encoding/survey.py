@@ -20,10 +20,10 @@ import pyarrow.compute as pc
 from pipeline import signals
 from pipeline.cache.arrow import batches
 from pipeline.cache.cache import Cache, check_source_name
-from pipeline.cache.recipes import PictureRecipe, Recipe, caption_of, pictures_of
+from pipeline.cache.recipes import PictureRecipe, Recipe, pictures_of
 from pipeline.cache.scan_table import ABSENT, places
 from pipeline.config import Config, DataConfig
-from pipeline.encoding import estimate, last_scan, scan_rows, unit_encoder
+from pipeline.encoding import estimate, last_scan, scan_rows
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
@@ -60,19 +60,6 @@ class Survey:
     scan: pa.Table
     work: estimate.Wanted
     count_rows: Callable[[Sequence[str]], list[int]]
-
-    def sizes(self) -> estimate.Sizes:
-        """Bytes of the work."""
-        return estimate.sizes(self.work, self.config, caption_of(self.recipes), self.count_rows)
-
-    def fit_notes(self) -> list[str]:
-        """See `fit_notes`."""
-        return fit_notes(self.scan, self.table, self.config.data)
-
-    def probe(self) -> estimate.Speed:
-        """Speed of the encoders on a few batches of the work."""
-        device = unit_encoder.device(self.config)
-        return estimate.probe(self.work, self.config, self.source, self.recipes, device)
 
 
 def survey(
