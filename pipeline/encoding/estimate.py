@@ -22,7 +22,6 @@ from pipeline.amounts import amount, duration
 from pipeline.cache import codec
 from pipeline.cache.arrow import batches
 from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.cache.keys import SortedKeys, fixed
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, records_schema
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, npy_header
@@ -175,17 +174,14 @@ def _new(
 ) -> Iterator[tuple[pa.Table, int]]:
     """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
     made are added to `refused`, as (value of column `name`, reason): each once, whatever kinds of records lack it."""
-    index = None if cache is None else cache.index(recipe.name)
-    rejects = {} if index is None else index.outcomes
-    reasons = {bytes.fromhex(key): reject.reason for key, reject in rejects.items() if not reject.retry}
-    impossible = SortedKeys.of(list(reasons))
-    for batch in batches(records):
-        keys = fixed(batch.column("key"))
-        present = np.zeros(len(keys), bool) if index is None else index.present(keys)
-        failed = ~present & (impossible.find(keys) >= 0)
+    if cache is None:
+        yield from ((batch, 0) for batch in batches(records))
+        return
+    reasons = cache.index(recipe.name).outcomes
+    for batch, present, failed in planning.settled(cache, recipe, records):
         unmade = batch.filter(pa.array(failed))
         pairs = zip(unmade.column(name).to_pylist(), unmade.column("key").to_pylist(), strict=True)
-        refused |= {(label, reasons[key]): None for label, key in pairs}
+        refused |= {(label, reasons[key.hex()].reason): None for label, key in pairs}
         yield batch.filter(pa.array(~present & ~failed)), int(present.sum())
 
 

@@ -294,14 +294,11 @@ def _missing(cache: Cache, recipe: Recipe, plans: list[WorkPlan], work: pa.Table
     read: a key in one of them, or that failed or was lost, waits until they are finished.
     """
     unfinished = [plan for plan in plans if not _finished(cache, plan)]  # before the index, which then has the others
-    index, scratch = cache.index(recipe.name), cache.files.scratch
-    refused = SortedKeys.of([bytes.fromhex(key) for key, reject in index.outcomes.items() if not reject.retry])
+    scratch, start = cache.files.scratch, 0
     missing = scratch.array(len(work), bool)
-    for start in range(0, len(work), arrow.ROWS):
-        keys = fixed(work.column("key").slice(start, arrow.ROWS))
-        missing[start : start + len(keys)] = ~index.present(keys)
-        left = start + np.flatnonzero(missing[start : start + len(keys)])
-        missing[left] = refused.find(keys[left - start]) < 0
+    for batch, present, refused in settled(cache, recipe, work.select(["key"])):
+        missing[start : start + len(batch)] = ~present & ~refused
+        start += len(batch)
     if not unfinished or not missing.any():
         return missing
 
@@ -310,15 +307,23 @@ def _missing(cache: Cache, recipe: Recipe, plans: list[WorkPlan], work: pa.Table
     return missing
 
 
+def settled(cache: Cache, recipe: Recipe, work: pa.Table) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
+    """Pieces of a work list, each with two arrays, (n,) bool: whose records exist, and whose cannot be made."""
+    index = cache.index(recipe.name)
+    impossible = SortedKeys.of([bytes.fromhex(key) for key, reject in index.outcomes.items() if not reject.retry])
+    for batch in batches(work):
+        keys = fixed(batch.column("key"))
+        present, refused = index.present(keys), np.zeros(len(keys), bool)
+        left = np.flatnonzero(~present)
+        refused[left] = impossible.find(keys[left]) >= 0
+        yield batch, present, refused
+
+
 def count_missing(cache: Cache, recipe: Recipe, work: pa.Table) -> tuple[int, int]:
     """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
-    index = cache.index(recipe.name)
-    refused = binary(as_keys([bytes.fromhex(key) for key, reject in index.outcomes.items() if not reject.retry]))
     missing = existing = 0
-    for batch in batches(work.select(["key"])):
-        present = index.present(fixed(batch.column("key")))
-        failed = pc.is_in(batch.column("key"), value_set=refused).to_numpy()
-        missing += int((~present & ~failed).sum())
+    for _, present, refused in settled(cache, recipe, work.select(["key"])):
+        missing += int((~present & ~refused).sum())
         existing += int(present.sum())
     return missing, existing
 

@@ -162,15 +162,14 @@ def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) ->
             absent = pc.equal(places(usable, kind).column("digest"), pa.scalar(ABSENT, pa.binary(16)))
             lacking[kind] += pc.sum(absent).as_py() or 0
         height, width = (usable.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
-        sizes, first, number = np.unique(height << 32 | width, return_index=True, return_counts=True)
-        for size, row, count in zip(sizes.tolist(), first.tolist(), number.tolist(), strict=True):
-            shape = size >> 32, size & 0xFFFFFFFF
-            for option, measure, limit, _, _ in rules:
-                value = measure(*shape, buckets.nearest(shapes, *shape))
-                if value > limit and getattr(data, option) is None:
-                    counts[option] += count
-                    if value > worst.get(option, (0.0, ""))[0]:
-                        worst[option] = value, usable.column("item")[row].as_py()
+        sides = np.array(shapes, np.int64)[buckets.nearest_all(shapes, height, width)].T
+        for option, measure, limit, _, _ in rules:
+            values = measure(height, width, sides)
+            if getattr(data, option) is None and (bad := int((values > limit).sum())):
+                counts[option] += bad
+                row = int(values.argmax())
+                if values[row] > worst.get(option, (0.0, ""))[0]:
+                    worst[option] = values[row], usable.column("item")[row].as_py()
     return [
         f"{counts[option]} pictures {what}, the worst {form.format(worst[option][0])}: {escaped(worst[option][1])} "
         f"(data.{option} leaves such pictures out)"

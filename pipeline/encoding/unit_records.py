@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +25,7 @@ from pipeline.cache import codec, index, layout, shard
 from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.index import Commit, RecordReject
 from pipeline.cache.recipes import CaptionRecipe, Recipe
+from pipeline.encoding.scan_rows import mapped
 from pipeline.errors import ResourceError, is_out_of_memory
 from pipeline.images import decoding
 from pipeline.models.frozen import NonFiniteOutputError
@@ -110,7 +112,9 @@ def image_records(
     with ExitStack() as stack:
         read = {name: stack.enter_context(sources[name].reading(places[name])) for name in places}
         pool = stack.enter_context(ThreadPoolExecutor(max(1, workers)))
-        for batch, decoded in _ahead(pool, decode, batches, DECODE_AHEAD):
+        stream = mapped(pool, decode, chain.from_iterable(batches), DECODE_AHEAD * unit.batch)
+        for batch in batches:
+            decoded = list(islice(stream, len(batch)))
             rejects = [d for d in decoded if isinstance(d, RecordReject)]
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, RecordReject)]
             for each in beside:
@@ -171,7 +175,13 @@ class UnitWriter:
         """Publish the shard, and the unit with its provenance."""
         for written in self._waiting:
             written.result()
-        return _commit(self.cache, self.recipe, self.plan, self.unit, self._shard, self._rejects, made_by)
+        files, unit = self.cache.files, self.unit.unit
+        if len(self._shard):
+            commit = index.commit_of(files, unit, self._shard.finish(), self._rejects, made_by)
+        else:
+            commit = Commit(unit, None, 0, 0, None, tuple(self._rejects), made_by)
+        index.publish_commit(files, self.recipe.name, self.plan.number, commit)
+        return commit
 
 
 class UnitBeside(UnitWriter):
@@ -314,35 +324,3 @@ def encode_finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits:
     limits.halved += 1
     middle = (len(inputs) + 1) // 2
     return encode_finite(inputs[:middle], encode, limits) + encode_finite(inputs[middle:], encode, limits)
-
-
-def _ahead(
-    pool: ThreadPoolExecutor, decode: Callable[[Any], Any], batches: list[list[Any]], depth: int
-) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Batches with their decoded members; `depth` batches are decoded in advance."""
-    queue: list[tuple[list[Any], list[Any]]] = []
-    waiting = iter(batches)
-    for batch in waiting:
-        queue.append((batch, [pool.submit(decode, row) for row in batch]))
-        if len(queue) > depth:
-            first, futures = queue.pop(0)
-            yield first, [future.result() for future in futures]
-    for first, futures in queue:
-        yield first, [future.result() for future in futures]
-
-
-def _commit(
-    cache: Cache,
-    recipe: Recipe,
-    plan: WorkPlan,
-    unit: Unit,
-    writer: shard.ShardWriter,
-    rejects: list[RecordReject],
-    made_by: dict[str, Any],
-) -> Commit:
-    if len(writer):
-        commit = index.commit_of(cache.files, unit.unit, writer.finish(), rejects, made_by)
-    else:
-        commit = Commit(unit.unit, None, 0, 0, None, tuple(rejects), made_by)
-    index.publish_commit(cache.files, recipe.name, plan.number, commit)
-    return commit
