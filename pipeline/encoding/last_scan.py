@@ -18,9 +18,8 @@ import pyarrow.compute as pc
 
 from pipeline.cache import arrow
 from pipeline.cache.cache import Cache
-from pipeline.cache.keys import ItemRows, fixed, is_first
+from pipeline.cache.keys import ItemRows, fixed
 from pipeline.cache.scan_table import SCAN
-from pipeline.cache.scratch import Scratch
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
 from pipeline.sources.further import remedy
@@ -168,7 +167,8 @@ def gone(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
             usable = batch.filter(pc.is_null(batch.column("reject")))
             yield usable.filter(pa.array(rows.find(usable.column("item").to_pylist()) < 0))
 
-    lost = _elsewhere(scratch.table(SCAN, missing()), now, scratch)
+    lost = scratch.table(SCAN, missing())
+    lost = lost.filter(pa.array(scratch.absent(_digests(lost), _digests(now), len(lost))))
     if len(lost) > most * before:
         here = ItemRows(table, scratch)
 
@@ -193,24 +193,5 @@ def _readable(table: pa.Table) -> pa.Table:
     return table.filter(pc.or_(pc.is_null(table.column("reject")), pc.is_valid(table.column("width"))))
 
 
-def _elsewhere(lost: pa.Table, now: pa.Table, scratch: Scratch) -> pa.Table:
-    """The rows of `lost` whose bytes are in no row of `now`."""
-    if not len(lost):
-        return lost
-
-    def digests() -> Iterator[pa.Table]:
-        for number, table in enumerate((now, lost)):
-            first = 0
-            for batch in arrow.batches(table.select(["digest"])):
-                row = np.arange(first, first + len(batch)) if number else np.full(len(batch), -1)
-                keyed = pa.table({"key": batch.column("digest"), "row": row})
-                yield keyed.filter(pc.is_valid(keyed.column("key")))
-                first += len(batch)
-
-    gone = scratch.array(len(lost), bool)
-    for part in scratch.sorted_by_key(digests()):
-        rows = part.column("row").to_numpy()
-        start = np.flatnonzero(is_first(fixed(part.column("key"))))
-        absent = np.repeat(np.minimum.reduceat(rows, start) >= 0, np.diff([*start, len(rows)]))
-        gone[rows[absent]] = True
-    return lost.filter(pa.array(gone))
+def _digests(table: pa.Table) -> Iterator[np.ndarray]:
+    return (fixed(batch.column("digest")) for batch in arrow.batches(table.select(["digest"])))

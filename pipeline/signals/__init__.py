@@ -71,9 +71,9 @@ class Signal(ABC):
     def model(self, config: Config) -> dict[str, Any]:
         """The fields of the recipe that the configured model decides, read from its files."""
 
-    @abstractmethod
     def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
         """Settings that decide the values: name -> (as configured, as in this recipe)."""
+        return {}
 
     @abstractmethod
     def encoder(self, config: Config, device: Any) -> Any:

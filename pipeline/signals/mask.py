@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -60,9 +59,6 @@ class MaskRecipe(PictureSignal):
 
     def model(self, config: Config) -> dict[str, Any]:
         return _compression(config)
-
-    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
-        return {}
 
     def encoder(self, config: Config, device: Any) -> PictureEncoder:
         return _Averages(self.compression)

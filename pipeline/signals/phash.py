@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -41,9 +40,6 @@ class HashRecipe(PictureSignal):
 
     def model(self, config: Config) -> dict[str, Any]:
         return {"rule": RULE}
-
-    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
-        return {}
 
     def encoder(self, config: Config, device: Any) -> PictureEncoder:
         return _Hasher()
