@@ -8,51 +8,42 @@ publishes the set.
 
 from __future__ import annotations
 
-import csv
-import errno
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipeline import launch, retrying, signals
 from pipeline.amounts import amount
 from pipeline.cache import copies, layout
 from pipeline.cache import prompts as prompt_sets
-from pipeline.cache.arrow import batches
 from pipeline.cache.cache import Cache, WorkPlan
-from pipeline.cache.disk import cache_errors
 from pipeline.cache.files import Files
-from pipeline.cache.index import RecordReject
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
 from pipeline.config import Config
 from pipeline.encoding import estimate, image_batch, last_scan, scan_rows, unit_encoder
 from pipeline.encoding import plan as planning
 from pipeline.encoding import prompts as prompting
+from pipeline.encoding import rejects as rejecting
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
 from pipeline.encoding.fragments import Fragments, ScanSuperseded
 from pipeline.encoding.reading import Reading
+from pipeline.encoding.rejects import Rejects
 from pipeline.encoding.unit_encoder import UnitEncoder
-from pipeline.errors import NoSpaceError, RejectRateError, UserError
+from pipeline.errors import NoSpaceError, UserError
 from pipeline.images import buckets
 from pipeline.metrics import trackers
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
-from pipeline.sources import reject_kinds
-from pipeline.sources.filenames import is_url
-from pipeline.sources.filesystem import let_read
-from pipeline.sources.further import remedy
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
@@ -165,8 +156,8 @@ def dry_run(
     if as_json:
         click.echo(json.dumps(report))
     most, rejects = config.encode.max_reject_rate, work.rejects
-    if _too_many(report["items"], rejects.total, _faults(survey.scan), most):
-        _refuse_rejects(source, report["items"], rejects, most, "look at the reasons above", None)
+    if rejecting.too_many(report["items"], rejects.total, rejecting.faults(survey.scan), most):
+        rejecting.refuse(source, report["items"], rejects, most, "look at the reasons above", None)
     return NoSpaceError.exit_code if report["enough_space"] is False else 0
 
 
@@ -278,24 +269,6 @@ class _Work:
         return planning.image_work(self.table(planning.SCANNED), run.source.name, recipe, run.table, scratch, only)
 
 
-@dataclass(frozen=True)
-class _Rejects:
-    """Items of a source that are left out, as (item, reason): so many by the scan's table, and by units (failed)."""
-
-    work: _Work
-    scanned: int
-    failed: Sequence[RecordReject] = ()
-
-    def __len__(self) -> int:
-        return self.scanned + len(self.failed)
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        for batch in batches(self.work.table(["item", "reject"])) if self.scanned else ():
-            rejected = batch.filter(pc.is_valid(batch.column("reject")))
-            yield from zip(*(column.to_pylist() for column in rejected.columns), strict=True)
-        yield from ((reject.item, reject.reason) for reject in self.failed)
-
-
 Lines = list[tuple[int, str]]
 """Prompts with their line numbers."""
 
@@ -340,7 +313,7 @@ def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) ->
         UserError: a prompt could not be encoded.
     """
     work = prompts.work
-    if bad := _unit_rejects(run.cache, run.text, lambda keys: work.filter(planning.has_key(work, keys))):
+    if bad := rejecting.of_units(run.cache, run.text, lambda keys: work.filter(planning.has_key(work, keys))):
         raise UserError(
             f"{len(bad)} of {len(prompts.texts)} prompts cannot be encoded, so the set {name!r} is left as it was",
             found="; ".join(f"{reject.item}: {reject.reason}" for reject in bad[:3]),
@@ -395,10 +368,10 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
     finally:  # the scan is published, even if a signal ends the encoding
         fragments.finish()
 
-    unmade = (reject for one in run.recipes for reject in _unit_rejects(cache, one, partial(work.of, one)))
+    unmade = (reject for one in run.recipes for reject in rejecting.of_units(cache, one, partial(work.of, one)))
     failed = list({(reject.item, reject.reason): reject for reject in unmade}.values())
-    rejects = _Rejects(work, planned.rejects, failed)
-    path = _write_rejects(cache, source.name, rejects)
+    rejects = Rejects(work.table, planned.rejects, failed)
+    path = rejecting.write(cache, source.name, rejects)
     if rejects:
         click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
         for line in Kinds.of(rejects).lines():
@@ -412,7 +385,8 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
             f"{left} parts of the work were not done here: other workers have them, or they wait for another source"
         )
     published = {} if asked is None or prompts is None else _publish_prompts(run, asked[0], prompts)
-    _check_rejects(run, planned.items, rejects, planned.faults + len(failed))
+    most = run.config.encode.max_reject_rate
+    rejecting.check(cache, source, planned.items, rejects, planned.faults + len(failed), most)
     return {
         **{noun: part.records for noun, part in made.items()},
         "rejects": len(rejects),
@@ -483,9 +457,10 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     """Check and publish a scan, and plan what it lacks."""
     config, cache, source = run.config, run.cache, run.source
     gone = last_scan.gone(cache, source, table, config.encode.max_shrink)
-    faults = _faults(table)
+    faults = rejecting.faults(table)
     rejects = len(table) - table.column("reject").null_count
-    _check_rejects(run, table.num_rows, _Rejects(work, rejects), faults)
+    most = config.encode.max_reject_rate
+    rejecting.check(cache, source, table.num_rows, Rejects(work.table, rejects), faults, most)
     digest = cache.put_table(table)
     cache.add_scan(
         source.name,
@@ -518,14 +493,6 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
         fit=surveying.fit_notes(table, run.table, config.data),
     )
-
-
-def _faults(table: pa.Table) -> int:
-    """Rejects of a scan that no setting asked for: a row with a width was left out by a setting."""
-    left_out = (
-        batch.filter(pc.is_valid(batch.column("reject"))) for batch in batches(table.select(["width", "reject"]))
-    )
-    return sum(part.column("width").null_count for part in left_out)
 
 
 def _noun(recipe: Recipe) -> str:
@@ -703,61 +670,3 @@ def _readable(cache: Cache, todo: Work, name: str) -> Work:
         else:
             ready.append((plan, unit))
     return ready
-
-
-def _unit_rejects(cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]], pa.Table]) -> list[RecordReject]:
-    """Rejects of some work whose record no later unit has made. work_of: keys (hex) -> their rows."""
-    index = cache.index(recipe.name)
-    latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}
-    return [latest[key.hex()] for key in work_of(latest).column("key").to_pylist()] if latest else []
-
-
-def _write_rejects(cache: Cache, name: str, rejects: _Rejects) -> str:
-    path, files = reject_kinds.report(name), cache.files
-    with files.temporary() as temporary:
-        with cache_errors(temporary), open(temporary, "x", encoding="utf-8", newline="") as sheet:
-            rows = csv.writer(sheet, lineterminator="\n")
-            rows.writerow(["item", "reason"])
-            rows.writerows(map(reject_kinds.cell, row) for row in files.scratch.sorted_rows(rejects))
-            sheet.flush()
-            os.fsync(sheet.fileno())
-        files.replace(path, temporary)
-    return path
-
-
-def _check_rejects(run: EncodeRun, items: int, rejects: _Rejects, faults: int) -> None:
-    """RejectRateError if there are too many rejects, or nothing but rejects.
-
-    Args:
-        faults: rejects that no setting asked for.
-    """
-    most = run.config.encode.max_reject_rate
-    if not _too_many(items, len(rejects), faults, most):
-        return
-    where = run.cache.files.where(_write_rejects(run.cache, run.source.name, rejects))
-    kinds = Kinds.of(rejects)
-    found = "\n" + "\n".join([*kinds.lines(), *estimate.ignored_lines(run.source.ignored)])
-    _refuse_rejects(run.source, items, kinds, most, f"look at {where}", found)
-
-
-def _too_many(items: int, rejects: int, faults: int, most: float) -> bool:
-    return bool(items) and (faults / items > most or rejects == items)
-
-
-def _refuse_rejects(source: Source, items: int, kinds: Kinds, most: float, look: str, found: str | None) -> NoReturn:
-    """Raises the error for too many rejects. look: where they are listed, as a part of the fix."""
-    if kinds.total < items:
-        expected = f"at most {most:.1%} (encode.max_reject_rate)"
-        fix = f"{look}, or raise encode.max_reject_rate"
-    else:
-        expected = "some that can be used; the source is left as it was"
-        fix = look
-        if any(os.strerror(errno.EACCES) in kind for kind in kinds.counts) and not is_url(source.location):
-            fix = let_read(source.location)
-        elif found_by := remedy(source.further, kinds.counts):
-            fix = found_by
-        elif any("caption" in kind for kind in kinds.counts):
-            fix = "put the caption of X.jpg into X.txt, name its column (--set data.caption_field=COLUMN), or give all "
-            fix += "pictures one caption: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"
-    what = f"{kinds.total} of {items} items of source {source.name!r} were rejected"
-    raise RejectRateError(what, expected=expected, found=found, fix=fix)
