@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import click
 
-from pipeline.amounts import amount
 from pipeline.cache import prompts
 from pipeline.cache.cache import Cache
-from pipeline.cache.garbage import unneeded
 from pipeline.config import Config
-from pipeline.errors import IntegrityError
 
 
 def run(config: Config, source: str | None = None, snapshot: str | None = None, prompt_set: str | None = None) -> int:
-    """Forget a source, a snapshot's name or a prompt set, and print how much `gc` may remove now.
+    """Forget a source, a snapshot's name or a prompt set.
 
     Args:
         source: its records stay, because other sources and snapshots may share them.
@@ -44,11 +41,5 @@ def run(config: Config, source: str | None = None, snapshot: str | None = None, 
     if prompt_set is not None:
         prompts.forget(cache, prompt_set)
         click.echo(f"prompt set {prompt_set!r} is forgotten. Its records stay, and are used if it is encoded again")
-    try:
-        entries = list(unneeded(cache, older_than_s=0))
-    except IntegrityError as error:
-        click.echo(f"gc removes nothing yet: {error.what} ({error.fix})")
-        return 0
-    size = sum(entry[1] for entry in entries)
-    click.echo(f"sana-pipe gc --yes may remove {len(entries)} files, {amount(size)}, once they are old enough")
+    click.echo("sana-pipe gc lists what nothing needs any more, and removes it with --yes")
     return 0

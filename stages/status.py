@@ -89,8 +89,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         )
         if store["records_missing"]:
             line += f", {store['records_missing']} records missing"
-            if store["rate"]:
-                line += f" at {store['rate']:.1f}/s: {store['eta_s'] / 60:.0f} min"
         yield line
     yield from map(_task_line, report["tasks"])
     yield from map(_training_line, report["trainings"])

@@ -102,19 +102,28 @@ def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
     existing: set[str] = set()
     for entry in chain(files.walk("tables"), files.walk(Paths.copy("tables"))):
         existing.add(entry.name)
-        try:
-            intact = files.digest(entry.name) == PurePosixPath(entry.name).stem
-            problem = "" if intact else "its bytes do not match its name"
-        except (CacheError, OSError) as error:
-            problem = damage_only(error)
-        if problem:
+        if problem := _problem(files, entry.name, entry.size, on_file_read):
             table = entry.name.removeprefix("copies/")
             yield Finding(entry.name, problem, fix=_fix_of_table(files, table, needed.get(table)))
-        on_file_read(entry.size)
     for table, reference in sorted(needed.items(), key=lambda pair: pair[0]):
         for name in {*(table, Paths.copy(table))[: reference.stored]} - existing:
             fix = _fix_of_table(files, table, reference)
             yield Finding(name, f"is missing, and {reference.document} refers to it", fix=fix)
+
+
+WRONG, MISSING = "its bytes do not match its name", "is missing"
+
+
+def _problem(files: Files, path: str, size: int, on_file_read: OnFileRead) -> str:
+    """What is wrong with a content-addressed file; "" if nothing."""
+    try:
+        intact = files.digest(path) == PurePosixPath(path).stem
+    except FileNotFoundError:
+        return MISSING
+    except (CacheError, OSError) as error:
+        return damage_only(error)
+    on_file_read(size)
+    return "" if intact else WRONG
 
 
 def _fix_of_table(files: Files, table: str, reference: Reference | None) -> str:
@@ -140,19 +149,15 @@ def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read
         if path in already_read:
             continue
         already_read.add(path)
-        digest = PurePosixPath(path).stem
-        try:
-            intact = cache.files.digest(path) == digest
-            on_file_read(size)
-            bad = () if intact else tuple(_bad_joint_records(snapshot, digest))
-        except FileNotFoundError:
-            yield Finding(path, "the joint shard is missing")
-        except (CacheError, OSError) as error:
-            yield Finding(path, damage_only(error))
-        else:
-            if not intact:
+        problem, bad = _problem(cache.files, path, size, on_file_read), tuple[str, ...]()
+        if problem == WRONG:
+            try:
+                bad = tuple(_bad_joint_records(snapshot, PurePosixPath(path).stem))
                 problem = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
-                yield Finding(path, problem, records=bad)
+            except (CacheError, OSError) as error:
+                problem = damage_only(error)
+        if problem:
+            yield Finding(path, problem, records=bad)
 
 
 def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
@@ -246,27 +251,21 @@ class _Shard:
         commit = self.commit
         if commit.shard is None:
             return
-        path = Paths.shard(self.recipe, commit.shard)
-        try:
-            intact = self.cache.files.digest(path) == commit.shard
-            on_file_read(commit.bytes)
-        except FileNotFoundError:
+        problem = _problem(self.cache.files, Paths.shard(self.recipe, commit.shard), commit.bytes, on_file_read)
+        if problem == MISSING:
             keys = self._keys()
             lost = self._to_repair(keys, replaced)
             if lost or not keys:
                 yield self.finding(f"the shard is missing with {len(lost) or commit.records} records", lost)
-            return
-        except (CacheError, OSError) as error:
-            yield self.finding(damage_only(error))
-            return
-        if intact:
-            return
-        damaged = bad_records(self.cache, self.recipe, commit)
-        bad = self._to_repair(damaged, replaced)
-        if bad:
-            yield self.finding(f"{len(bad)} of {commit.records} records are damaged", bad)
-        elif not damaged:
-            yield self.finding("bytes outside the records are damaged")
+        elif problem == WRONG:
+            damaged = bad_records(self.cache, self.recipe, commit)
+            bad = self._to_repair(damaged, replaced)
+            if bad:
+                yield self.finding(f"{len(bad)} of {commit.records} records are damaged", bad)
+            elif not damaged:
+                yield self.finding("bytes outside the records are damaged")
+        elif problem:
+            yield self.finding(problem)
 
     def _keys(self) -> list[bytes]:
         with skip_damaged():

@@ -7,11 +7,9 @@ are asked for.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.cache import index, prompts
@@ -22,18 +20,14 @@ from pipeline.cache.snapshot import Snapshot, check_files
 from pipeline.errors import CacheError
 from pipeline.urls import strip_credentials
 
-RATE_S = 600
-"""The commits of so many seconds up to the newest give the rate."""
 STOPPED_S = 3600
-"""Age of the newest commit at which the work has stopped; much longer than clocks of two machines differ."""
+"""Age of a claim at which its process has stopped; much longer than clocks of two machines differ."""
 
 
 def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     """Counts of a cache, while or after it is filled: JSON values.
 
-    `rate` is records per second over the ten minutes up to the newest commit, by the store's clock, which may differ
-    from this machine's (0 if the newest commit is the only one or older than an hour). `eta_s` is the time that the
-    missing units take at that rate (null if unknown). `damaged` gives the `problem` and the `fix` of each document or
+    `damaged` gives the `problem` and the `fix` of each document or
     snapshot that is unreadable or incomplete; the counts leave it out. `tasks` says how far each process is that makes
     records now, as in its claim (`Progress.brief` and the counts of stores), with `silent_s`, the seconds since its
     last beat.
@@ -84,24 +78,17 @@ class _Counts:
     def _store(self, name: str) -> dict[str, Any]:
         files, plans = self.cache.files, self.cache.plans(name)
         units = done = planned = made = size = rejects = 0
-        recent: list[tuple[float, int]] = []
         for plan in plans:
             finished = files.exists(Paths.segment(name, plan.number))
             counts = {} if finished else {unit.unit: unit.count for unit in plan.units}
             units += len(plan.units)
             planned += sum(counts.values())
-            entries = files.walk(Paths.units(name, plan.number))
-            written = {PurePosixPath(entry.name).stem: entry.modified for entry in entries}
             for commit in index.each_commit(files, name, plan.number):
                 done += 1
                 made += commit.records
                 size += commit.bytes
                 rejects += len(commit.rejects)
                 planned -= counts.get(commit.unit, 0)
-                when = written.get(commit.unit)
-                if when is not None:
-                    recent.append((when, commit.records))
-        rate = self._rate(sorted(recent))
         return {
             "plans": len(plans),
             "units": units,
@@ -110,17 +97,7 @@ class _Counts:
             "records_missing": planned,
             "bytes": size,
             "rejects": rejects,
-            "rate": rate,
-            "eta_s": planned / rate if rate else None,
         }
-
-    def _rate(self, made: list[tuple[float, int]]) -> float:
-        """Records per second of commits: (time, records), sorted. The first was made before its time."""
-        newest = made[-1][0] if made else -math.inf
-        if abs(self.now - newest) >= STOPPED_S:
-            return 0.0
-        (first, _), *others = [(when, records) for when, records in made if newest - when < RATE_S]
-        return sum(records for _, records in others) / (newest - first) if newest - first > 1 else 0.0
 
     def sources(self, stores: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], bool]:
         """By name; and whether some source is still being scanned or planned."""
