@@ -115,8 +115,6 @@ UNITS = pa.schema([("unit", pa.string()), ("start", pa.int64()), ("count", pa.in
 class Units(EntryList[Unit]):
     """The units of a plan, each made when it is asked for."""
 
-    schema = UNITS
-
     @staticmethod
     def entries(rows: pa.Table) -> Iterator[Unit]:
         return (Unit(**row) for row in rows.to_pylist())

@@ -91,8 +91,6 @@ COMMITS = pa.schema(
 class Commits(EntryList[Commit]):
     """The commits of a segment, each made when it is asked for. Equal provenance is one object."""
 
-    schema = COMMITS
-
     @staticmethod
     def entries(rows: pa.Table) -> Iterator[Commit]:
         known: dict[str, dict[str, Any]] = {}

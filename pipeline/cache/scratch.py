@@ -11,7 +11,7 @@ import heapq
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -117,12 +117,7 @@ class Scratch:
             yield first
             return
 
-        def all_runs() -> Iterator[pa.Table]:
-            yield first
-            yield second
-            yield from source
-
-        whole = self.table(first.schema, all_runs())
+        whole = self.table(first.schema, chain([first, second], source))
         bounds = bins.finish().reshape(-1, BINS + 1)
         starts = np.cumsum([0, *bounds[:, -1]])
         runs = [whole.slice(start, bound[-1]) for start, bound in zip(starts.tolist(), bounds, strict=False)]
@@ -157,12 +152,7 @@ class Scratch:
             keys, others: (n,) S16 each, in the order of rows. count: of all keys.
         """
         result = self.array(count, bool)
-
-        def both() -> Iterator[np.ndarray]:
-            yield from keys
-            yield from others
-
-        for _, rows, first in self.by_key(both()):
+        for _, rows, first in self.by_key(chain(keys, others)):
             last = np.maximum.reduceat(rows, np.flatnonzero(first))
             result[rows[(last < count)[np.cumsum(first) - 1]]] = True
         return result

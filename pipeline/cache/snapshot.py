@@ -245,13 +245,13 @@ class Head(HeadObject):
     def bound(self, files: Files) -> Self:
         """This head, whose lists are in a cache."""
         for part in self._lists():
-            part.bind(files)
+            part.files = files
         return self
 
     def put_lists(self, files: Files) -> None:
         """Publish those of its lists that are in memory."""
         for part in self._lists():
-            if part.in_memory:
+            if part.files is None:
                 publish(files, part.table)
 
     def _lists(self) -> list[ShardTable | ChunkTable]:

@@ -103,13 +103,14 @@ class TableList(Sequence[T]):
 
     Attributes:
         entry: what the document says.
+        files: the cache; None: the list is in memory.
     """
 
     schema: ClassVar[pa.Schema]
 
     def __init__(self, entry: ListTable):
         self.entry = entry
-        self._files: Files | None = None
+        self.files: Files | None = None
 
     @classmethod
     def made(cls, *columns: pa.Array, **entry: Any) -> Self:
@@ -128,21 +129,12 @@ class TableList(Sequence[T]):
     def read(cls, files: Files, values: Mapping[str, Any]) -> Self:
         """The list that a document of a cache names."""
         listed = cls.parse(values)
-        listed.bind(files)
+        listed.files = files
         return listed
 
     def values(self) -> dict[str, Any]:
         """What a document says of the list, as JSON."""
         return self.entry.values()
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether it is of no cache yet."""
-        return self._files is None
-
-    def bind(self, files: Files) -> None:
-        """Name the cache of the table."""
-        self._files = files
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.entry == self.entry
@@ -178,8 +170,8 @@ class TableList(Sequence[T]):
         Raises:
             IntegrityError: the table and its copy are missing or damaged.
         """
-        assert self._files is not None, "a list of a head that was not read from a cache"
-        files, name = self._files, Paths.table(self.entry.table, "arrow")
+        assert self.files is not None, "a list of a head that was not read from a cache"
+        files, name = self.files, Paths.table(self.entry.table, "arrow")
         try:
             data = files.mapped(name, self.entry.table, mirrored=True)
         except IntegrityError as error:
