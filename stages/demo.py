@@ -32,7 +32,6 @@ from pipeline.sources.source import Item
 TINY = "tiny.yaml"
 MARK = "demo.json"
 MODELS = "tiny"
-VAE_STEPS, QUICK_VAE_STEPS = 400, 20
 PROMPTS = "prompts.txt"
 PROMPTED = ("astronaut", "galaxies", "tissue", "retina")
 """The square photographs; their captions are drawn during training."""
@@ -60,7 +59,7 @@ def run(out: Path, quick: bool = False) -> int:
         _claim(out, quick)
         config = _configuration(out)
         _photographs(out)
-        _models(out, config, quick)
+        _models(out, config)
     for arguments in _rounds(out, quick):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
@@ -167,7 +166,7 @@ def _photographs(out: Path) -> None:
         (out / PROMPTS).write_text("".join(f"{caption}\n" for caption in dict.fromkeys(captions)), encoding="utf-8")
 
 
-def _models(out: Path, config: Config, quick: bool) -> None:
+def _models(out: Path, config: Config) -> None:
     if (out / MODELS).is_dir():
         print(f"small models in {out / MODELS} are reused", flush=True)
         return
@@ -175,8 +174,7 @@ def _models(out: Path, config: Config, quick: bool) -> None:
     sizes = config.data.buckets
     assert sizes != "sana", "the demonstration's configuration lists its buckets"
     start = time.monotonic()
-    steps = QUICK_VAE_STEPS if quick else VAE_STEPS
-    print(f"making small models: fitting a VAE to {len(pictures)} pictures, {steps} steps", flush=True)
+    print(f"making small models for {len(pictures)} pictures", flush=True)
     work = out / f".{MODELS}.partial"
     shutil.rmtree(work, ignore_errors=True)
     summary = small_models.make_all(
@@ -184,7 +182,6 @@ def _models(out: Path, config: Config, quick: bool) -> None:
         pictures,
         captions,
         instruction=instruction(config.text),
-        steps=steps,
         sizes=sizes,
         flow_shift=config.train.flow.shift,
     )
