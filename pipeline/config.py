@@ -1016,7 +1016,10 @@ class TrainConfig(_Section):
                     f"set parallel.pp_size: 1 (it is {self.parallel.pp_size}) or optim.in_backward: false"
                 )
         if self.preserve is not None and self.adapter is None:
-            yield "preserve needs adapter: without one there is no base to be asked"
+            reason = "without one there is no base to be asked"
+            if self.controlnet is not None:
+                reason = "a ControlNet leaves its base as it is"
+            yield f"preserve needs adapter: {reason}; set preserve: null, or train by adapter"
         given = [name for name in ("adapter", "only", "controlnet") if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"give either {given[0]} or {given[1]}, not both: each says what is trained"

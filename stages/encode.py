@@ -302,7 +302,7 @@ def _run_prompts(
 def _prompts(run: _TextRun, lines: Lines) -> prompting.PromptWork:
     prompts, repeated = prompting.of(lines, run.text)
     for line in repeated:
-        click.echo(f"--prompts: {line}")
+        click.echo(f"--prompts: {line}", err=True)
     return prompts
 
 
@@ -654,7 +654,8 @@ def _report_captions(meter: Meter) -> None:
     if meter.unshared:
         click.echo(f"{meter.unshared} captions changed the instruction's own tokens and were encoded in full")
     if meter.truncated:
-        click.echo(f"{meter.truncated} captions had more tokens than text.max_length keeps and were cut at the end")
+        what = "captions had more tokens than text.max_length keeps and were cut at the end"
+        click.echo(f"{meter.truncated} {what}", err=True)
 
 
 def _readable(cache: Cache, todo: Work, name: str) -> Work:

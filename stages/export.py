@@ -9,7 +9,6 @@ parameter at a time, for any number of processes that wrote the checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -36,7 +35,7 @@ from pipeline.training.base_weights import whole_weights
 from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
-"""Marks a folder as an export, with the sha256 of every other file."""
+"""Marks a folder as an export: what was exported, and the options that it depends on."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -132,7 +131,7 @@ def run(
             architecture.save(weights, work / "transformer", DTYPES[dtype])
             text = readme("transformer", config, architecture, **about)
         (work / "README.md").write_text(text, encoding="utf-8")
-        _mark(config, state, work)
+        _json(work / MARK, {"state": state, "config": _shown(config)})
     print(f"exported {stored} to {out}; the call is in its README.md", flush=True)
     return out
 
@@ -277,16 +276,6 @@ def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) ->
     )
 
 
-def _mark(config: Config, state: dict[str, Any], work: Path) -> None:
-    """Write `MARK`."""
-    files = {
-        path.relative_to(work).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(work.rglob("*"))
-        if path.is_file()
-    }
-    _json(work / MARK, {"state": state, "config": _shown(config), "files": files})
-
-
 def _shown(config: Config) -> dict[str, Any]:
     """The options that an export depends on, by name, without paths of this machine."""
     tree = written(config)
@@ -300,11 +289,6 @@ def _shown(config: Config) -> dict[str, Any]:
 def _name(weights: Weights) -> str:
     """A hub id; a local folder stays unnamed."""
     return "a local folder" if Path(weights.id).exists() else weights.id
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def copy_settings(source: Path, target: Path) -> None:

@@ -216,7 +216,7 @@ def test_what_is_trained_is_said_once() -> None:
             TrainConfig.model_validate({"controlnet": {}, **other})
     with pytest.raises(ValueError, match="no control pictures"):
         TrainConfig.model_validate({"controlnet": {}, "pictures": {"prompts": "prompts"}})
-    with pytest.raises(ValueError, match="preserve needs adapter"):
+    with pytest.raises(ValueError, match=r"a ControlNet leaves its base as it is; set preserve: null"):
         TrainConfig.model_validate({"controlnet": {}, "preserve": {}})
 
 

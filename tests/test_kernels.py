@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,7 +260,7 @@ def test_kernels_run_on_a_gpu_alone_and_not_in_float64(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
     if importlib.util.find_spec("triton") is not None:
         chosen = backend.kernels("linear_attention", OnGpu(), OnGpu())  # type: ignore[arg-type]
-        assert chosen is not None and chosen.module.__name__.endswith("_triton")
+        assert chosen is not None and chosen.__name__.endswith("_triton")
     exact = OnGpu()
     exact.dtype = torch.float64
     assert backend.kernels("linear_attention", OnGpu(), exact) is None  # type: ignore[arg-type]
@@ -277,25 +277,32 @@ def test_kernels_are_for_the_gpus_that_they_are_compiled_for(
     assert (backend.kernels("linear_attention", OnGpu()) is not None) == kernels  # type: ignore[arg-type]
 
 
-@triton
-def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operation", ["gated_convolution", "linear_attention"])
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current one."""
-    events: list[object] = []
+    module, inputs = {
+        "gated_convolution": (gated_convolution, (torch.ones(1, 2, 2, 4), torch.ones(4, 1, 3, 3), torch.ones(4))),
+        "linear_attention": (linear_attention, (torch.ones(1, 4, 8),) * 3 + (4,)),
+    }[operation]
+    events: list[str] = []
 
     @contextlib.contextmanager
-    def current(device: torch.device) -> Iterator[None]:
-        events.append(device)
+    def current(tensor: torch.Tensor) -> Iterator[None]:
+        assert isinstance(tensor, torch.Tensor)
+        events.append("entered")
         yield
         events.append("left")
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device", current)
-    for name in ("gated_convolution", "linear_attention"):
-        chosen = backend.kernels(name, OnGpu())  # type: ignore[arg-type]
-        assert chosen is not None
-        monkeypatch.setattr(chosen.module, "forward", lambda *args: events.append(args))
-        chosen.forward(1, 2)
-    assert events == [OnGpu.device, (1, 2), "left"] * 2
+    def recorded(name: str) -> Any:
+        return lambda *args: (events.append(name), getattr(reference, name)(*args))[1]
+
+    reference = SimpleNamespace(forward=module.forward, backward=module.backward)
+    chosen = SimpleNamespace(forward=recorded("forward"), backward=recorded("backward"))
+    monkeypatch.setattr(module, "kernels", lambda *_: chosen)
+    monkeypatch.setattr(torch.cuda, "device_of", current)
+    given = inputs[0].clone().requires_grad_()
+    getattr(module, operation)(given, *inputs[1:]).sum().backward()
+    assert events == ["entered", "forward", "left", "entered", "backward", "left"]
 
 
 # -------------------------------------------------------------------------------------------------------------- GPU

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -135,6 +136,16 @@ def test_a_full_disk_of_the_process_that_decodes_is_one_here(tmp_path: Path, mon
         )
         with pytest.raises(kind):
             encoder_process.decode(tiny_run.config(tmp_path), {"a": torch.zeros(1)}, tmp_path)
+
+
+def test_only_warnings_and_errors_of_an_encoder_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "import sys; print('progress'); print('warning', file=sys.stderr)"
+    monkeypatch.setattr(encoder_process, "command", lambda *words: [sys.executable, "-c", program])
+    encoder_process.decode(tiny_run.config(tmp_path), {"a": torch.zeros(1)}, tmp_path)
+    printed = capfd.readouterr()
+    assert "progress" not in printed.out and "warning" in printed.err
 
 
 def test_a_full_disk_of_one_process_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

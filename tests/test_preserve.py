@@ -163,5 +163,5 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
 
 
 def test_preserve_without_adapter_is_refused() -> None:
-    with pytest.raises(ValueError, match="preserve needs adapter"):
+    with pytest.raises(ValueError, match=r"preserve needs adapter: .*; set preserve: null"):
         TrainConfig.model_validate({"preserve": {}})

@@ -87,11 +87,10 @@ def test_a_layout_is_read_as_the_library_reads_it_that_wrote_it(name: str, repos
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs), (part, variant)
 
 
-def test_an_index_goes_before_a_single_file_and_says_so(repositories: Callable[[str], Path]) -> None:
+def test_an_index_goes_before_a_single_file(repositories: Callable[[str], Path]) -> None:
     folder = repositories(BOTH) / "transformer"
     files = WeightFiles(folder)
     assert {name.count("-of-") for name in hub.choose(folder, None).files} == {1}
-    assert "diffusion_pytorch_model.safetensors beside it is not used" in files.description
     chosen = tensors(folder, hub.choose(folder, None).files)
     assert torch.equal(files.read("proj_out.bias", [0], [16]), chosen["proj_out.bias"])
     beside = load_file(folder / "diffusion_pytorch_model.safetensors")
@@ -814,7 +813,7 @@ def test_an_export_of_it_loads_as_its_readme_says_and_tells_nothing_of_this_mach
 
 
 def test_sampling_runs_in_what_the_model_bears(run: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(command: list[str], check: bool) -> SimpleNamespace:
+    def here(command: list[str], **options: Any) -> SimpleNamespace:
         with pytest.raises(SystemExit) as ended:
             cli.main(command[command.index("decode") :])
         return SimpleNamespace(returncode=ended.value.code)

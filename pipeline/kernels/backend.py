@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,35 +15,14 @@ from torch import Tensor
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Kernels:
-    """The functions of `pipeline.kernels.<name>_triton`, run on one GPU.
-
-    Triton launches on the current GPU, whichever one the tensors are on. Custom operations run outside of graphs, so a
-    compiled block, too, comes here.
-    """
-
-    def __init__(self, name: str, device: torch.device):
-        self.module = importlib.import_module(f"pipeline.kernels.{name}_triton")
-        self.device = device
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = getattr(self.module, name)
-
-        def on_device(*args: Any) -> Any:
-            with torch.cuda.device(self.device):
-                return function(*args)
-
-        return on_device
-
-
-def kernels(name: str, *tensors: Tensor) -> Kernels | None:
+def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
     """The Triton kernels of an operation for these tensors, or None where the reference runs: not on a GPU, on one
     below compute capability 8.0, in float64 (the kernels compute in float32), or without Triton (it comes with
     torch's wheels for CUDA on Linux)."""
-    if all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors) and triton_is_installed():
-        device = tensors[0].device
-        return Kernels(name, device) if is_new_enough(device) else None
-    return None
+    fit = all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors)
+    if not (fit and triton_is_installed() and is_new_enough(tensors[0].device)):
+        return None
+    return importlib.import_module(f"pipeline.kernels.{name}_triton")
 
 
 @functools.cache

@@ -35,7 +35,8 @@ def gated_convolution(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 @torch.library.custom_op("sana_pipe::gated_convolution", mutates_args=())
 def _operation(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     module = kernels("gated_convolution", u, weight, bias)
-    return (module.forward if module else forward)(u, weight, bias)
+    with torch.cuda.device_of(u):  # Triton launches on the current GPU
+        return (module.forward if module else forward)(u, weight, bias)
 
 
 @torch.library.custom_op("sana_pipe::gated_convolution_backward", mutates_args=())
@@ -43,7 +44,8 @@ def _gradients(
     gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_weights: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     module = kernels("gated_convolution", gradient, u, weight, bias)
-    return (module.backward if module else backward)(gradient, u, weight, bias, of_weights)
+    with torch.cuda.device_of(u):
+        return (module.backward if module else backward)(gradient, u, weight, bias, of_weights)
 
 
 @_operation.register_fake

@@ -46,7 +46,8 @@ def _operation(
     kernels arrange it differently. Without key and value, `query` has all three."""
     q, k, v = _three(query, key, value)
     module = kernels("linear_attention", q, k, v)
-    return (module.forward if module else forward)(q, k, v, head_dim, eps)
+    with torch.cuda.device_of(query):  # Triton launches on the current GPU
+        return (module.forward if module else forward)(q, k, v, head_dim, eps)
 
 
 @torch.library.custom_op("sana_pipe::linear_attention_backward", mutates_args=())
@@ -61,7 +62,8 @@ def _gradients(
         for x in (query, key, value)
     )
     of_q, of_k, of_v = first.chunk(3, dim=2) if key is None else (first, second, third)
-    (module.backward if module else backward)(gradient, state, q, k, v, of_q, of_k, of_v, head_dim, eps)
+    with torch.cuda.device_of(query):
+        (module.backward if module else backward)(gradient, state, q, k, v, of_q, of_k, of_v, head_dim, eps)
     return first, second, third
 
 

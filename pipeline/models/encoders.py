@@ -44,11 +44,6 @@ _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations
 # ---------------------------------------------------------------- recipes, from files alone
 
 
-def vae_compression(config: VaeConfig) -> int:
-    """Pixels per latent side. Errors as in `describe_vae`."""
-    return _compression(_vae_settings(resolve(config)))
-
-
 def describe_vae(config: VaeConfig) -> dict[str, Any]:
     """What decides the value of a latent, from files, without building the module. weights: 32 hex digits over the
     encoder's tensors and architecture; compression: pixels per latent side.

@@ -13,7 +13,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,13 @@ class ModelError(UserError):
 @dataclass(frozen=True)
 class WeightSet:
     """One of the sets of weights in a folder. files: names of those present, in order. missing: further names in the
-    index. size: bytes of all of them. instead_of: the unused file or index of the same variant."""
+    index. size: bytes of all of them."""
 
     variant: str | None
     files: tuple[str, ...]
     missing: tuple[str, ...]
     size: int
     index: str | None = None
-    instead_of: str | None = None
 
 
 def is_local(weights: Weights) -> bool:
@@ -402,8 +401,6 @@ def weight_sets(folder: Path, files: Mapping[str, int]) -> list[WeightSet]:
             if present or not options:
                 place = 0 if stem == STEMS[0] else len(options)
                 options.insert(place, WeightSet(variant, present, missing, size, file))
-        if len(options) > 1:
-            options[0] = replace(options[0], instead_of=options[1].index or options[1].files[0])
         sets.append(options[0])
     return sets
 

@@ -75,6 +75,8 @@ class SanaConfig(ModelSpec):
         for name, fits, what, expected in (
             ("guidance_embeds", not self.guidance_embeds, "guidance distillation (Sana-Sprint)", "false"),
             ("timestep_scale", self.timestep_scale == 1, "scaled timesteps (Sana-Sprint)", "1.0"),
+            ("attention_bias", not self.attention_bias, "biases of queries, keys and values", "false"),
+            ("norm_elementwise_affine", not self.norm_elementwise_affine, "norms with weights", "false"),
             ("qk_norm", self.qk_norm in norms, "another norm of queries and keys", f"null or {norms[1]!r}"),
             ("out_channels", self.out_channels == self.in_channels, "a learned variance", f"{self.in_channels}"),
             ("cross_attention_dim", self.cross_attention_dim == self.inner_dim, "captions of another width", width),

@@ -9,7 +9,6 @@ here with safetensors and diffusers.
 from __future__ import annotations
 
 import json
-import os
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -75,7 +74,6 @@ class WeightFiles:
             chosen = hub.choose(place, variant, widest=True)
             self._tensors = _mapped([place / name for name in chosen.files])
             names = chosen.files
-            note = f"; {chosen.instead_of} beside it is not used" if chosen.instead_of else ""
         self.shapes = {name: tuple(part.shape) for name, part in self._tensors.items()}
         expected = self.config.shapes()
         _check_names(expected, self.shapes, str(place))
@@ -130,8 +128,7 @@ def save_weights(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a folder that diffusers' `SanaTransformer2DModel.from_pretrained` reads. Each file is written under a
-    temporary name and renamed; weight files of an earlier export in the same folder are removed at the end.
+    """Write a folder that diffusers' `SanaTransformer2DModel.from_pretrained` reads. The folder is new, or empty.
 
     Args:
         state_dict: every parameter in full, in our layout; read and converted one at a time.
@@ -155,10 +152,6 @@ def save_weights(
             weight_map = dict(sorted(split.tensor_to_filename.items()))
             _write_json(folder / index, {"metadata": split.metadata, "weight_map": weight_map})
         _write_json(folder / "config.json", config.to_dict())
-        written = {*split.filename_to_tensors, *([index] if split.is_sharded else [])}
-        for path in folder.glob(f"{WEIGHTS_STEM}*.safetensors*"):
-            if path.name not in written:
-                path.unlink()
 
 
 def save_nvlabs(
@@ -182,10 +175,8 @@ def save_nvlabs(
         folder.mkdir(parents=True, exist_ok=True)
         write_file(path, tensors, shapes, ChainMap(buffers, state_dict), dtype)  # type: ignore[arg-type]
         with hub.open_tensors(path) as file:  # mapped: the other file needs no memory for the whole model
-            temporary = folder / f"{stem}.pth.tmp"
-            with temporary.open("wb") as out:  # torch's own file says nothing of a full disk
+            with (folder / f"{stem}.pth").open("wb") as out:  # torch's own file says nothing of a full disk
                 torch.save({"state_dict": {name: file.get_tensor(name) for name in file.keys()}}, out)
-        os.replace(temporary, folder / f"{stem}.pth")
         _write_json(folder / "config.json", config.to_dict())
 
 
@@ -196,11 +187,10 @@ def write_file(
     state_dict: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Write one safetensors file under a temporary name, then rename it. tensors: name in the file -> the parameters
-    whose rows it concatenates. Refused is a parameter of another shape, or with values that `dtype` cannot hold."""
+    """Write one safetensors file. tensors: name in the file -> the parameters whose rows it concatenates. Refused is a
+    parameter of another shape, or with values that `dtype` cannot hold."""
     rows = {stored: sum(shapes[name][0] for name in names) for stored, names in tensors.items()}
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as out:
+    with path.open("wb") as out:
         out.write(_header({stored: (rows[stored], *shapes[names[0]][1:]) for stored, names in tensors.items()}, dtype))
         for name in (name for names in tensors.values() for name in names):
             whole = state_dict[name].detach()
@@ -214,7 +204,6 @@ def write_file(
                     fix="another --dtype",
                 )
             out.write(raw_bytes(stored))
-    os.replace(temporary, path)
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
@@ -255,6 +244,4 @@ def _check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], p
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

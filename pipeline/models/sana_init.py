@@ -40,8 +40,8 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaConf
         return normal(shape[-1] ** -0.5)
     if name == "caption_norm.weight":
         return torch.full(shape, 0.01)
-    if layer in ("norm_q", "norm_k", "norm2"):
-        return torch.ones(shape) if kind == "weight" else torch.zeros(shape)
+    if layer in ("norm_q", "norm_k"):
+        return torch.ones(shape)
     if layer in ("conv_inverted", "conv_depth", "conv_point", "proj"):
         fan_in = {
             "conv_inverted": config.inner_dim,

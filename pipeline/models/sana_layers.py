@@ -42,14 +42,6 @@ class RMSNorm(nn.Module):
         return full.to(self.weight.dtype) * self.weight
 
 
-class _LayerNorm(nn.LayerNorm):
-    """Layer norm in the dtype of its input, whatever the dtype of its parameters."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
 class _Attention(nn.Module):
     """Projections of self and cross attention. Head counts follow from the projections' widths at run time, so that the
     module also works on tensor-parallel shards."""
@@ -183,12 +175,12 @@ class SanaTransformerBlock(nn.Module):
             dim,
             config.num_attention_heads,
             config.attention_head_dim,
-            bias=config.attention_bias,
+            bias=False,
             dropout=config.dropout,
             norm_eps=_SELF_NORM_EPS if qk else None,
         )
         self.attn1.eps = numerics.attention_eps
-        self.norm2 = _LayerNorm(dim, elementwise_affine=config.norm_elementwise_affine, eps=config.norm_eps)
+        self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=config.norm_eps)
         self.attn2 = CrossAttention(
             dim,
             config.cross_attention_dim,

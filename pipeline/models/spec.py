@@ -8,8 +8,8 @@ A new architecture is a subclass in a file of its own and a line in `KINDS`. Its
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -272,8 +272,7 @@ def spec_class(name: str | None, source: str) -> type[ModelSpec]:
     if name not in KINDS:
         fix = "name it as train.controlnet.start, and its base as model.weights.id" if "Control" in str(name) else None
         raise ConfigError(f"{source} describes another model", expected=" or ".join(KINDS), found=name, fix=fix)
-    module, _, cls = KINDS[name].partition(":")
-    return getattr(importlib.import_module(module), cls)
+    return pkgutil.resolve_name(KINDS[name])
 
 
 def spec_of(data: Mapping[str, Any], source: str = "config.json") -> ModelSpec:

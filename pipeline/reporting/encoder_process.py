@@ -1,7 +1,8 @@
 """Use an encoder in a separate process, so that it and the transformer never share one.
 
 `decode` starts `sana-pipe decode`, which loads the VAE of the configuration, `encode_prompts` starts `sana-pipe encode
---prompts`, which loads the text encoder; this process imports neither.
+--prompts`, which loads the text encoder; this process imports neither. Of what they print only warnings and errors are
+shown.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def _run(config: Config, work: Path, *words: str, what: str) -> None:
     settings = work / "config.yaml"
     settings.write_text(dump(config), encoding="utf-8")
     torch.cuda.empty_cache()  # the process needs the memory
-    done = subprocess.run(command("--quiet", *words, "--config", str(settings)), check=False)
+    words = "--quiet", *words, "--config", str(settings)
+    done = subprocess.run(command(*words), check=False, stdout=subprocess.DEVNULL)  # warnings and errors are on stderr
     if done.returncode == NoSpaceError.exit_code:
         raise NoSpaceError(f"{what} met a full disk", fix="see its message above")
     if done.returncode:

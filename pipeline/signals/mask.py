@@ -72,6 +72,7 @@ class MaskRecipe(PictureSignal):
 
 
 def _compression(config: Config) -> dict[str, Any]:
-    from pipeline.models.encoders import vae_compression
+    from pipeline.models.encoders import vae_shape
+    from pipeline.models.hub import resolve
 
-    return {"compression": vae_compression(config.vae)}
+    return {"compression": vae_shape(resolve(config.vae))[0]}

@@ -8,8 +8,8 @@ average and checkpoints hold.
 from __future__ import annotations
 
 import difflib
-import importlib
 import itertools
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -133,7 +133,7 @@ def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
             found=str(values.get("kind")),
             fix="use the version of sana-pipe that wrote it",
         )
-    return _class(values["kind"]).from_dict(values)
+    return pkgutil.resolve_name(KINDS[values["kind"]]).from_dict(values)
 
 
 def adapter_of(train: TrainConfig, spec: ModelSpec, *, start: bool = True) -> Adapter | None:
@@ -143,12 +143,7 @@ def adapter_of(train: TrainConfig, spec: ModelSpec, *, start: bool = True) -> Ad
     kind = next((kind for kind, given in others.items() if given is not None), None)
     if train.adapter is not None:
         kind = train.adapter.kind
-    return None if kind is None else _class(kind).from_config(train, spec, start)
-
-
-def _class(kind: str) -> type[Adapter]:
-    module, _, name = KINDS[kind].partition(":")
-    return getattr(importlib.import_module(module), name)
+    return None if kind is None else pkgutil.resolve_name(KINDS[kind]).from_config(train, spec, start)
 
 
 def matching(patterns: Sequence[str], names: Iterable[str], option: str) -> list[str]:

@@ -198,15 +198,6 @@ def _refusal(layer: nn.Module) -> str | None:
     return None if getattr(layer, "of_tokens", False) else "it is a convolution of pictures, not a product of tokens"
 
 
-_REMEDIES = {
-    "lokr_": "LoKr is not LoRA: merge it into the model, and give that as model.weights",
-    "hada_": "LoHa is not LoRA: merge it into the model, and give that as model.weights",
-    "dora_scale": "dora_scale is another DoRA: merge it into the model, and give that as model.weights",
-    "lora_magnitude_vector": "the file is a DoRA: --set train.adapter.kind=dora",
-}
-"""What to do about keys that are not of this adapter, by a part of a key."""
-
-
 def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> None:
     """Refuse a file that is not exactly the adapter."""
     keys = set(keys)
@@ -214,14 +205,14 @@ def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> 
     if not foreign and not missing:
         return
     found = [f"{what} {listed(names, 4)}" for what, names in (("unexpected", foreign), ("missing", missing)) if names]
-    remedies = [remedy for part, remedy in _REMEDIES.items() if any(part in key for key in foreign)]
+    fix = "give a LoRA file for this model, with keys as diffusers' save_lora_weights writes them"
     if keys & wanted.keys():
-        remedies.append("train.adapter.targets must choose the modules of the file, all of them and no others")
+        fix = "train.adapter.kind must be that of the file, and train.adapter.targets its modules and no others"
     raise ConfigError(
         f"{option}: does not hold this adapter",
         expected=f"{len(wanted)} keys, such as {listed(wanted, 1)}",
         found="; ".join(found),
-        fix=[*remedies, "give a LoRA file for this model, with keys as diffusers' save_lora_weights writes them"][0],
+        fix=fix,
     )
 
 

@@ -79,20 +79,18 @@ def add_low_rank(layer: nn.Module, rank: int, scale: float, dropout: float, magn
 
 
 def joined_products(x: Tensor, layers: Sequence[Any]) -> Tensor | None:
-    """Three Linear layers without bias as one product, side by side: one product of the weights, and where layers are
-    adapted one with all A and one with all B. The layers then share one mask of the dropout.
+    """Three Linear layers, which have no bias, as one product, side by side: one product of the weights, and where
+    layers are adapted one with all A and one with all B. The layers then share one mask of the dropout.
 
     Args:
         x: (.., inputs).
 
     Returns:
-        (.., sum of outputs), contiguous; None: a layer has a bias, or its class computes something else (tensor
-        parallelism, compressed activations).
+        (.., sum of outputs), contiguous; None: the class of a layer computes something else (tensor parallelism,
+        compressed activations).
     """
     classes = [mixins_of(layer) for layer in layers]
-    if any(layer.bias is not None for layer in layers) or any(
-        cls is not nn.Linear or mixins not in ((), (LowRank,)) for mixins, cls in classes
-    ):
+    if any(cls is not nn.Linear or mixins not in ((), (LowRank,)) for mixins, cls in classes):
         return None
     first, second, third = (layer.weight for layer in layers)
     joined = joined_linear(x, first, second, third)
