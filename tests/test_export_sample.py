@@ -572,8 +572,8 @@ def test_new_prompts_are_drawn_as_in_training(
     before = sorted(path for path in Path(trained.config.cache).rglob("*"))
     sheet = sample.run_prompts(trained.config, "auto", PROMPTS, tmp_path / "samples", height=32, width=48)
     assert sorted(path for path in Path(trained.config.cache).rglob("*")) == before, "the cache is left as it was"
-    printed = capsys.readouterr().out
-    assert "line 3 repeats" in printed and "--ema" in printed
+    printed = capsys.readouterr()
+    assert "line 3 repeats" in printed.err and "--ema" in printed.out
     names = {path.name for path in (tmp_path / "samples").iterdir()}
     assert names == {"0000.png", "0001.png", sheet.name, "samples.jsonl"}
     rows = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
