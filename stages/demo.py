@@ -9,7 +9,6 @@ finished round is left alone.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -30,7 +29,7 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item
 
 TINY = "tiny.yaml"
-MARK = "demo.json"
+MARK = ".sana-pipe-demo"
 MODELS = "tiny"
 PROMPTS = "prompts.txt"
 PROMPTED = ("astronaut", "galaxies", "tissue", "retina")
@@ -51,12 +50,12 @@ def run(out: Path, quick: bool = False) -> int:
         0, or the exit code of the command that failed.
 
     Raises:
-        UserError: `out` belongs to another demonstration, or to something else.
+        UserError: `out` holds something else.
     """
     began = time.monotonic()
     out = Path(out)
     with writing(out, "check the rights, or give another --out"):
-        _claim(out, quick)
+        _claim(out)
         config = _configuration(out)
         _photographs(out)
         _models(out, config)
@@ -118,28 +117,14 @@ def _add_phase(out: Path, name: str, quick: bool) -> None:
     print(f"\nadded to {path}:\n{added.strip()}", flush=True)
 
 
-def _claim(out: Path, quick: bool) -> None:
-    """Mark the folder with this demonstration's options; refuse a folder of other content or options."""
-    options = {"quick": quick}
-    mark = out / MARK
-    try:
-        marked = json.loads(mark.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out") from None
-        out.mkdir(parents=True, exist_ok=True)
-        with replacing(mark) as work:
-            work.write_text(json.dumps(options) + "\n", encoding="utf-8")
+def _claim(out: Path) -> None:
+    """Mark the folder as a demonstration's; refuse a folder of other content."""
+    if (out / MARK).is_file():
         return
-    except (OSError, ValueError) as error:
-        raise UserError(f"{mark}: cannot be read: {error}", fix="remove the folder, or give another --out") from None
-    if marked != options:
-        raise UserError(
-            f"{out} holds a demonstration with other options",
-            expected=options,
-            found=marked,
-            fix="give another --out",
-        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
 
 
 def _configuration(out: Path) -> Config:

@@ -51,13 +51,12 @@ _MODEL = "model.weights.id", "model.weights.revision", "model.arch", "train.seed
 
 @dataclass(frozen=True)
 class Parts:
-    """The local folders that the encoders are copied from, the VAE's compression and its channels."""
+    """The local folders that the encoders are copied from, and the VAE's compression."""
 
     vae: Path
     text: Path
     tokenizer: Path
     compression: int
-    channels: int
 
 
 def run(
@@ -101,10 +100,9 @@ def run(
     form = _form(form, architecture, adapter)
     of_adapter = adapter is not None and form in adapter.formats
     whole = form in ("diffusers", "merged") and not of_adapter and architecture.pipeline is not None
-    parts = _parts(config) if whole else None
+    parts = _parts(config, architecture) if whole else None
     if parts is not None:
         architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
-        _check_fit(config, architecture, parts)
     stored = checkpoints.ModelTensors(folder, ema=ema)
     weights = whole_weights(config, stored)
 
@@ -233,16 +231,15 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
             print(f"note: {what}: the export takes the current one", flush=True)
 
 
-def _parts(config: Config) -> Parts:
+def _parts(config: Config, architecture: ModelSpec) -> Parts:
+    """Fetches them; those that do not fit the model are refused."""
     tokenizer = config.text.model_copy(update={"subfolder": config.text.tokenizer_subfolder})
-    vae = hub.resolve(config.vae)
-    return Parts(vae, hub.resolve(config.text), hub.resolve(tokenizer, _TOKENIZER), *vae_shape(vae))
-
-
-def _check_fit(config: Config, architecture: ModelSpec, parts: Parts) -> None:
+    vae, text = hub.resolve(config.vae), hub.resolve(config.text)
+    compression, channels = vae_shape(vae)
     fix = "give the encoders that the model was trained with"
-    architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=parts.channels)
-    architecture.check_widths(f"the text encoder {config.text.id}", fix, text_width=text_width(parts.text))
+    architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=channels)
+    architecture.check_widths(f"the text encoder {config.text.id}", fix, text_width=text_width(text))
+    return Parts(vae, text, hub.resolve(tokenizer, _TOKENIZER), compression)
 
 
 # --------------------------------------------------------------------------------------------------- writing

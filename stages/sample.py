@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -80,26 +80,20 @@ def run(
     Raises:
         UserError: no checkpoint, no snapshot, or a snapshot of other encoders; a scale for a whole model.
     """
-    out = Path(out)
-    set_tf32(config.train.tf32)
-    folder = checkpoints.find(config, checkpoint)
-    document = checkpoints.read_document(folder)
-    config = checkpoints.as_trained(config.at(folder), document.config)
+    config, stored, controlled = _trained(config, checkpoint, ema)
     cache = Cache.of(config)
-    opened, controlled = cache.open_snapshot(snapshot), _controlled(document)
+    opened = cache.open_snapshot(snapshot)
     if controlled is not None and CONTROL not in opened.pictures:
         raise ConfigError(
-            f"{folder} holds {controlled}, and snapshot {opened.id[:12]} has no control pictures",
+            f"{stored.folder} holds {controlled}, and snapshot {opened.id[:12]} has no control pictures",
             fix="--snapshot NAME of one with them, or --prompt TEXT --control FILE",
         )
-    stored = checkpoints.ModelTensors(folder, ema=ema)
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
     channels, text_width = opened.recipe(LatentRecipe).channels, opened.recipe(TextRecipe).width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or config.sample.count, len(opened))
     if wanted < (count or config.sample.count):
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
-    _make(out)
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
     chosen, device = spread(len(opened), wanted), resolve_device(config.train.device)
 
@@ -107,34 +101,36 @@ def run(
         adapter = controlled if title == DRAWN and scale != 0 else None
         return draw_latents.draw_for(config, architecture, weights, opened, chosen, device, adapter)
 
-    by_title = _drawn(columns, draw)
-    drawn = by_title[DRAWN]
-    controls = [each.control for each in drawn if each.control is not None]
-    latents = {**({CONTROL: controls} if controls else {}), RECONSTRUCTION: [each.cached for each in drawn]}
-    latents |= {title: [each.latent for each in column] for title, column in by_title.items()}
-    hits = draw_latents.nearest(drawn)
-    for line in likeness(drawn, hits, by_title.get(BASE)):
-        _log(line)
-    rows = [
-        {
-            **{name: getattr(each, name) for name in ("caption", "source", "item", "sample_id")},
-            "height": each.bucket[0],
-            "width": each.bucket[1],
-            "nearest_is_own": hit,
-            "seed": config.sample.seed,
-        }
-        for each, hit in zip(drawn, hits, strict=True)
-    ]
-    with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-        photos = SourcePictures(config, cache)
-        sheet = publish(config, latents, rows, stored, Path(work), out, photos)
+    with _working(out) as work:
+        by_title = _drawn(columns, draw)
+        drawn = by_title[DRAWN]
+        controls = [each.control for each in drawn if each.control is not None]
+        latents = {**({CONTROL: controls} if controls else {}), RECONSTRUCTION: [each.cached for each in drawn]}
+        latents |= {title: [each.latent for each in column] for title, column in by_title.items()}
+        hits = draw_latents.nearest(drawn)
+        for line in likeness(drawn, hits, by_title.get(BASE)):
+            _log(line)
+        rows = [
+            {
+                **{name: getattr(each, name) for name in ("caption", "source", "item", "sample_id")},
+                "height": each.bucket[0],
+                "width": each.bucket[1],
+                "nearest_is_own": hit,
+                "seed": config.sample.seed,
+            }
+            for each, hit in zip(drawn, hits, strict=True)
+        ]
+        sheet = publish(config, latents, rows, stored, work, out, SourcePictures(config, cache))
     return Result(sheet, len(drawn), sum(hits))
 
 
-def _controlled(document: checkpoints.Document) -> Adapter | None:
-    """The ControlNet of a checkpoint; None: it has none."""
-    adapter = adapter_from(document.adapter)
-    return adapter if adapter is not None and adapter.stays else None
+def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkpoints.ModelTensors, Adapter | None]:
+    """The configuration as of the training, the weights, and the ControlNet among them (None: it has none)."""
+    set_tf32(config.train.tf32)
+    stored = checkpoints.ModelTensors(checkpoints.find(config, checkpoint), ema=ema)
+    adapter = adapter_from(stored.document.adapter)
+    controlled = adapter if adapter is not None and adapter.stays else None
+    return checkpoints.as_trained(config.at(stored.folder), stored.document.config), stored, controlled
 
 
 def _columns(
@@ -189,16 +185,13 @@ def _file(number: int, title: str) -> str:
     return f"{number:04d}" + ("" if title == DRAWN else f"-{title}")
 
 
-def _make(out: Path) -> None:
-    """Make the folder of the pictures, and see that it can be written, before anything is drawn."""
-    with _writing(out):
+@contextmanager
+def _working(out: Path) -> Iterator[Path]:
+    """A temporary folder in that of the pictures, made before anything is drawn."""
+    with writing(out, "check the rights, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out):
-            pass
-
-
-def _writing(out: Path) -> AbstractContextManager[None]:
-    return writing(out, "check the rights, or give another --out")
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
+            yield Path(work)
 
 
 def run_prompts(
@@ -225,33 +218,27 @@ def run_prompts(
     Raises:
         UserError: no checkpoint; encoders that do not fit it; sides that the model cannot draw.
     """
-    out = Path(out)
-    set_tf32(config.train.tf32)
-    folder = checkpoints.find(config, checkpoint)
-    config = config.at(folder)
-    document = checkpoints.read_document(folder)
-    config, controlled = checkpoints.as_trained(config, document.config), _controlled(document)
+    config, stored, controlled = _trained(config, checkpoint, ema)
     if (controlled is None) != (control is None):
         held = "a ControlNet, which draws with a control picture" if control is None else "no ControlNet"
-        raise ConfigError(f"{folder} holds {held}", fix="--control FILE" if control is None else "leave --control out")
-    latent, text = recipes_of(config, document.state.snapshot)
+        fix = "--control FILE" if control is None else "leave --control out"
+        raise ConfigError(f"{stored.folder} holds {held}", fix=fix)
+    latent, text = recipes_of(config, stored.document.state.snapshot)
     compression, channels = (
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
     )
     size = height or config.data.resolution, width or config.data.resolution
-    document.architecture.check_sides(*size, compression, "--{name} {value}")
-    _make(out)
-    with _writing(out), tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-        encoded, drawn_from = encoder_process.encode_prompts(config, prompts, Path(work), control, size)
+    stored.architecture.check_sides(*size, compression, "--{name} {value}")
+    with _working(out) as work:
+        encoded, drawn_from = encoder_process.encode_prompts(config, prompts, work, control, size)
         if text is not None and text != (configured := replace(encoded.recipe, storage=text.storage)):
             raise ConfigError(
-                f"{folder} was trained with another text recipe (trained | configured)",
+                f"{stored.folder} was trained with another text recipe (trained | configured)",
                 found="; ".join(text.difference(configured)),
                 fix="--config FILE, that of the training",
             )
         widths = {"channels": channels, "text_width": encoded.recipe.width}
-        document.architecture.check_widths("the configured encoders", _FIX, **widths)
-        stored = checkpoints.ModelTensors(folder, ema=ema)
+        stored.architecture.check_widths("the configured encoders", _FIX, **widths)
         columns = _columns(config, stored, scale, base)
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
         shape = channels, size[0] // compression, size[1] // compression
@@ -266,7 +253,7 @@ def run_prompts(
             latents = {CONTROL: [drawn_from.clone() for _ in range(len(encoded))], **latents}
         shared = {"height": size[0], "width": size[1], "seed": config.sample.seed}
         rows = [{"caption": text, **shared} for text in encoded.texts]
-        return publish(config, latents, rows, stored, Path(work), out)
+        return publish(config, latents, rows, stored, work, out)
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
@@ -293,7 +280,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     set_tf32(False)
     decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device))
-    with _writing(out):
+    with writing(out, "check the rights, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors.items():
             Image.fromarray(decoder.decode(tensor[None])[0]).save(out / f"{name}.png")
@@ -356,10 +343,6 @@ def publish(
         lines.append({"file": f"{_file(number, DRAWN)}.png", **row, **origin})
     table = work / TABLE
     table.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    with suppress(OSError, ValueError, AttributeError):
-        earlier = json.loads((out / TABLE).read_text(encoding="utf-8").partition("\n")[0])
-        if (weights := earlier.get("weights")) != stored.weights:
-            _log(f"note: pictures of the {weights} ({earlier.get('checkpoint')}) in {out} were replaced")
     os.replace(table, out / TABLE)
     contact_sheet(cards, (*([] if photos is None else ["photo"]), *latents), out / SHEET)
     last = f" to {_file(len(rows) - 1, DRAWN)}.png" if len(rows) > 1 else ""

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.kernels import joined_linear
 from pipeline.layer_classes import LayerMixin, add_mixin, without_adapter
 from pipeline.models.adapters import adapter_of, low_rank
@@ -277,7 +277,7 @@ def test_start_files_that_do_not_fit_name_their_keys(tmp_path: Path) -> None:
         diffusers_file(tmp_path / "patterns", trained, pattern): "rank_pattern",
     }
     for path, message in files.items():
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UserError, match=message):
             adapter_of(settings(rank=3, targets="all", start=str(path)), TINY)
     good = diffusers_file(tmp_path / "good", trained)
     with pytest.raises(ConfigError, match=r"rank=3"):

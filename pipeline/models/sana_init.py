@@ -7,13 +7,13 @@ Price: the rules are keyed by names, which have to follow the module tree of `pi
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor
 
 from pipeline.models.sana_config import SanaConfig
+from pipeline.models.spec import generator_of
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaConfig) -> Tensor:
@@ -27,8 +27,7 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaConf
     """
     owner, _, kind = name.rpartition(".")
     layer = owner.rpartition(".")[2]
-    key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+    generator = generator_of(seed, name)
 
     def uniform(bound: float) -> Tensor:
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -8,6 +8,7 @@ A new architecture is a subclass in a file of its own and a line in `KINDS`. Its
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pkgutil
 import sys
@@ -241,6 +242,12 @@ class ModelSpec(ABC):
                     found=f"{name} {side}",
                     fix=option.format(name=name, value=nearest),
                 )
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Of the start value of a parameter, alike on every process."""
+    key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
 
 
 def digest_of(values: Values) -> str:

@@ -9,7 +9,6 @@ to train; alpha / rank here is in the layer, so that a checkpoint holds nothing 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipeline.config import AdapterConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import Adapter, Merged, files, matching
 from pipeline.models.adapters.low_rank import add_low_rank, updated
-from pipeline.models.hub import listed
-from pipeline.models.spec import ModelSpec, Values
+from pipeline.models.hub import listed, open_tensors
+from pipeline.models.spec import ModelSpec, Values, generator_of
 
 PARTS: Mapping[str, str] = {
     "lora_A.weight": "lora_A",
@@ -75,10 +73,8 @@ class LoRA(Adapter):
         if part == "lora_B":
             return torch.zeros(shape)
         if part == "lora_A":
-            key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
             bound = 1 / math.sqrt(shape[1])
-            return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            return torch.empty(shape).uniform_(-bound, bound, generator=generator_of(seed, name))
         weight = f"{layer}.weight"
         whole = base.shapes[weight]
         return base.read(weight, [0] * len(whole), whole).flatten(1).float().norm(dim=1)
@@ -127,12 +123,9 @@ class LoRA(Adapter):
     def _read(self, path: Path, spec: ModelSpec) -> dict[str, Tensor]:
         """The parameters in a LoRA file of diffusers, as they are with alpha / rank of this run."""
         option = f"train.adapter.start: {path}"
-        try:
-            with safe_open(path, "pt") as file:
-                tensors = {key: file.get_tensor(key) for key in file.keys()}
-                metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise ConfigError(f"{option}: cannot be read: {error}", expected="a LoRA file of diffusers") from None
+        with open_tensors(path) as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+            metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
         wanted = {
             f"transformer.{name}.{ending}": f"{name}.{part}"
             for name in self.targets
