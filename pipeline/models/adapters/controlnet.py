@@ -91,9 +91,10 @@ def _opened(place: Path, shape: ModelSpec) -> Values:
     """
     try:
         return shape.stored(place / FOLDER if (place / FOLDER).is_dir() else place)
-    except UserError as error:
+    except (UserError, OSError) as error:
+        what = error.what if isinstance(error, UserError) else f"{place}: {error.strerror}"
         raise ConfigError(
-            f"train.controlnet.start: {error.what}",
+            f"train.controlnet.start: {what}",
             expected=f"a folder or safetensors file of a {shape.class_name} of {shape.num_layers} blocks, as "
             "save_pretrained writes it",
             fix="give one of this base, and its number of blocks as train.controlnet.layers",
