@@ -70,20 +70,22 @@ def run(
     """
     launch = reopening(detect(), config.train.parallel.timeout_s)
     log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
+    call = _Call(launch, resume, quarantine, origin, log)
     if not config.phases:
-        report = _train(config, _Call(launch, resume, quarantine, origin, log), snapshot)
-        return _decoded_later(config, launch, report)
-    if snapshot is not None or resume not in (None, "auto"):
+        report = _train(config, call, snapshot)
+    elif snapshot is not None or resume not in (None, "auto"):
         raise ConfigError(
             f"--resume {resume} does not go with phases" if snapshot is None else "--snapshot does not go with phases",
             fix="give each phase its snapshot in the configuration, and --resume auto",
         )
-    with catch_signals_of(launch) as stop:
-        report = _chain(config, _Call(launch, resume, quarantine, origin, log), stop)
-    return _decoded_later(config, launch, report)
+    else:
+        with catch_signals_of(launch) as stop:
+            report = _chain(config, call, stop)
+    _decode_later(config, launch, report)
+    return report
 
 
-def _decoded_later(config: Config, launch: Launch, report: Report) -> Report:
+def _decode_later(config: Config, launch: Launch, report: Report) -> None:
     """Let the first process of a finished run decode what was drawn once it has ended: then no process holds the
     transformer."""
     output = Path(config.train.output)
@@ -92,7 +94,6 @@ def _decoded_later(config: Config, launch: Launch, report: Report) -> Report:
         pictures = (config.of_phase(folder.name) if config.phases else config).train.pictures
         if pictures is not None and pictures.decode:
             follow_with("finish", "--run", str(output), "--config", str(folder / "config.yaml"))
-    return report
 
 
 @dataclass(frozen=True)

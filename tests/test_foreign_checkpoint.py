@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
+from pipeline.cache.disk import file_digest
 from pipeline.launch import Launch
 from pipeline.training import checkpoint, metadata_reader
 from pipeline.training.metadata_reader import CheckpointError
@@ -114,7 +115,7 @@ def replace(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     values = json.loads(head.read_text())
     del values["digest"]
-    values["files"][path.name] = checkpoint.fingerprint_of(path)
+    values["files"][path.name] = file_digest(path)
     head.write_text(json.dumps({**values, "digest": checkpoint.digest_of(values)}))
 
 

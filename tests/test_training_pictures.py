@@ -401,7 +401,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
 
     printed: list[str] = []
     stages.train.run(config, log=printed.append)
-    assert any(line == f"pictures: 3 prompts of set {published.id[:12]} every 1 steps" for line in printed)
+    assert any(line == f"pictures: 3 prompts of set {published.id[:12]}, every 1 steps" for line in printed)
     latents, description = drawn(output, 1)
     opened = cache.open_snapshot(snapshot)
     resolution, latent = config.data.resolution, opened.recipe(LatentRecipe)

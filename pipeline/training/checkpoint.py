@@ -1,6 +1,6 @@
 """Checkpoints: torch's distributed checkpoint (DCP) and one JSON document, published whole or not at all.
 
-`Saver` writes `step-00000500.TOKEN.tmp`, then `checkpoint.json` in it with size and xxh3-128 of every file, then
+`Saver` writes `step-00000500.TOKEN.tmp`, then `checkpoint.json` in it with the xxh3-128 of every file, then
 renames the folder: DCP alone cannot tell a finished checkpoint from one that a kill left nearly right. Only tensors are
 stored, fp32 (bf16 for `bf16_pure`), as `model.PARAMETER`, `optim.state.PARAMETER.MOMENT`, `ema.PARAMETER`,
 `loss_scale.NUMBER`; settings come from the configuration that resumes, learning rate and seeds from the step.
@@ -68,7 +68,7 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Document:
-    """Contents of `checkpoint.json`. files: name -> [bytes, xxh3-128].
+    """Contents of `checkpoint.json`. files: name -> xxh3-128.
 
     began_from: the state in the checkpoint that the run began from, and in `total` the steps of all runs before; None
         if the run began from start weights. processes: how many wrote it. adapter, base: where a part of the model is
@@ -78,7 +78,7 @@ class Document:
     state: LoaderState
     architecture: ModelSpec
     config: dict[str, Any]
-    files: dict[str, list[Any]]
+    files: dict[str, str]
     began_from: dict[str, Any] | None = None
     processes: int | None = None
     adapter: dict[str, Any] | None = None
@@ -223,17 +223,17 @@ class Saver:
         }
         broadcast_from_rank_0(lambda: publish(work, final, document, self._lock), group)
 
-    def _read_back(self, work: Path) -> dict[str, list[Any]]:
-        """Size and digest of every file, each read by one process."""
+    def _read_back(self, work: Path) -> dict[str, str]:
+        """Digest of every file, each read by one process."""
         rank, world = dist.get_rank(), dist.get_world_size()
 
-        def fingerprints() -> dict[str, list[Any]]:
+        def digests() -> dict[str, str]:
             with _writing(work):
                 names = sorted(path.name for path in work.iterdir() if _reader(path.name, world) == rank)
-                return {name: fingerprint_of(work / name) for name in names}
+                return {name: file_digest(work / name) for name in names}
 
-        parts = all_gather_objects(run_on_all(fingerprints, self._group), self._group)
-        return {name: fingerprint for part in parts for name, fingerprint in part.items()}
+        parts = all_gather_objects(run_on_all(digests, self._group), self._group)
+        return {name: digest for part in parts for name, digest in part.items()}
 
     def prepare(self, work: Path) -> None:
         self._lock.check()
@@ -398,15 +398,15 @@ def read_document(folder: Path) -> Document:
 
 def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> None:
     """Check the bytes of this process's share of the files against their digests."""
-    for name, (size, digest) in sorted(document.files.items()):
+    for name, digest in sorted(document.files.items()):
         if _reader(name, world) != rank:
             continue
         with _there(folder):
             try:
-                found = fingerprint_of(folder / name)
+                found = file_digest(folder / name)
             except OSError as error:
                 raise unreadable(folder / name, error) from None
-        if found != [size, digest]:
+        if found != digest:
             raise CheckpointError(
                 f"{folder / name}: is damaged: its bytes have changed since they were written",
                 fix="remove this folder, and --resume auto takes the checkpoint before it",
@@ -697,11 +697,6 @@ def recorded_origin(run: Path) -> str | None:
         raise CheckpointError(
             f"{path}: cannot be read: {error}", fix="give the checkpoint that the run began from: --from CHECKPOINT"
         ) from None
-
-
-def fingerprint_of(path: Path) -> list[Any]:
-    """Size and xxh3-128 of a file."""
-    return [path.stat().st_size, file_digest(path)]
 
 
 def _reader(name: str, world: int) -> int:

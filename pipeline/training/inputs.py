@@ -23,6 +23,7 @@ from pipeline.launch import Launch, resolve_device
 from pipeline.loader.loader import Loader, LoaderSettings, LoaderState, bf16
 from pipeline.loader.schedule import Schedule
 from pipeline.loader.validation_loader import ValidationLoader
+from pipeline.options import value_at
 from pipeline.parallel.mesh import Layout
 from pipeline.retrying import TIMEOUT_S
 from pipeline.signals.control import ControlRecipe
@@ -32,7 +33,6 @@ from pipeline.snapshots import heldout
 from pipeline.sources import caption_rules
 from pipeline.training import checkpoint
 from pipeline.training.assemble import recipe_of
-from pipeline.training.checkpoint import Document
 from pipeline.training.task import DrawnPrompts, Log, TrainingTask
 
 _MANY = 1000
@@ -74,17 +74,15 @@ def find_inputs(
     config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, Inputs]:
     """The inputs of a run, and its configuration with their ids. A resumed run keeps its choice."""
-    config, part = _heldout(config, cache, snapshot, resumed, log)
+    kept = None if resumed is None or resumed.begins else resumed
+    config, part = _heldout(config, cache, snapshot, kept, log)
     config, old = _old_heldout(config, cache, part, resumed, log)
-    if config.train.controlnet is None or config.train.pictures is None:
-        config, prompts = _prompts(config, cache, snapshot, resumed, log)
-    else:
-        config, prompts = _controlled(config, part or snapshot, log)
+    config, prompts = _prompts(config, cache, snapshot, kept, part, log)
     return config, Inputs(snapshot, part, old, prompts, _preserved(config, cache, snapshot))
 
 
 def _heldout(
-    config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
+    config: Config, cache: Cache, snapshot: Snapshot, kept: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, Snapshot | None]:
     """The snapshot to validate on, if any, and the configuration with its id."""
     validation = config.train.validation
@@ -92,11 +90,7 @@ def _heldout(
         if (there := heldout.find(cache, snapshot)) is not None:
             log(f"note: snapshot {there[:12]} was held out of this one; --set train.validation={{}} validates on it")
         return config, None
-    name = validation.snapshot
-    if name is None and resumed is not None and not resumed.begins:
-        then = resumed.document
-        name = _validated_on(then, "snapshot") if then.state.snapshot == snapshot.id else None
-    name = name or heldout.find(cache, snapshot)
+    name = validation.snapshot or _began_with(kept, "validation.snapshot") or heldout.find(cache, snapshot)
     if name is None:
         raise ConfigError(
             f"train.validation: nothing was held out of snapshot {snapshot.id[:12]}, as far as names show",
@@ -134,7 +128,7 @@ def _old_heldout(
         return config, None
     old = None if validation.old is None else cache.open_snapshot(validation.old)
     if old is None and resumed is not None:
-        then = _validated_on(resumed.document, "snapshot" if resumed.begins else "old")
+        then = _began_with(resumed, f"validation.{'snapshot' if resumed.begins else 'old'}")
         try:
             old = None if then is None else cache.open_snapshot(then)
         except CacheError as error:
@@ -144,42 +138,42 @@ def _old_heldout(
     return config.with_train(validation=validation.model_copy(update={"old": old.id})), old
 
 
-def _validated_on(document: Document, field: str) -> str | None:
-    return (document.config["train"].get("validation") or {}).get(field)
+def _began_with(resumed: checkpoint.Resumed | None, option: str) -> str | None:
+    """An option below `train` of the run that is resumed or begun from, if any."""
+    return None if resumed is None else value_at(resumed.document.config["train"], option)
 
 
 def _prompts(
-    config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
+    config: Config, cache: Cache, snapshot: Snapshot, kept: checkpoint.Resumed | None, part: Snapshot | None, log: Log
 ) -> tuple[Config, Sequence[PromptSet]]:
     """The prompt sets to draw, if any, and the configuration with the id of the set, or `CAPTIONS`."""
     pictures, recipe = config.train.pictures, snapshot.recipe(TextRecipe)
     if pictures is None:
         return config, ()
-    name = pictures.prompts
-    if name is None and resumed is not None and not resumed.begins:
-        name = (resumed.document.config["train"].get("pictures") or {}).get("prompts")
-    if name is None and prompt_sets.newest(cache, prompt_sets.NAME) is None:
+    is_controlled = config.train.controlnet is not None
+    name = pictures.prompts or _began_with(kept, "pictures.prompts")
+    if is_controlled or (name is None and prompt_sets.newest(cache, prompt_sets.NAME) is None):
         name = CAPTIONS
     if name != CAPTIONS:
-        chosen = prompt_sets.open_prompts(cache, name, recipe)
-        log(f"pictures: {len(chosen)} prompts of set {chosen.id[:12]} every {pictures.every} steps")
-        return config.with_train(pictures=pictures.model_copy(update={"prompts": chosen.id})), (chosen,)
-    sets = [prompt_sets.of_snapshot(snapshot, _CAPTIONS)]
-    if (trigger := prompt_sets.newest(cache, prompt_sets.TRIGGER)) is not None and trigger.recipe == recipe:
-        sets.append(trigger)
+        sets = [prompt_sets.open_prompts(cache, name, recipe)]
+        name, counted = sets[0].id, f"{len(sets[0])} prompts of set {sets[0].id[:12]}"
+    elif is_controlled:
+        sets = [_controlled(pictures, part or snapshot)]
+        counted = f"{len(sets[0])} captions and controls of samples of snapshot {(part or snapshot).id[:12]}"
+    else:
+        sets = [prompt_sets.of_snapshot(snapshot, _CAPTIONS)]
+        if (trigger := prompt_sets.newest(cache, prompt_sets.TRIGGER)) is not None and trigger.recipe == recipe:
+            sets.append(trigger)
+        counted = f"{len(sets[0])} captions of the snapshot" + "".join(f", {len(more)} prompts" for more in sets[1:])
     if not any(map(len, sets)):
         log("note: no pictures are drawn: all captions are empty (sana-pipe encode --prompts FILE has others)")
         return config.with_train(pictures=None), ()
-    counted = f"{len(sets[0])} captions of the snapshot" + "".join(f", {len(more)} prompts" for more in sets[1:])
     log(f"pictures: {counted}, every {pictures.every} steps")
-    return config.with_train(pictures=pictures.model_copy(update={"prompts": CAPTIONS})), sets
+    return config.with_train(pictures=pictures.model_copy(update={"prompts": name})), sets
 
 
-def _controlled(config: Config, snapshot: Snapshot, log: Log) -> tuple[Config, Sequence[PromptSet]]:
-    """Captions that are drawn with the controls of their samples, all of one bucket, and the configuration with
-    `CAPTIONS`."""
-    pictures = config.train.pictures
-    assert pictures is not None
+def _controlled(pictures: PicturesConfig, snapshot: Snapshot) -> PromptSet:
+    """Captions that are drawn with the controls of their samples, all of one bucket."""
     _check_kinds([snapshot], [ControlRecipe.kind])
     wanted, buckets = (pictures.height, pictures.width), snapshot.buckets
     fitting = [
@@ -195,14 +189,8 @@ def _controlled(config: Config, snapshot: Snapshot, log: Log) -> tuple[Config, S
             fix="--set train.pictures.height=null --set train.pictures.width=null",
         )
     number = max(fitting, key=lambda number: buckets[number].samples)
-    bucket, first = buckets[number], snapshot.row(number, 0)
-    chosen = prompt_sets.of_snapshot(snapshot, _CAPTIONS, range(first, first + bucket.samples))
-    if not len(chosen):
-        log("note: no pictures are drawn: all captions are empty")
-        return config.with_train(pictures=None), ()
-    of = f"samples of snapshot {snapshot.id[:12]}, {bucket.height}x{bucket.width}"
-    log(f"pictures: {len(chosen)} captions and controls of {of}, every {pictures.every} steps")
-    return config.with_train(pictures=pictures.model_copy(update={"prompts": CAPTIONS})), (chosen,)
+    first = snapshot.row(number, 0)
+    return prompt_sets.of_snapshot(snapshot, _CAPTIONS, range(first, first + buckets[number].samples))
 
 
 def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndarray]:
