@@ -23,7 +23,6 @@ import numpy as np
 
 from pipeline.cache.disk import Handle
 from pipeline.cache.files import Files
-from pipeline.cache.mirror import bound_before
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
 from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace
 from pipeline.config import BucketConfig, EncodeConfig
@@ -143,12 +142,8 @@ class MirrorModel:
             self._copies.move_to_end(name)
             self.now = max(self.now, self._copies[name][1])
         else:
-            if self._used + size > self.limit:
-                while self._copies:
-                    oldest = next(iter(self._copies.values()))[0]
-                    if self._used + size <= bound_before(oldest, self.limit):
-                        break
-                    self._used -= self._copies.popitem(last=False)[1][0]
+            while self._used + size > self.limit:
+                self._used -= self._copies.popitem(last=False)[1][0]
             self.now += self.store.fetch_s(size, self.streams)
             self._copies[name] = size, self.now
             self._used += size

@@ -172,7 +172,7 @@ def test_an_adoption_that_was_stopped_is_finished_by_repair_unless_encode_made_t
     assert [finding.path for finding in contradictions(cache)] == [adopted]
     if encoded_here:
         ours = a_shard(cache, 2, unit)
-        made = Path(ours).stem, cache.files.path(ours).stat().st_size, shard.read_table(cache.files, ours)[1]
+        made = Path(ours).stem, cache.files.path(ours).stat().st_size, shard.read_table(cache.files, ours)
         assert index.publish_commit(cache.files, recipe, 1, index.commit_of(cache.files, unit, made))
         assert not list(contradictions(cache))
     restore_documents(cache)
@@ -263,7 +263,7 @@ def test_a_limit_of_this_machine_is_no_fault_of_a_file(cache: Cache, monkeypatch
     snapshot, files = cache.open_snapshot(), cache.files
     path = next(entry.name for entry in files.walk("shards/" + snapshot.recipe(LatentRecipe).name))
     table = next(entry.name for entry in files.walk("tables"))
-    name, row = Path(path).stem, shard.read_table(files, path)[1].to_pylist()[0]
+    name, row = Path(path).stem, shard.read_table(files, path).to_pylist()[0]
     into = np.empty((row["channels"], row["height"], row["width"]), np.uint16)
     reader = shard.ShardReader(files, snapshot.recipe(LatentRecipe).name)
     monkeypatch.setattr(scratch, "LIMIT", 0)
@@ -389,104 +389,6 @@ def test_a_table_that_is_put_again_is_as_young_as_a_new_one(put: str, cache: Cac
     age(cache.files, name)
     assert again() == name
     assert cache.files.now() - cache.files.path(name).stat().st_mtime < 3600
-
-
-def test_between_the_look_and_the_removal_it_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file's age is judged where no one can freshen it any more."""
-    files = Files(tmp_path)
-    name = Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow")
-    age(files, name)
-    inode, real = files.path(name).stat().st_ino, os.rename
-
-    def rename(*paths: object) -> None:
-        monkeypatch.setattr(os, "rename", real)
-        assert files.freshen(name)
-        real(*paths)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "rename", rename)
-    assert not files.discard(name, files.now() - STALE_TMP_S)
-    assert files.path(name).stat().st_ino == inode
-    age(files, name)
-
-    def rename_first(*paths: object) -> None:
-        real(*paths)  # type: ignore[arg-type]
-        monkeypatch.setattr(os, "rename", real)
-        assert not files.freshen(name), "who comes later is told"
-        files.put_content(b"content", "tables", "arrow")
-
-    monkeypatch.setattr(os, "rename", rename_first)
-    assert files.discard(name, files.now() - STALE_TMP_S)
-    assert files.read(name) == b"content" and files.path(name).stat().st_ino != inode
-    assert files.names("tmp") == []
-
-
-@pytest.mark.parametrize("age_s", [0, OLD], ids=["young", "old"])
-@pytest.mark.parametrize("call", ["rename", "fstat"])
-def test_a_gc_on_another_machine_that_gives_the_name_back_meanwhile_ends_nothing(
-    call: str, age_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, real = Files(tmp_path), getattr(os, call)
-    name = Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow")
-    os.utime(files.path(name), (files.now() - age_s,) * 2)
-    monkeypatch.setattr(process_identity, "is_owned_by_live_process", lambda name: False)
-
-    def meanwhile(*args: Any, **options: Any) -> Any:
-        result = real(*args, **options)
-        monkeypatch.setattr(os, call, real)
-        Files(tmp_path).put_back()
-        return result
-
-    before = files.now() - STALE_TMP_S
-    monkeypatch.setattr(os, call, meanwhile)
-    assert not files.discard(name, before)
-    assert files.read(name) == b"content" and files.names("tmp") == []
-
-
-@pytest.mark.parametrize("call", ["link", "fstat"])
-def test_a_young_file_keeps_its_name_though_a_call_fails(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = Files(tmp_path)
-    name = Paths.table(files.put_content(b"young", "tables", "arrow"), "arrow")
-
-    def fails(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    before = files.now() - STALE_TMP_S
-    monkeypatch.setattr(os, call, fails)
-    with suppress(CacheError):
-        files.discard(name, before)
-    monkeypatch.undo()
-    assert files.read(name) == b"young" and files.names("tmp") == []
-
-
-@pytest.mark.parametrize("taken", [False, True])
-def test_a_file_that_a_killed_gc_had_moved_aside_gets_its_name_again(
-    taken: bool, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, name = cache.files, next(entry.name for entry in cache.files.walk("shards"))
-    content, real = files.read(name), os.rename
-
-    def killed(*paths: Any) -> None:
-        real(*paths)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
-        files.discard(name, 0)
-    monkeypatch.undo()
-    [left] = files.names("tmp")
-    assert left.startswith(process_identity.name_prefix()) and not files.has_file(name)
-    files.put_back()
-    assert not files.has_file(name), "its process lives"
-    monkeypatch.setattr(process_identity, "is_owned_by_live_process", lambda name: False)
-    if taken:
-        files.path(name).write_bytes(content)
-    else:
-        files.sweep()
-        assert files.read(name) == content
-    assert collect(cache) == []
-    assert files.read(name) == content and files.names("tmp") == [] and not list(audit.verify(cache))
 
 
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,74 +335,14 @@ def held(mirror: mirrors.Mirror) -> int:
     return sum(path.stat().st_size for path in mirror.root.glob("??/*.npy"))
 
 
-def test_copies_are_listed_only_when_some_have_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listings, real = list[int](), mirrors.Mirror.list_copies
-    monkeypatch.setattr(mirrors.Mirror, "list_copies", lambda self: (listings.append(1), real(self))[1])
-    mirror = mirrors.Mirror(tmp_path, 100_000)
-    for n in range(50):
-        fetched_into(mirror, n)
-    assert len(listings) == 1 and mirror.counted_bytes() == held(mirror) == 50_000
-    for n in range(50, 200):
-        fetched_into(mirror, n)
-        assert mirror.counted_bytes() == held(mirror) <= 100_000
-    assert len(listings) <= 1 + 100 / 5, "each time a twentieth goes"
-    (tmp_path / mirrors.TOTAL).write_text("-1")
-    listings.clear()
-    fetched_into(mirror, 200)
-    assert len(listings) == 1 and mirror.counted_bytes() == held(mirror)
-    copy = next(tmp_path.glob("??/*.npy"))
-    mirror.drop(f"tables/{copy.name}")
-    fetched_into(mirror, 201)
-    assert mirror.counted_bytes() == held(mirror)
-    next(tmp_path.glob("??/*.npy")).write_bytes(bytes(1000))  # damaged
-    for n in range(200):
-        fetched_into(mirror, n)
-        assert mirror.counted_bytes() == held(mirror) <= 100_000
-
-
-def test_of_large_copies_no_more_go_than_must(tmp_path: Path) -> None:
-    """Each is more than a twentieth of the limit."""
+def test_no_more_copies_go_than_must(tmp_path: Path) -> None:
     mirror = mirrors.Mirror(tmp_path, 3_000)
     for n in range(5):
         fetched_into(mirror, n)
         assert held(mirror) == min(3, n + 1) * 1_000
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("before the copy", "after the copy")),
-        "while copies are removed",
-    ],
-)
-def test_after_a_kill_the_next_fetch_counts_the_copies_again(tmp_path: Path, moment: str) -> None:
-    mirror = mirrors.Mirror(tmp_path, 10_000)
-    for n in range(10 if "removed" in moment else 5):
-        fetched_into(mirror, n)
-    code = f"""
-import os
-from pathlib import Path
-from pipeline.cache import mirror as mirrors
-from tests.test_objects import fetched_into
-moment, replace, unlink = {moment!r}, os.replace, mirrors.Mirror._unlink
-def killed(source, target):
-    if str(target).endswith(".npy"):
-        if moment == "after the copy":
-            replace(source, target)
-        os.kill(os.getpid(), 9)
-    replace(source, target)
-def removed(self, copy):
-    unlink(self, copy)
-    os.kill(os.getpid(), 9)
-os.replace = killed
-mirrors.Mirror._unlink = removed
-fetched_into(mirrors.Mirror(Path({str(tmp_path)!r}), 10_000), 10)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False)
-    assert ended.returncode == -9 and mirror.counted_bytes() is None
-    assert held(mirror) == {"before": 5000, "after": 6000, "while": 9000}[moment.split()[0]]
-    fetched_into(mirror, 11)
-    assert mirror.counted_bytes() == held(mirror) <= 10_000
+    mirror.drop(f"tables/{next(tmp_path.glob('??/*.npy')).name}")
+    fetched_into(mirror, 5)
+    assert held(mirror) == 3_000
 
 
 @pytest.mark.slow
@@ -416,8 +356,7 @@ def test_two_processes_count_the_copies_of_both(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     started = [subprocess.Popen([sys.executable, "-c", code, str(first)], cwd=root) for first in (0, 30)]
     assert [process.wait() for process in started] == [0, 0]
-    mirror = mirrors.Mirror(tmp_path, 40_000)
-    assert mirror.counted_bytes() == held(mirror) <= 40_000
+    assert held(mirrors.Mirror(tmp_path, 40_000)) <= 41_000, "one of them may have been on its way"
 
 
 def test_a_copy_is_checked_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

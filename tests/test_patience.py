@@ -401,7 +401,7 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
         reader.stored(name, place.offset, place.key, place.checksum, length)
     assert len(opened) == 1
     text, caption = cache.open_snapshot().reader("text"), first.captions[0]
-    table = read_table(cache.files, layout.Paths.shard(snapshot.recipe(TextRecipe).name, caption.shard))[1].to_pylist()
+    table = read_table(cache.files, layout.Paths.shard(snapshot.recipe(TextRecipe).name, caption.shard)).to_pylist()
     row = next(row for row in table if row["key"] == caption.key)
     opened.clear()
     for _ in range(2):

@@ -443,7 +443,7 @@ def test_an_adopted_shard_is_taken_over_again(
     if damage == "missing":
         here.unlink()
     else:
-        offsets = shard.read_table(Cache(of.cache).files, str(here.relative_to(of.cache)))[1].column("offset")
+        offsets = shard.read_table(Cache(of.cache).files, str(here.relative_to(of.cache))).column("offset")
         flip(here, offsets[0].as_py() if damage == "record" else intact.index(b'"unit"') + 10)
     flip(there, 0)  # useless, too
     code, outcomes = repaired(of, capsys, of.bucket.caches[0])

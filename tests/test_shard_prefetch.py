@@ -112,15 +112,14 @@ def test_a_step_that_cannot_be_planned_is_left_to_the_loader() -> None:
 
 
 def test_what_the_mirror_has_evicted_is_fetched_again() -> None:
-    """The queue counts on `KEPT` of the mirror, which evicts down to that."""
-    steps = [f"s{n}" for n in range(96)]
-    queue = FetchQueue(100, lambda step: {steps[step % 96]: 1}, 0, None)
+    steps = [f"s{n}" for n in range(101)]
+    queue = FetchQueue(100, lambda step: {steps[step % 101]: 1}, 0, None)
     taken = []
-    for step in range(97):
+    for step in range(102):
         queue.reached(step)
         queue.plan()
         taken.append(queue.take())
-    assert taken == [*steps, "s0"], "96 are more than 95 of 100"
+    assert taken == [*steps, "s0"], "101 are more than 100"
 
 
 def test_what_is_used_again_stays() -> None:

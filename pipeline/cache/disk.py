@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote, unquote
 
 import pyarrow as pa
 import xxhash
@@ -153,35 +152,6 @@ def temporary_in(folder: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # without permission it stays: readers ignore it, and it is swept later
             path.unlink(missing_ok=True)
-
-
-def aside(folder: Path, name: str) -> Path:
-    """An unused path in a folder for a file that loses its name for a moment. The path keeps that name (but for long
-    names of claims and fragments), so that `left_aside` finds it after a kill."""
-    quoted = quote(name, safe="")
-    kept = f"@{quoted}" if len(quoted) < 150 else ""
-    return folder / f"{process_identity.name_prefix()}-{uuid.uuid4().hex}{kept}"
-
-
-def left_aside(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The paths of `aside` that no living process of this machine owns, and the names that they lost."""
-    for path in sorted(folder.glob("*@*")):
-        if not process_identity.is_owned_by_live_process(path.name):
-            yield path, unquote(path.name.partition("@")[2])
-
-
-def put_back(aside: Path, path: Path) -> None:
-    """Give a file that was moved aside its name again, unless the name is taken. If that fails, it stays aside."""
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        pass
-    except OSError:
-        if os.path.lexists(path):
-            raise
-        os.rename(aside, path)
-        return
-    aside.unlink()
 
 
 def is_foreign(name: str) -> bool:

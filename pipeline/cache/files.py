@@ -12,7 +12,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, TypeVar
@@ -399,12 +399,6 @@ class Files:
             self.store.remove(Paths.copy(name))
         return removed
 
-    def put_back(self) -> None:
-        """Give the files their names again that a killed process has moved aside in `discard`. Raises as
-        `FolderStore.put_back`."""
-        if isinstance(self.store, FolderStore):
-            self.store.put_back()
-
     # ------------------------------------------------------------ numbered documents
 
     def numbers(self, folder: str) -> list[int]:
@@ -517,8 +511,6 @@ class Files:
         """Remove temporary files of this cache or its mirror that no living writer can own. Returns how many.
         Unfinished uploads are invisible; a lifecycle rule of the bucket (abort incomplete multipart uploads) frees
         their space."""
-        with suppress(CacheError):  # of another user; `gc` names it
-            self.put_back()
         return disk.sweep_in(self.store.local / "tmp")
 
     @property

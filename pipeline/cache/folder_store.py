@@ -110,35 +110,18 @@ class FolderStore:
             )
 
     def remove(self, name: str, before: float | None = None) -> bool:
-        # A file that may be young is moved aside before its age is read. A process that freshens it either did so
-        # before, and the file is put back, or does so afterwards, and `freshen` reports it as missing.
-        path, old = self.path(name), False
-        aside = disk.aside(self.root / "tmp", name)
+        path = self.path(name)
         with cache_errors(path):
-            if before is None:
-                path.unlink(missing_ok=True)
-                return True
-            make_folder(aside.parent)
-            try:
-                os.rename(path, aside)
+            if before is not None:
                 try:
-                    with open(aside, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
-                        old = os.fstat(file.fileno()).st_mtime <= before
-                finally:
-                    aside.unlink() if old else disk.put_back(aside, path)
-            except FileNotFoundError:  # it is gone, or a gc on another machine gave it its name again
-                return False
-        return old
-
-    def put_back(self) -> None:
-        """Give the files their names again that a killed process has moved aside in `remove`.
-
-        Raises:
-            CacheError: that failed.
-        """
-        for path, name in disk.left_aside(self.root / "tmp"):
-            with cache_errors(self.path(name)), suppress(FileNotFoundError):  # another process did it
-                disk.put_back(path, self.path(name))
+                    with open(path, "rb") as file:  # opening it on NFS gets the server's time, not a cached time
+                        young = os.fstat(file.fileno()).st_mtime > before
+                except FileNotFoundError:
+                    return False
+                if young:
+                    return False
+            path.unlink(missing_ok=True)
+        return True
 
     # ------------------------------------------------------------ reading
 

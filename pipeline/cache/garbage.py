@@ -41,9 +41,7 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
 
     Raises:
         IntegrityError: documents and shards contradict each other (see `contradictions`).
-        CacheError: a file that an earlier removal left without its name cannot be put back (see `Files.put_back`).
     """
-    cache.files.put_back()
     contradiction = next(contradictions(cache), None)
     if contradiction is not None:
         raise IntegrityError(

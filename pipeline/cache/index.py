@@ -255,7 +255,7 @@ def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
     assert commit.table is not None
     assert commit.shard is not None
     shard = Paths.shard(recipe, commit.shard)
-    return _record_table(files, commit.table, lambda: read_table(files, shard)[1])
+    return _record_table(files, commit.table, lambda: read_table(files, shard))
 
 
 def missing_shards(files: Files, folder: str, shards: Sequence[str], sizes: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -19,19 +19,9 @@ from pipeline.cache.disk import Handle, cache_errors, digest_of, free_at, tempor
 from pipeline.errors import CacheError, NoSpaceError
 
 _ROOM = "room"
-"""The lock of the mirror's total."""
+"""The lock of removals."""
 SPARE = 256 << 20
 """Bytes of disk space that stay free as long as there are copies to remove."""
-KEPT = 0.95
-"""Share of the limit that is left when copies are removed, so that the next fetches need no listing."""
-TOTAL = "total"
-"""File with the bytes of all copies. Without it, or when copies have to go, all copies are listed."""
-
-
-def bound_before(size: int, limit: int) -> float:
-    """Copies are removed until at most this many bytes are left, to make space for a copy of `size` bytes: `KEPT` of
-    the limit, or the whole limit before a copy larger than the rest of it; the mirror holds few of those."""
-    return limit if size > limit * (1 - KEPT) else limit * KEPT
 
 
 class Mirror:
@@ -79,18 +69,14 @@ class Mirror:
                     fix=f"set mirror.gib to more than {needed / 2**30:.3f}",
                 )
             with self._locked(_ROOM):
-                self._make_space(needed, on_disk=True)
+                self._make_space(needed)
             with self.temporary() as path:
                 self.fetch(fetch, path, lambda: needed)
                 with cache_errors(path):
                     handle = Handle(os.open(path, os.O_RDONLY))
                     if digest_of(handle) == last.stem:
                         copy.parent.mkdir(parents=True, exist_ok=True)
-                        with self._locked(_ROOM):
-                            total = self._make_space(needed, spared=copy)
-                            self._forget_total()
-                            os.replace(path, copy)
-                            self._count(total + handle.size)
+                        os.replace(path, copy)
                         self._mark(copy, handle)
             return handle
 
@@ -143,13 +129,9 @@ class Mirror:
             return self.mark_of(copy).read_text() == repr(handle.identity())
         return False
 
-    def _unlink(self, copy: Path) -> None:
+    def _remove(self, copy: Path) -> None:
         for path in (copy, self.mark_of(copy)):
             path.unlink(missing_ok=True)
-
-    def _evict(self, copy: Path) -> None:
-        self._unlink(copy)
-        counters.add(evictions=1)
 
     def _full(self, needed: int) -> NoSpaceError:
         return NoSpaceError(
@@ -163,11 +145,8 @@ class Mirror:
         """Remove the copy of an object."""
         last = PurePosixPath(name)
         copy = self.root / last.stem[:2] / last.name
-        if not copy.exists():
-            return
-        with self._locked(_ROOM), cache_errors(copy):
-            self._forget_total()
-            self._unlink(copy)
+        with cache_errors(copy):
+            self._remove(copy)
 
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path; the file is removed at the end if it is still there."""
@@ -191,68 +170,34 @@ class Mirror:
                 copies.append((opened or status.st_mtime, status.st_size, path))
         return sorted(copies)
 
-    def _make_space(self, needed: int, *, spared: Path | None = None, on_disk: bool = False) -> int:
-        """Remove the oldest copies until `needed` more bytes fit into the limit.
-
-        Args:
-            spared: a copy that is about to be replaced.
-            on_disk: the bytes must fit onto the disk, too, because they are not written yet.
-
-        Returns:
-            The bytes of all copies that are left, without `spared`.
+    def _make_space(self, needed: int) -> None:
+        """Remove the oldest copies until `needed` more bytes fit into the limit and onto the disk.
 
         Raises:
             NoSpaceError: the disk has no space for them and no copy is left.
         """
-
-        def fits(total: int, limit: float) -> bool:
-            return total + needed <= limit and not (on_disk and free_at(self.root) < needed + SPARE)
-
-        total = self.counted_bytes()
-        if total is not None and fits(total, self.limit) and not (spared is not None and spared.exists()):
-            return total
         copies = self.list_copies()
-        total = sum(size for _, size, path in copies if path != spared)
-        if not fits(total, self.limit):
-            self._forget_total()
-            for _, size, path in copies:
-                if fits(total, bound_before(size, self.limit)):
-                    break
-                if path != spared:
-                    self._evict(path)
-                    total -= size
-            if on_disk and free_at(self.root) < needed:
-                raise self._full(needed)
-        if spared is None:
-            self._count(total)
-        return total
+        total = sum(size for _, size, _ in copies)
+        for _, size, path in copies:
+            if total + needed <= self.limit and free_at(self.root) >= needed + SPARE:
+                return
+            self._evict(path)
+            total -= size
+        if free_at(self.root) < needed:
+            raise self._full(needed)
 
     def _remove_oldest(self, needed: int) -> bool:
         """Remove the oldest copies, `needed` bytes in total if there are so many; returns whether there were any."""
         removed = 0
-        self._forget_total()
         for _, size, path in self.list_copies():
             if removed < needed:
                 self._evict(path)
                 removed += size
         return removed > 0
 
-    def counted_bytes(self) -> int | None:
-        """The bytes of all copies, as last counted; None if that is unknown: the mirror is new or of an earlier
-        version, or a process was killed while it changed the copies. Called with the lock `room` held."""
-        with suppress(OSError, ValueError):
-            total = int((self.root / TOTAL).read_text())
-            return total if total >= 0 else None
-        return None
-
-    def _count(self, total: int) -> None:
-        with suppress(OSError), self.temporary() as path:
-            path.write_text(str(total))
-            os.replace(path, self.root / TOTAL)
-
-    def _forget_total(self) -> None:
-        """Called before copies change, so that the next process lists them if this one is killed meanwhile."""
-        (self.root / TOTAL).unlink(missing_ok=True)
+    def _evict(self, copy: Path) -> None:
+        self._remove(copy)
+        counters.add(evictions=1)
 
     @contextmanager
     def _locked(self, digest: str) -> Iterator[None]:

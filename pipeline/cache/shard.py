@@ -469,38 +469,21 @@ class ShardReader:
         """The location of a record, for messages."""
         return f"{self.files.where(layout.Paths.shard(self.folder, shard))}: record {key.hex()} at byte {offset}"
 
-    def _read(self, shard: str, offset: int, key: bytes, expected: bytes, view: memoryview, attempts: int = 2) -> None:
-        actual = b""
-
-        def is_right(data: memoryview) -> bool:
-            nonlocal actual
-            actual = layout.checksum(self.recipe_id, key, data)
-            return actual == expected
-
-        got, refused = self._read_until(is_right, shard, offset, view, attempts)
-        if got == len(view) and not refused and actual == expected:
-            return
-        where = self.where(shard, offset, key)
-        if refused:
-            raise RecordError(shard, key, f"{where} cannot be read: {refused}", fix=_FIX)
-        if got != len(view):
-            raise RecordError(
-                shard, key, f"{where} is cut short", expected=f"{len(view)} bytes", found=f"{got} bytes", fix=_FIX
-            )
-        raise RecordError(
-            shard, key, f"{where} has the wrong checksum", expected=expected.hex(), found=actual.hex(), fix=_FIX
-        )
-
-    def _read_until(
-        self, is_right: Callable[[memoryview], bool], shard: str, offset: int, view: memoryview, attempts: int = 2
-    ) -> tuple[int, str]:
-        """Fill `view` from a shard until its bytes pass `is_right`. The last attempt reopens the shard: a file that was
-        replaced (a repair, a restored copy, NFS) keeps its old bytes while it is open.
-
-        Returns:
-            Bytes read by the last attempt, and the disk's error ("" if there was none).
-        """
-        got, refused = 0, ""
+    def _read(
+        self,
+        shard: str,
+        offset: int,
+        key: bytes,
+        expected: bytes,
+        view: memoryview,
+        attempts: int = 2,
+        *,
+        caption: bool = False,
+    ) -> None:
+        """Fill `view` from a shard with a record's payload, or its caption, until its bytes have the expected checksum.
+        The last attempt reopens the shard: a file that was replaced (a repair, a restored copy, NFS) keeps its old
+        bytes while it is open."""
+        problem: dict[str, Any] = {}
         for left in reversed(range(attempts)):
 
             def fill(reopen: bool = left == 0) -> int:
@@ -512,15 +495,23 @@ class ShardReader:
                     raise
 
             try:
-                got, refused = self.files.when_reachable(fill), ""
+                got = self.files.when_reachable(fill)
             except OSError as error:  # a bad sector, a stale file of NFS
                 if not left:
                     raise_if_of_machine(error, self.files.where(layout.Paths.shard(self.folder, shard)))
-                got, refused = 0, error.strerror or str(error)
+                what, problem = f"cannot be read: {error.strerror or error}", {}
                 continue
-            if got == len(view) and is_right(view):
-                break
-        return got, refused
+            if got != len(view):
+                what, problem = "is cut short", {"expected": f"{len(view)} bytes", "found": f"{got} bytes"}
+                continue
+            actual = (
+                layout.digest("caption", key, bytes(view)) if caption else layout.checksum(self.recipe_id, key, view)
+            )
+            if actual == expected:
+                return
+            what, problem = "has the wrong checksum", {"expected": expected.hex(), "found": actual.hex()}
+        where = self.where(shard, offset, key) + (" (its caption)" if caption else "")
+        raise RecordError(shard, key, f"{where} {what}", **problem, fix=_FIX)
 
     def caption(self, shard: str, offset: int, length: int, key: bytes, expected: bytes) -> str:
         """The original caption of a text record.
@@ -528,22 +519,8 @@ class ShardReader:
         Raises:
             IntegrityError: other bytes than were written.
         """
-        data, actual = bytearray(length), b""
-
-        def is_right(view: memoryview) -> bool:
-            nonlocal actual
-            actual = layout.digest("caption", key, bytes(view))
-            return actual == expected
-
-        self._read_until(is_right, shard, offset, memoryview(data))
-        if actual != expected:
-            raise IntegrityError(
-                f"{self.files.where(layout.Paths.shard(self.folder, shard))}: the caption of record {key.hex()} at "
-                f"byte {offset} has the wrong checksum",
-                expected=expected.hex(),
-                found=actual.hex(),
-                fix=_FIX,
-            )
+        data = bytearray(length)
+        self._read(shard, offset, key, expected, memoryview(data), caption=True)
         return data.decode("utf-8")
 
     def close(self) -> None:
@@ -631,29 +608,21 @@ def read_head(files: Files, name: str) -> dict[str, Any]:
     return head
 
 
-def read_table(files: Files, name: str) -> tuple[dict[str, Any], pa.Table]:
-    """Head and record table from a shard itself (when the index is lost). Reads only the headers of records.
+def read_table(files: Files, name: str) -> pa.Table:
+    """The record table from a shard itself (when the index is lost). Reads only the headers of records.
 
     Raises:
         IntegrityError: not a shard of this format.
     """
-    where = files.where(name)
-    wanted = f"{layout.META}/head", f"{layout.META}/records"
+    where, member = files.where(name), f"{layout.META}/records"
 
-    def members() -> dict[str, bytes]:
+    def content() -> bytes:
         with files.open(name).file() as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            return {m.name: tar.extractfile(m).read() for m in tar if m.name in wanted}  # type: ignore[union-attr]
+            return tar.extractfile(member).read()  # type: ignore[union-attr]
 
     try:
-        read = files.when_reachable(members)
-    except (tarfile.TarError, OSError) as error:
+        table = files.when_reachable(content)
+    except (tarfile.TarError, KeyError, AttributeError, OSError) as error:
         raise_if_of_machine(error, where)
         raise IntegrityError(f"{where}: not a shard: {error}") from None
-    head, table = map(read.get, wanted)
-    if head is None or table is None:
-        raise IntegrityError(f"{where}: not a shard of this format: it has no {layout.META} members")
-    try:
-        content = json.loads(head)
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{where}: not a shard: its head is no JSON: {error}") from None
-    return content, from_ipc(table, f"{where}!{layout.META}/records")
+    return from_ipc(table, f"{where}!{member}")

@@ -37,7 +37,7 @@ def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
     """Restore a damaged record table (`tables/*.arrow`) of a plan from its shards. Returns whether it is right now."""
     for commit in index.commits(cache.files, recipe, plan):
         if commit.table == name and commit.shard is not None:
-            _, table = shard.read_table(cache.files, Paths.shard(recipe, commit.shard))
+            table = shard.read_table(cache.files, Paths.shard(recipe, commit.shard))
             return cache.files.put_content(shard.to_ipc(table), "tables", "arrow") == name
     segment = Paths.segment(recipe, plan)
     if cache.files.exists(segment) and cache.files.document(segment)["table"] == name:

@@ -115,7 +115,7 @@ def _restore_commits(cache: Cache, owner: str) -> None:
 
 def _commit(cache: Cache, owner: str, number: int, unit: str, path: str) -> None:
     files, digest = cache.files, PurePosixPath(path).stem
-    records = shard.read_table(files, path)[1]
+    records = shard.read_table(files, path)
     provenance = {index.ADOPTED: True} if unit == index.adopted_unit(owner, digest) else {}
     made = digest, files.sizes([path])[path], records
     index.publish_commit(files, owner, number, index.commit_of(files, unit, made, provenance=provenance))

@@ -16,7 +16,6 @@ from contextlib import suppress
 
 from pipeline.amounts import amount
 from pipeline.cache.files import Files
-from pipeline.cache.mirror import KEPT
 from pipeline.cache.snapshot import Snapshot
 
 STEPS = 1024
@@ -94,7 +93,7 @@ class FetchQueue:
         if step > self._reached:
             self._ahead[name] = step, size
         self._mirrored[name] = size
-        while sum(self._mirrored.values()) > 2 * self._limit * KEPT:
+        while sum(self._mirrored.values()) > 2 * self._limit:
             self._mirrored.popitem(last=False)
         return name
 
