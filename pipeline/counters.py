@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 
 NAMES = ("requests", "request_s", "retries", "store_wait_s", "evictions", "read_bytes")
-"""requests to stores that were answered, and the seconds that they took; repeated requests; seconds in which a store
-was silent for `retrying.NOTICE_S` or longer; copies removed from the mirror to make space; bytes of records read."""
+"""requests to stores that were answered, and the seconds that they took; repeated requests; seconds from a request
+that failed to the store's next answer; copies removed from the mirror to make space; bytes of records read."""
 
 _totals: dict[str, float] = dict.fromkeys(NAMES, 0)
 _lock = threading.Lock()

@@ -1,7 +1,7 @@
 """Repeating requests to a store that does not answer: for how long, with which messages, and which errors are final.
 
 `retry` asks until there is an answer, for at most `patience_s` from the first failure on, with random pauses. A store
-that is silent for `NOTICE_S` is named on stderr, and again when it answers. Final errors (missing and forbidden
+whose requests fail for `NOTICE_S` is named on stderr, and again when it answers. Final errors (missing and forbidden
 objects, wrong credentials, no such bucket or host, an invalid certificate) are raised immediately.
 Why not tenacity: its conditions see one call. Here the state of a store over all calls and threads decides.
 Price: a silent server at a wrong address looks like a store that is down. So a store that has never answered this
@@ -139,33 +139,33 @@ def retry(
     state = _state(store)
     first_failure: float | None = None
     pause = PAUSE_S
-    with state.request(patience_s):
-        while True:
-            began = time.monotonic()
-            try:
-                answer = ask()
-            except Exception as error:
-                was_known = state.answered
-                _raise_unless_retryable(error, state, retryable)
-                now = time.monotonic()
-                if first_failure is None:
-                    first_failure = now - min(now - began, TIMEOUT_S)
-                left = first_failure + state.limit(patience_s) - now
-                reason = f"{type(error).__name__}: {error}"
-                if left <= 0:
-                    fix = "run the same command again once it is back, or set patience_s to wait longer"
-                    if not (was_known or state.answered):
-                        fix = f"{_ADDRESS}; if it is right, {fix.partition(', or')[0]}"
-                    silence = f"no answer for {now - first_failure:.0f} s ({reason})"
-                    raise NoAnswer(silence, fix, state.last_answer > first_failure) from error
-                state.reason = reason
-                counters.add(retries=1)
-                _pause(min(left, pause * random.uniform(0.5, 1)))
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-            else:
-                state.record_answer()
-                counters.add(requests=1, request_s=time.monotonic() - began)
-                return answer
+    while True:
+        began = time.monotonic()
+        try:
+            answer = ask()
+        except Exception as error:
+            was_known = state.answered
+            _raise_unless_retryable(error, state, retryable)
+            now = time.monotonic()
+            if first_failure is None:
+                first_failure = now - min(now - began, TIMEOUT_S)
+            limit = patience_s if state.answered else min(patience_s, FIRST_S)
+            left = first_failure + limit - now
+            reason = f"{type(error).__name__}: {error}"
+            if left <= 0:
+                fix = "run the same command again once it is back, or set patience_s to wait longer"
+                if not (was_known or state.answered):
+                    fix = f"{_ADDRESS}; if it is right, {fix.partition(', or')[0]}"
+                silence = f"no answer for {now - first_failure:.0f} s ({reason})"
+                raise NoAnswer(silence, fix, state.last_answer > first_failure) from error
+            state.record_failure(first_failure, f"({reason}), at most {limit:.0f} s (patience_s)")
+            counters.add(retries=1)
+            _pause(min(left, pause * random.uniform(0.5, 1)))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        else:
+            state.record_answer()
+            counters.add(requests=1, request_s=time.monotonic() - began)
+            return answer
 
 
 def when_reachable(read: Callable[[], T], store: str, patience_s: float) -> T:
@@ -281,91 +281,48 @@ class _StoreState:
         self.store = store
         self.answered = False
         self.last_answer = 0.0
-        self.reason = ""
-        self._asking = 0
-        self._since = self._patience = 0.0
-        self._notice_s = NOTICE_S
-        self._silent: float | None = None  # since when, once a notice has been printed
-        self._counted = 0.0  # until when the waiting is counted
-
-    def limit(self, patience_s: float) -> float:
-        return patience_s if self.answered else min(patience_s, FIRST_S)
-
-    @contextmanager
-    def request(self, patience_s: float) -> Iterator[None]:
-        with _lock:
-            if self._asking == 0:
-                self._since = time.monotonic()
-            self._asking += 1
-            self._patience = patience_s
-            _watched.add(self)
-            _start_watching()
-        try:
-            yield
-        finally:
-            with _lock:
-                self._asking -= 1
-                if self._asking == 0:
-                    _watched.discard(self)
+        self._silent: float | None = None  # since when
+        self._counted = 0.0  # until when its silence is counted
+        self._named = False
 
     def record_answer(self) -> None:
         """Note that the store answered, and print it if its silence was printed."""
         with _lock:
+            self._count()
             self.answered, self.last_answer = True, time.monotonic()
             silent, self._silent = self._silent, None
-            self.reason = ""
-        if silent is not None:
-            log(f"{self.store} answered after {time.monotonic() - silent:.0f} s")
+            named, self._named = self._named, False
+        if named and silent is not None:
+            log(f"{self.store} answered after {self.last_answer - silent:.0f} s")
 
-    def notice(self) -> None:
-        """Count the seconds of a silence of `NOTICE_S` or more, and print it once. For a store that is merely slow the
-        interval between notices doubles."""
+    def record_failure(self, since: float, why: str) -> None:
+        """Note a silence, and print it once if it is one of `NOTICE_S` or more."""
         with _lock:
-            now, silent = time.monotonic(), max(self._since, self.last_answer)
-            waited = now - silent
-            if waited >= NOTICE_S:
-                counters.add(store_wait_s=now - max(silent, self._counted))
-                self._counted = now
-            if self._silent is not None or waited < self._notice_s:
+            if self._silent is None:
+                self._silent = self._counted = max(since, self.last_answer)
+            self._count()
+            waited = self._counted - self._silent
+            if self._named or waited < NOTICE_S:
                 return
-            self._silent = silent
-            self._notice_s *= 2
-            why = f" ({self.reason})" if self.reason else ""
-            limit = self.limit(self._patience)
-        log(f"waiting for {self.store}: {waited:.0f} s so far{why}, at most {limit:.0f} s (patience_s)")
+            self._named = True
+        log(f"waiting for {self.store}: {waited:.0f} s so far {why}")
+
+    def _count(self) -> None:
+        """Count the seconds of a silence, those of several threads once."""
+        if self._silent is not None:
+            now = time.monotonic()
+            counters.add(store_wait_s=now - self._counted)
+            self._counted = now
 
 
 _states: dict[str, _StoreState] = {}
-_watched: set[_StoreState] = set()
 wait_checks: list[Callable[[], None]] = []
 _lock = threading.Lock()
-_watching: threading.Thread | None = None
 
 
 def _state(store: str) -> _StoreState:
     with _lock:
         return _states.setdefault(store, _StoreState(store))
-
-
-def _start_watching() -> None:
-    global _watching
-    if _watching is None:
-        _watching = threading.Thread(target=_watch, name="waiting", daemon=True)
-        _watching.start()
-
-
-def _watch() -> None:
-    """Print notices as long as a request is in flight."""
-    global _watching
-    while True:
-        time.sleep(NOTICE_S / 8)
-        with _lock:
-            watched = list(_watched)
-            if not watched:
-                _watching = None
-                return
-        for state in watched:
-            state.notice()
 
 
 def _pause(seconds: float) -> None:

@@ -351,9 +351,7 @@ def test_what_is_read_back_comes_from_the_disk(monkeypatch: pytest.MonkeyPatch) 
         place = Files(Path(folder))
         assert place.put("names/a/00000000.json", layout.seal({"name": "a"}))
         place.put_content(b"some bytes", "tables", "npy")
-        with place.temporary() as path:
-            path.write_bytes(b"more bytes")
-            place.put_content_file(path, "npy")
+        place.put_table(lambda file: file.write(b"more bytes"), "npy")
         with shard.ShardWriter(place, LATENT, "u") as writer:
             writer.add(b"k" * 16, bits((4, 2, 3)))
             writer.finish()

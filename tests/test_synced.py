@@ -58,12 +58,8 @@ def publish_everything(root: Path) -> None:
     pack(cache, 2)
     files = cache.files
     files.put_content(b"a table", "tables", "arrow")
-    with files.temporary() as path:
-        path.write_bytes(b"another table")
-        files.put_content_file(path, "arrow")
-    with files.temporary() as path:
-        path.write_bytes(b"a third table")
-        files.put_content_file(path, "arrow")
+    files.put_table(lambda file: file.write(b"another table"), "arrow")
+    files.put_table(lambda file: file.write(b"a third table"), "arrow", twice=True)
     files.replace("claims/one", b"a claim")
 
 

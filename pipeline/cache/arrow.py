@@ -135,17 +135,9 @@ class ParquetFile(pq.ParquetFile):
         with _names_decoded():
             super().__init__(source, pre_buffer=False)
 
-    def read(self, *args: Any, **kwargs: Any) -> pa.Table:
-        with _names_decoded():
-            return super().read(*args, **{**kwargs, "use_threads": False})
-
     def read_row_group(self, *args: Any, **kwargs: Any) -> pa.Table:
         with _names_decoded():
             return super().read_row_group(*args, **{**kwargs, "use_threads": False})
-
-    def read_row_groups(self, *args: Any, **kwargs: Any) -> pa.Table:
-        with _names_decoded():
-            return super().read_row_groups(*args, **{**kwargs, "use_threads": False})
 
     def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
         with _names_decoded():

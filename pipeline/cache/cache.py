@@ -247,7 +247,7 @@ class Cache:
         last = self._last_table
         if last is not None and table.equals(last[1]) and self.files.freshen(Paths.table(last[0], "parquet")):
             return last[0]  # an unchanged scan
-        return self.files.put_table(partial(write_parquet, table), table.nbytes, "parquet", twice=True)
+        return self.files.put_table(partial(write_parquet, table), "parquet", twice=True)
 
     def table(self, digest: str, columns: list[str] | None = None) -> pa.Table:
         """A Parquet table by its digest; the rows of a large table are in a temporary file (see `Scratch`). The last

@@ -7,7 +7,6 @@ Names are relative to the cache, with forward slashes.
 
 from __future__ import annotations
 
-import io
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -292,32 +291,19 @@ class Files:
                 self.publish_content(path, name, digest)
         return digest
 
-    def put_table(self, write: Callable[[BinaryIO], None], size: int, suffix: str, twice: bool = False) -> str:
-        """`put_content` of what `write` writes, into `tables/`; a large table passes through a temporary file.
-
-        Args:
-            size: about its bytes.
-        """
-        if size <= scratches.LIMIT:
-            sink = io.BytesIO()
-            write(sink)
-            return self.put_content(sink.getvalue(), "tables", suffix, twice)
+    def put_table(self, write: Callable[[BinaryIO], object], suffix: str, twice: bool = False) -> str:
+        """`put_content` of what `write` writes, into `tables/`; it need not fit into memory."""
         with self.temporary() as path:
             with cache_errors(path), open(path, "x+b") as file:
                 write(file)
-            digest = self.put_content_file(path, suffix)
-        if twice:
-            self.duplicate(Paths.table(digest, suffix))
-        return digest
-
-    def put_content_file(self, path: Path, suffix: str) -> str:
-        """`put_content` of a written file into `tables/`, which need not fit into memory. Publishes no copy."""
-        digest = file_digest(path)  # of what was written; `publish_content` compares what is on the disk
-        name = Paths.table(digest, suffix)
-        if not self.freshen_intact(name):
-            with cache_errors(path), open(path, "rb+") as file:
+                file.flush()
+                digest = file_digest(path)  # of what was written; `publish_content` compares what is on the disk
                 disk.sync(file)
-            self.publish_content(path, name, digest)
+            name = Paths.table(digest, suffix)
+            if not self.freshen_intact(name):
+                self.publish_content(path, name, digest)
+        if twice:
+            self.duplicate(name)
         return digest
 
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:

@@ -199,7 +199,7 @@ def merge(files: Files, recipe: str, plan: int, units: Iterable[str]) -> bool:
 def merged(files: Files, recipe: str, done: Iterable[Commit]) -> tuple[str, int]:
     """Publish the merged record table of commits; returns its digest and its rows."""
     whole = whole_table(files, recipe, done)
-    return files.put_table(partial(write_ipc, whole), whole.nbytes, "arrow"), whole.num_rows
+    return files.put_table(partial(write_ipc, whole), "arrow"), whole.num_rows
 
 
 def whole_table(files: Files, recipe: str, done: Iterable[Commit]) -> pa.Table:

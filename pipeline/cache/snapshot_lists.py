@@ -215,7 +215,7 @@ class EntryList(TableList[T]):
 
 def publish(files: Files, table: pa.Table) -> ListTable:
     """Publish the table of a list and its copy; returns what a document says of it."""
-    digest = files.put_table(partial(write_ipc, table), table.nbytes, "arrow", twice=True)
+    digest = files.put_table(partial(write_ipc, table), "arrow", twice=True)
     return ListTable(digest, len(table))
 
 
