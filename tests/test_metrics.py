@@ -462,12 +462,14 @@ def test_a_silent_store_and_a_slow_one_are_counted(
 
 def test_evictions_of_the_mirror_are_counted(tmp_path: Path, counted: Callable[[], dict[str, float]]) -> None:
     from pipeline.cache import layout
+    from pipeline.cache.folder_store import FolderStore
 
-    mirror = Mirror(tmp_path / "mirror", 1000)
+    mirror = Mirror(tmp_path / "mirror", 1000, FolderStore(tmp_path / "origin", 60))
     for number in range(6):
         data = bytes([number]) * 300
         name = f"shards/x/{layout.content_digest(data)}.tar"
-        mirror.open(name, lambda: 300, lambda path, data=data: path.write_bytes(data))  # type: ignore[misc]
+        mirror.origin.replace(name, data)
+        mirror.open(name)
         copies = len(mirror.list_copies())
         assert counted()["evictions"] == number + 1 - copies
     mirror.drop(name)

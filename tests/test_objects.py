@@ -32,6 +32,7 @@ from pipeline.cache import connections, copies, layout, scratch
 from pipeline.cache import mirror as mirrors
 from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
+from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.object_store import ObjectStore
 from pipeline.cache.shard import ShardWriter
 from pipeline.cache.snapshot import Snapshot
@@ -324,11 +325,12 @@ def test_the_mirror_fetches_once_heals_itself_and_stays_in_its_bound(place: str,
 def fetched_into(mirror: mirrors.Mirror, number: int, size: int = 1000) -> None:
     data = number.to_bytes(4, "little") * (size // 4)
     name = layout.Paths.table(layout.content_digest(data), "npy")
-    mirror.open(name, lambda: size, lambda path: void(path.write_bytes(data)))
+    mirror.origin.replace(name, data)
+    mirror.open(name)
 
 
-def void(value: object) -> None:
-    pass
+def mirror_in(folder: Path, limit: int) -> mirrors.Mirror:
+    return mirrors.Mirror(folder / "mirror", limit, FolderStore(folder / "origin", 60))
 
 
 def held(mirror: mirrors.Mirror) -> int:
@@ -336,11 +338,11 @@ def held(mirror: mirrors.Mirror) -> int:
 
 
 def test_no_more_copies_go_than_must(tmp_path: Path) -> None:
-    mirror = mirrors.Mirror(tmp_path, 3_000)
+    mirror = mirror_in(tmp_path, 3_000)
     for n in range(5):
         fetched_into(mirror, n)
         assert held(mirror) == min(3, n + 1) * 1_000
-    mirror.drop(f"tables/{next(tmp_path.glob('??/*.npy')).name}")
+    mirror.drop(f"tables/{next(mirror.root.glob('??/*.npy')).name}")
     fetched_into(mirror, 5)
     assert held(mirror) == 3_000
 
@@ -348,15 +350,14 @@ def test_no_more_copies_go_than_must(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_count_the_copies_of_both(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom pipeline.cache.mirror import Mirror\n"
-        "from tests.test_objects import fetched_into\n"
-        f"mirror = Mirror(Path({str(tmp_path)!r}), 40_000)\n"
+        "import sys\nfrom pathlib import Path\nfrom tests.test_objects import fetched_into, mirror_in\n"
+        f"mirror = mirror_in(Path({str(tmp_path)!r}), 40_000)\n"
         "for n in range(60):\n    fetched_into(mirror, n + int(sys.argv[1]))"
     )
     root = Path(__file__).parents[1]
     started = [subprocess.Popen([sys.executable, "-c", code, str(first)], cwd=root) for first in (0, 30)]
     assert [process.wait() for process in started] == [0, 0]
-    assert held(mirrors.Mirror(tmp_path, 40_000)) <= 41_000, "one of them may have been on its way"
+    assert held(mirror_in(tmp_path, 40_000)) <= 41_000, "one of them may have been on its way"
 
 
 def test_a_copy_is_checked_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

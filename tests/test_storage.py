@@ -23,7 +23,7 @@ import stages.gc
 import stages.verify
 from pipeline.cache import audit, codec, index, layout, shard, snapshot
 from pipeline.cache.cache import Cache
-from pipeline.cache.recipes import Recipe
+from pipeline.cache.recipes import Recipe, recipe_class
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.loader.loader import Loader
@@ -95,7 +95,7 @@ def test_int8_of_no_token_or_one(kind: str, shape: tuple[int, ...]) -> None:
     array, coder = bits(shape), codec.Codec(kind == "text", codec.INT8)
     back = np.empty_like(array)
     coder.decode(payload := coder.encode(array), back, "record")
-    assert len(payload) == codec.payload_bytes(codec.INT8, kind == "text", shape)
+    assert len(payload) == codec.payload_bytes(recipe_class(kind)(storage=codec.INT8), shape)
     assert np.array_equal(back, array), "one token: each channel's scale is its value"
 
 

@@ -91,29 +91,24 @@ class Codec:
             into[...] = _untokens(from_float(values, largest), self.by_row).reshape(into.shape)
 
 
-def check_storage(storage: str) -> None:
-    """Refuse a storage that this version cannot read.
-
-    Raises:
-        CacheError: with the names that it can.
-    """
-    if storage not in STORAGES:
-        raise CacheError(
-            f"values are stored as {storage!r}, which this version does not know",
-            expected=" or ".join(STORAGES),
-            fix="use the version of sana-pipe that wrote it, or a newer one",
-        )
-
-
 def by_row(recipe: Recipe) -> bool:
     """Whether a token is a row of its records; see `Codec`."""
     return recipe.axes[0] != "channels"
 
 
 def codec_of(recipe: Recipe) -> Codec | None:
-    """The codec of a recipe; None for plain bf16."""
-    storage = storage_of(recipe)
-    return None if storage == PLAIN else Codec(by_row(recipe), storage)
+    """The codec of a recipe; None for plain bf16.
+
+    Raises:
+        CacheError: this version does not know its storage.
+    """
+    if recipe.storage not in STORAGES:
+        raise CacheError(
+            f"values are stored as {recipe.storage!r}, which this version does not know",
+            expected=" or ".join(STORAGES),
+            fix="use the version of sana-pipe that wrote it, or a newer one",
+        )
+    return None if recipe.storage == PLAIN else Codec(by_row(recipe), recipe.storage)
 
 
 def reader(files: Files, recipe: str) -> Codec | None:
@@ -130,21 +125,14 @@ def reader(files: Files, recipe: str) -> Codec | None:
     return codec_of(values)
 
 
-def payload_bytes(storage: str, by_row: bool, shape: tuple[int, ...]) -> int:
+def payload_bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
     """Bytes of a payload; an estimate for `bf16-zstd`, which depends on the values (measured: 0.69 of bf16)."""
-    check_storage(storage)
     size = int(np.prod(shape))
-    if storage == PLAIN:
+    if recipe.storage == PLAIN:
         return 2 * size
-    if storage == LOSSLESS:
+    if recipe.storage == LOSSLESS:
         return _HEADER.size + round(2 * size * 0.69)
-    return _HEADER.size + 2 * sum(_sizes(by_row, shape)) + size
-
-
-def storage_of(recipe: Recipe) -> str:
-    storage = str(recipe.values()["storage"])
-    check_storage(storage)
-    return storage
+    return _HEADER.size + 2 * sum(_sizes(by_row(recipe), shape)) + size
 
 
 # ---------------------------------------------------------------- size and error
@@ -237,10 +225,7 @@ def _split(bits: np.ndarray) -> bytes:
     flat = np.ascontiguousarray(bits, "<u2").reshape(-1)
     mantissas = ((flat >> 8) & 0x80 | flat & 0x7F).astype(np.uint8)
     exponents = (flat >> 7 & 0xFF).astype(np.uint8)
-    compressor = getattr(_thread, "compressor", None)
-    if compressor is None:
-        compressor = _thread.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
-    return mantissas.tobytes() + compressor.compress(exponents.tobytes())
+    return mantissas.tobytes() + zstandard.ZstdCompressor(level=LEVEL).compress(exponents.tobytes())
 
 
 def _join(data: memoryview, into: np.ndarray, where: str) -> None:

@@ -24,37 +24,33 @@ class Pair:
 
     Attributes:
         document, copy: what is wrong with each, "" if nothing.
-        data: the intact bytes, if the other ones are not; None if neither has them.
-        whole: whether both exist and are intact.
+        data: the intact bytes; None if neither has them, or both have different ones.
     """
 
     document: str
     copy: str
     data: bytes | None
-    whole: bool
 
 
 def inspect(files: Files, name: str) -> Pair:
     """Read a document and its copy."""
     first, second = _read(files, name, name), _read(files, name, Paths.copy(name))
-    if isinstance(first, bytes) and isinstance(second, bytes):
-        if first == second:
-            return Pair("", "", first, True)
+    if isinstance(first, bytes) and isinstance(second, bytes) and first != second:
         what = f"{files.where(name)}: differs from its copy, and both are whole"
-        return Pair(what, what, None, False)
+        return Pair(what, what, None)
     document = "" if isinstance(first, bytes) else first
     copy = second if isinstance(second, str) else ""
     data = next((result for result in (first, second) if isinstance(result, bytes)), None)
-    return Pair(document, copy, data, False)
+    return Pair(document, copy, data)
 
 
 def repair(files: Files, name: str) -> bool:
     """Repair a document and its copy from the intact file. Returns whether both are intact now."""
     pair = inspect(files, name)
-    if pair.whole or pair.data is None:
-        return pair.whole
-    for path in (name, Paths.copy(name)):
-        if not isinstance(_read(files, name, path), bytes):
+    if pair.data is None:
+        return False
+    for path, problem in ((name, pair.document), (Paths.copy(name), pair.copy)):
+        if problem:
             files.replace(path, pair.data)
     return True
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, TypeVar
 from weakref import WeakSet
@@ -209,7 +209,7 @@ class Files:
         """
         if self._mirror is None:
             return self.store.open(name)
-        return self._mirror.open(name, partial(self._size, name), partial(self.store.fetch, name), trust=trust)
+        return self._mirror.open(name, trust=trust)
 
     def ranged(self, name: str) -> Handle:
         """As `open`, for reading a few ranges of a large file: from an object store only those are transferred."""
@@ -219,7 +219,7 @@ class Files:
         """As `open`, for reading a file once: the mirror keeps no copy."""
         if self._mirror is None:
             return self.store.open(name)
-        return self._mirror.fetched(partial(self.store.fetch, name), partial(self._size, name))
+        return self._mirror.fetched(name)
 
     def _fetch(self, name: str, path: Path) -> None:
         """Copy a file to a new local file."""
@@ -227,13 +227,7 @@ class Files:
             with cache_errors(path):
                 self.store.fetch(name, path)
         else:  # makes space on its disk
-            self._mirror.fetch(partial(self.store.fetch, name), path, partial(self._size, name))
-
-    def _size(self, name: str) -> int:
-        entry = self.store.stat(name)
-        if entry is None:
-            raise FileNotFoundError(self.where(name))
-        return entry.size
+            self._mirror.fetch(name, path)
 
     def digest(self, name: str) -> str:
         """Hex xxh3-128 of a file's bytes as they are now in the store. The mirror's copy of a damaged object is

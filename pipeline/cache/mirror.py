@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from pipeline import counters
 from pipeline.cache.disk import Handle, cache_errors, digest_of, free_at, temporary_in
+from pipeline.cache.store import Store
 from pipeline.errors import CacheError, NoSpaceError
 
 _ROOM = "room"
@@ -30,18 +31,17 @@ class Mirror:
     Args:
         root: the folder; made when it is first needed.
         limit: size of all copies together, in bytes.
+        origin: the store of the objects.
     """
 
-    def __init__(self, root: Path, limit: int):
-        self.root, self.limit = root, limit
+    def __init__(self, root: Path, limit: int, origin: Store):
+        self.root, self.limit, self.origin = root, limit, origin
 
-    def open(self, name: str, size: Callable[[], int], fetch: Callable[[Path], None], *, trust: bool = False) -> Handle:
+    def open(self, name: str, *, trust: bool = False) -> Handle:
         """An object as an open file.
 
         Args:
             name: of the object; its last part is the digest of its bytes, and a suffix.
-            size: returns its size in bytes; called only if the object has to be fetched.
-            fetch: writes the object into a file.
             trust: do not check a copy that was checked and has not changed since.
 
         Returns:
@@ -50,7 +50,7 @@ class Mirror:
 
         Raises:
             CacheError: the object is larger than the limit.
-            NoSpaceError: the disk is full and no copy is left to remove. Also what `size` and `fetch` raise.
+            NoSpaceError: the disk is full and no copy is left to remove. Also what the origin raises.
         """
         last = PurePosixPath(name)
         copy = self.root / last.stem[:2] / last.name
@@ -60,7 +60,7 @@ class Mirror:
                 if (trust and self._is_marked(copy, handle)) or digest_of(handle) == last.stem:
                     self._mark(copy, handle)
                     return handle
-            needed = size()
+            needed = self._size(name)
             if needed > self.limit:
                 raise CacheError(
                     f"{name}: is larger than the whole mirror {self.root}",
@@ -71,7 +71,7 @@ class Mirror:
             with self._locked(_ROOM):
                 self._make_space(needed)
             with self.temporary() as path:
-                self.fetch(fetch, path, lambda: needed)
+                self.fetch(name, path)
                 with cache_errors(path):
                     handle = Handle(os.open(path, os.O_RDONLY))
                     if digest_of(handle) == last.stem:
@@ -80,9 +80,8 @@ class Mirror:
                         self._mark(copy, handle)
             return handle
 
-    def fetch(self, fetch: Callable[[Path], None], path: Path, size: Callable[[], int]) -> None:
-        """Fetch into a file of `temporary`. If the disk fills up meanwhile, remove copies and try again. Arguments as
-        for `open`.
+    def fetch(self, name: str, path: Path) -> None:
+        """Fetch an object into a file of `temporary`. If the disk fills up meanwhile, remove copies and try again.
 
         Raises:
             NoSpaceError: no copy is left to remove.
@@ -90,10 +89,10 @@ class Mirror:
         while True:
             try:
                 with cache_errors(path):
-                    return fetch(path)
+                    return self.origin.fetch(name, path)
             except NoSpaceError:
                 path.unlink(missing_ok=True)
-                needed = size()
+                needed = self._size(name)
                 with self._locked(_ROOM):
                     if not self._remove_oldest(needed):
                         raise self._full(needed) from None
@@ -102,11 +101,17 @@ class Mirror:
                     raise error.__cause__ from None
                 raise
 
-    def fetched(self, fetch: Callable[[Path], None], size: Callable[[], int]) -> Handle:
-        """An object as an open file without a name, of which the mirror keeps no copy. Arguments as for `open`."""
+    def fetched(self, name: str) -> Handle:
+        """An object as an open file without a name, of which the mirror keeps no copy. Raises as `fetch`."""
         with self.temporary() as path:
-            self.fetch(fetch, path, size)
+            self.fetch(name, path)
             return Handle(os.open(path, os.O_RDONLY))
+
+    def _size(self, name: str) -> int:
+        entry = self.origin.stat(name)
+        if entry is None:
+            raise FileNotFoundError(self.origin.where(name))
+        return entry.size
 
     def mark_of(self, copy: Path) -> Path:
         """The mark of a copy: its identity when it was checked. Its time is that of the last opening."""

@@ -67,7 +67,7 @@ class ObjectStore:
         # Without the driver's cache of listings, which would hide the commits of other machines.
         self.connection = Connection(url, CacheError, patience_s, use_listings_cache=False)
         self.url, self.fs, self._base = self.connection.url, self.connection.fs, self.connection.root
-        self.mirror = Mirror(Path(mirror.path or expanded("~/.cache/sana-pipe")), int(mirror.gib * 2**30))
+        self.mirror = Mirror(Path(mirror.path or expanded("~/.cache/sana-pipe")), int(mirror.gib * 2**30), self)
         self.local = self.mirror.root
 
     @property

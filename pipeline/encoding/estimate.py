@@ -225,7 +225,7 @@ def text_bytes(recipe: CaptionRecipe, rows: int, caption: int) -> int:
 
 def member_bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
     """Bytes of a record's member in a shard: tar header, npy header, payload, padding. shape: of the values."""
-    size = codec.payload_bytes(str(recipe.values()["storage"]), codec.by_row(recipe), shape)
+    size = codec.payload_bytes(recipe, shape)
     return BLOCK + _padded(len(npy_header(shape)) + size)
 
 

@@ -260,10 +260,10 @@ class _StorageCosts:
     """Prints once, after the first unit with records, what a storage other than plain bf16 saves and costs."""
 
     def __init__(self, recipe: Recipe):
-        self.recipe, self.storage = recipe, codec.storage_of(recipe)
-        self.measured = None if self.storage == codec.PLAIN else codec.Measured()
+        self.recipe = recipe
+        self.measured = None if recipe.storage == codec.PLAIN else codec.Measured()
 
     def log(self) -> None:
         if self.measured is not None and self.measured.records:
-            click.echo(self.measured.line(self.recipe.kind, self.storage))
+            click.echo(self.measured.line(self.recipe.kind, self.recipe.storage))
             self.measured = None
