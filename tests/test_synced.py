@@ -8,13 +8,16 @@ import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 import stages.encode
 from pipeline.cache import disk
+from pipeline.cache.adopt import bring
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
+from pipeline.config import MirrorConfig
 from tests.support import tiny_cache
 from tests.support.packed import pack
 from tests.support.runs import fit_tiny
@@ -68,6 +71,19 @@ def test_everything_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypa
     publish_everything(tmp_path / "cache")
     assert not watched.unsynced
     assert {"shards", "tables", "plans", "units", "segments", "snapshots", "recipes", "copies"} <= watched.named.keys()
+
+
+def test_what_is_copied_from_another_cache_is_on_the_disk_before_it_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, other = (
+        Files(tmp_path / "cache"),
+        Files(f"memory://{uuid4().hex}", MirrorConfig(path=str(tmp_path / "mirror"))),
+    )
+    digest = other.put_content(b"a table", "tables", "arrow")
+    watched = Disk(tmp_path, monkeypatch)
+    bring(files, other, Paths.table(digest, "arrow"), digest)
+    assert not [name for name in watched.unsynced if name.startswith("cache/")] and watched.named["cache"] == 1
 
 
 def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from pipeline.cache import index
 from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.cache.disk import cache_errors
+from pipeline.cache.disk import cache_errors, sync
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.errors import IntegrityError
@@ -107,6 +107,7 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
                 ) from None
             with cache_errors(path), handle.file() as source, open(path, "xb") as target:
                 shutil.copyfileobj(source, target, 4 << 20)
+                sync(target)
         try:
             files.publish_content(path, name, digest)
         except IntegrityError as error:

@@ -7,9 +7,9 @@ A column of plain text, or of lists of it, holds less than 2 GiB in one piece; A
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -85,32 +85,6 @@ def _take_rows(wide: pa.Table, rows: np.ndarray, schema: pa.Schema, count: int) 
             yield from _take_rows(wide, some, schema, -(-len(some) // 2))
         else:
             yield part.cast(schema)
-
-
-class Texts(Sequence[str]):
-    """A list of strings, in an Arrow column."""
-
-    def __init__(self, chunks: Iterable[pa.Array]):
-        self._column = pa.concat_arrays([pa.array([], pa.string()), *chunks])
-
-    def __len__(self) -> int:
-        return len(self._column)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    def __iter__(self) -> Iterator[str]:
-        for start in range(0, len(self), ROWS):
-            yield from self._column.slice(start, ROWS).to_pylist()
-
-    @overload
-    def __getitem__(self, number: int) -> str: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[str]: ...
-    def __getitem__(self, number: int | slice) -> str | list[str]:
-        if isinstance(number, slice):
-            return [self._column[at].as_py() for at in range(*number.indices(len(self)))]
-        return self._column[number].as_py()
 
 
 def text(column: pa.ChunkedArray) -> pa.Array:

@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache import arrow, layout
-from pipeline.cache.arrow import Texts
 from pipeline.cache.files import Files
 from pipeline.cache.keys import BATCH, SortedKeys, as_keys, halves, is_first, to_column, to_numpy
 from pipeline.cache.layout import Paths
@@ -314,7 +313,7 @@ class RecordIndex:
         self.recipe, self.kind, self._files = recipe, recipe.partition("-")[0], files
         every = self._by_precedence(plans)
         self.rejects = [reject for plan in every for reject in plan.rejects]
-        self.shards: Sequence[str] = Texts(chunk for plan in every for chunk in plan.shards)
+        self.shards: list[str] = [name for plan in every for chunk in plan.shards for name in chunk.to_pylist()]
         self.bytes = np.concatenate([np.empty(0, np.int64), *(plan.bytes for plan in every)])
         self.caches = np.zeros(len(self.shards), np.int32)
         starts = np.cumsum([0, *(len(plan.bytes) for plan in every)]).tolist()

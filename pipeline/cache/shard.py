@@ -20,7 +20,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, Self
 
@@ -264,29 +263,15 @@ def _gap(size: int) -> memoryview:
     return _thread.gap[:size]
 
 
-@dataclass(frozen=True)
 class _Reads:
-    """Records in the order of storage, and how they are grouped into reads.
+    """Records in the order of storage, and how they are grouped into reads. Arguments as for `ShardReader.read_batch`.
 
-    Attributes:
-        rows: of the columns.
-        shards, starts, sizes: number of the shard, offset and bytes of each record.
-        gaps: bytes between each record and the next.
-        views: where each record goes.
-        runs: places at which a new read begins, and the end.
+    Args:
+        apart: read each record by itself.
     """
 
-    rows: list[int]
-    shards: list[int]
-    starts: list[int]
-    sizes: list[int]
-    gaps: list[int]
-    views: list[memoryview]
-    runs: list[int]
-
-    @classmethod
-    def planned(
-        cls,
+    def __init__(
+        self,
         columns: Mapping[str, np.ndarray],
         which: np.ndarray,
         into: np.ndarray,
@@ -294,8 +279,7 @@ class _Reads:
         end: np.ndarray,
         *,
         apart: bool,
-    ) -> Self:
-        """Arguments as for `ShardReader.read_batch`. apart: read each record by itself."""
+    ):
         order = which[np.lexsort((columns["offset"][which], columns["shard"][which]))]
         shard, start = columns["shard"][order], columns["offset"][order].astype(np.int64)
         stride = into.strides[0]
@@ -303,17 +287,14 @@ class _Reads:
         gap = start[1:] - start[:-1] - size[:-1]
         new_run = (shard[1:] != shard[:-1]) | (gap < 0) | (gap > GAP) | apart
         new_run[RUN - 1 :: RUN] = True
-        data, sizes = into.data.cast("B"), size.tolist()
-        places = (begin[order] * stride).tolist()
-        return cls(
-            order.tolist(),
-            shard.tolist(),
-            start.tolist(),
-            sizes,
-            gap.tolist(),
-            [data[at : at + length] for at, length in zip(places, sizes, strict=True)],
-            [0, *(np.flatnonzero(new_run) + 1).tolist(), len(order)],
-        )
+        self.rows: list[int] = order.tolist()  # of the columns
+        self.shards: list[int] = shard.tolist()
+        self.starts: list[int] = start.tolist()
+        self.sizes: list[int] = size.tolist()
+        self.gaps: list[int] = gap.tolist()  # bytes between each record and the next
+        data, places = into.data.cast("B"), (begin[order] * stride).tolist()
+        self.views = [data[at : at + length] for at, length in zip(places, self.sizes, strict=True)]
+        self.runs = [0, *(np.flatnonzero(new_run) + 1).tolist(), len(order)]  # where a new read begins, and the end
 
 
 class RecordError(IntegrityError):
@@ -413,7 +394,7 @@ class ShardReader:
         """
         if not len(which):
             return []
-        reads = _Reads.planned(columns, which, into, begin, end, apart=self._codec is not None)
+        reads = _Reads(columns, which, into, begin, end, apart=self._codec is not None)
         keys, checksums = columns["key"].tobytes(), columns["checksum"].tobytes()
         lengths = columns["length"].tolist() if "length" in columns else None
         counters.add(read_bytes=sum(reads.sizes) if lengths is None else sum(lengths[row] for row in reads.rows))
