@@ -112,8 +112,8 @@ class Connection:
         except Exception as error:  # each driver has its own types
             if is_out_of_resources(error):
                 raise
-            fix = None if retrying.http_status(error) is None else retrying.CHECK
-            raise RequestFailed(f"cannot be {action}: {type(error).__name__}: {error}", fix) from error
+            advice = None if retrying.http_status(error) is None else retrying.CHECK
+            raise RequestFailed(f"cannot be {action}: {type(error).__name__}: {error}", advice) from error
 
     @property
     def is_paged(self) -> bool:
