@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
+from pipeline.reporting.blocks import Block, Card, Column, Table
+from pipeline.reporting.sections import Section
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.snapshots import near_samples
 
@@ -53,10 +56,14 @@ def run(
     values["readable"] = photos.data(values["source"], values["item"]) is not None
     rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
     if out is not None:
-        captions = [{"text": caption["text"], "note": _caption(caption)} for caption in values["captions"]]
-        images = sample_view.pictures(photos, values, records)
-        title = f"{values['source']}: {values['item']}"
-        page.write(page.render("view.html", title=title, images=images, captions=captions, rows=rows), out)
+        captions = [Card([], caption["text"], _caption(caption)) for caption in values["captions"]]
+        numbers = Table((Column("", "name"), Column("", "value")), [dict(zip(("name", "value"), row)) for row in rows])
+        sections: list[tuple[Section, Sequence[Block]]] = [
+            (Section("pictures", "Pictures"), [Card(sample_view.pictures(photos, values, records), "")]),
+            (Section("captions", "Captions"), captions),
+            (Section("numbers", "Numbers"), [numbers]),
+        ]
+        page.write(f"{values['source']}: {values['item']}", sections, out)
     if as_json:
         click.echo(json.dumps(values))
         return 0

@@ -310,8 +310,9 @@ def test_inspect_prints_the_same_numbers(made: Made, capsys: pytest.CaptureFixtu
     assert {**figures, "cache": None} == {**again, "cache": None}, "its rates depend on the time"
     assert inspect.run(made.config) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("snapshot ") and "round2" in line and "8 samples" in line for line in lines)
-    assert any(line.startswith("run run: 3 steps") for line in lines)
+    assert "Snapshot:" in lines and any(line.startswith("  8 samples in ") for line in lines)
+    heads, values = (lines[lines.index("Run:") + place].split() for place in (2, 3))
+    assert (heads[:2], values[:2]) == (["part", "steps"], ["run", "3"])
     assert any(line.startswith("no validation: ") and "sana-pipe" in line for line in lines)
 
 
@@ -764,7 +765,7 @@ def test_an_installed_package_has_the_templates(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     templates = {path.name for path in (root / "pipeline" / "reporting" / "templates").iterdir()}
     built = {path.name for path in (tmp_path / "built" / "lib" / "pipeline" / "reporting" / "templates").iterdir()}
-    assert built == templates and "report.html" in templates
+    assert built == templates and "page.html" in templates
 
 
 # ---------------------------------------------------------------------------------------------------- one sample

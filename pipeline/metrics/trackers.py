@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError, machine_error
+from pipeline.options import flat
 
 PROJECT = "sana-pipe"
 
@@ -55,11 +56,12 @@ class Trackers:
             return
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # slow: imports many backends
 
+        values = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in flat(config)}
         for name in names:
             try:
                 tracker = _make(LOGGER_TYPE_TO_CLASS[name], name, run, done)
                 tracker.start()
-                tracker.store_init_configuration(_flat(config))
+                tracker.store_init_configuration(values)
             except Exception as error:
                 what = f"the tracker {name} cannot be opened"
                 raise machine_error(error, what, "--resume auto") or UserError(
@@ -93,14 +95,3 @@ def _make(kind: Any, name: str, run: Path, done: int) -> Any:
     if name == "wandb":
         return kind(PROJECT, name=run.name, dir=str(run))
     return kind(PROJECT, logging_dir=str(run)) if kind.requires_logging_directory else kind(PROJECT)
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """`{"train.optim.lr": 1e-4, ...}`; lists and null as strings."""
-    if not isinstance(tree, dict):
-        return {prefix: tree if isinstance(tree, bool | int | float | str) else str(tree)}
-    return {
-        key: value
-        for name, below in tree.items()
-        for key, value in _flat(below, f"{prefix}.{name}" if prefix else str(name)).items()
-    }

@@ -96,3 +96,15 @@ class Prompt:
 
 Block = str | Markup | Table | Card | Prompt
 """str: a line of text; Markup: a plot."""
+
+
+def plain(block: Block) -> list[str]:
+    """A block as lines of text; of a plot and of pictures over time none."""
+    if isinstance(block, Table):
+        heads, cells = [column.head for column in block.columns], [column.cell for column in block.columns]
+        rows = [heads, *([cell(row) for cell in cells] for row in block.rows[:ROWS])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if isinstance(block, Card):
+        return [block.text, *filter(None, [block.note])]
+    return [] if isinstance(block, Markup | Prompt) else [block]

@@ -3,13 +3,12 @@
 What: `snapshot_figures` gives JSON values from the snapshot's head and tables and from the scans that the head names.
 Why here: pages, scripts and tests read the same numbers. Rules that decide a number (crop loss, steps per epoch, kinds
 of rejects) are those of `pipeline.images.buckets`, `pipeline.snapshots.join` and `pipeline.sources.reject_kinds`.
-Price: all tables of the snapshot are read, chunk after chunk, in columns; the keys of all samples and captions (16
-bytes each) and the scans' items are in memory to be compared.
+Price: all tables of the snapshot are read, mapped and in columns; the keys of all samples and captions (16 bytes each)
+and the scans' items are in memory to be compared.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -36,7 +35,6 @@ from pipeline.sources.reject_kinds import EXAMPLES, kind
 
 CROP_EDGES = np.linspace(0.0, 0.5, 21)
 """Bins of the crop loss, shares of the picture's area; the last bin has the larger ones, too."""
-QUANTILES = (0.5, 0.95)
 SHOWN = 8
 """Samples of a group that are shown."""
 COMPARED = 100_000
@@ -55,24 +53,10 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         IntegrityError: a table of the snapshot is missing or damaged.
     """
     head = snapshot.head
-    sizes = _Sizes(cache, snapshot)
-    lengths, captions_per_sample, latent_keys, caption_keys = [], Counter[int](), [], []
-    sources = Counter[str]()
-    first = 0
-    starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in snapshot.buckets])])
-    for samples, names in zip(snapshot.tables(), snapshot.name_tables(), strict=True):
-        bucket = np.searchsorted(starts, np.arange(first, first + samples.num_rows), side="right") - 1
-        first += samples.num_rows
-        captions = _flat(samples.column("captions"))
-        rows = captions.field("rows").to_numpy()
-        lengths.append(np.bincount(rows, minlength=snapshot.recipe(TextRecipe).max_length + 1))
-        counts, how_many = np.unique(pc.list_value_length(samples.column("captions")).to_numpy(), return_counts=True)
-        captions_per_sample.update(dict(zip(counts.tolist(), how_many.tolist(), strict=True)))
-        latent_keys.append(picture_keys(samples, LatentRecipe.kind))
-        caption_keys.append(fixed(captions.field("key")))
-        for entry in pc.value_counts(names.column("source")).to_pylist():
-            sources[entry["values"]] += entry["counts"]
-        sizes.add(names, bucket)
+    samples, names = pa.concat_tables(snapshot.tables()), pa.concat_tables(snapshot.name_tables())
+    bucket = np.repeat(np.arange(len(snapshot.buckets)), [each.samples for each in snapshot.buckets])
+    crop, by_bucket, missing = _crop(cache, snapshot, names, bucket)
+    caption_keys = pc.struct_field(pc.list_flatten(samples.column("captions")), "key")
     return {
         "id": snapshot.id,
         "names": _names(cache, snapshot.id),
@@ -80,22 +64,25 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         "packed": snapshot.packed,
         "samples": len(snapshot),
         "steps_per_epoch": sum(float(_steps(bucket, head.policies.small)[0]) for bucket in snapshot.buckets),
-        "buckets": [_bucket(snapshot, i, sizes.mean(i)) for i in range(len(snapshot.buckets))],
-        "crop": sizes.figures(),
-        "crop_missing": sizes.missing,
-        "sources": dict(sorted(sources.items(), key=lambda pair: (-pair[1], pair[0]))),
-        "captions": _captions(snapshot, lengths, captions_per_sample),
-        "duplicates": {"pictures": _repeated(latent_keys), "captions": _repeated(caption_keys)},
+        "buckets": [_bucket(snapshot, i, mean) for i, mean in enumerate(by_bucket)],
+        "crop": crop,
+        "crop_missing": missing,
+        "sources": dict(sorted(_counts(names.column("source")).items(), key=lambda pair: (-pair[1], pair[0]))),
+        "captions": _captions(snapshot, samples.column("captions")),
+        "duplicates": {
+            "pictures": _repeated(picture_keys(samples, LatentRecipe.kind)),
+            "captions": _repeated(fixed(caption_keys)),
+        },
         "further": further_figures(snapshot),
         "visits": _visits(snapshot),
-        "alike": _alike(snapshot),
+        "alike": _alike(snapshot, names),
         "left_out": [
             {"reason": reason, "samples": count}
             for reason, count in sorted(head.left_out.items(), key=lambda pair: (-pair[1], pair[0]))
         ],
         "rejects": rejects(cache, snapshot),
         "storage": _storage(cache, snapshot),
-        "new": new_samples(cache, snapshot),
+        "new": _new_samples(cache, snapshot, samples, names, bucket),
     }
 
 
@@ -121,13 +108,16 @@ def _visits(snapshot: Snapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _alike(snapshot: Snapshot) -> list[dict[str, Any]]:
+def _alike(snapshot: Snapshot, names: pa.Table) -> list[dict[str, Any]]:
     """The largest groups of pictures that look the same; [] without hashes, and of more than `COMPARED` samples."""
     if HashRecipe.kind not in snapshot.pictures or len(snapshot) > COMPARED:
         return []
     settings = BucketConfig.model_validate((snapshot.head.options or {}).get("bucket", {}))
-    names = pa.concat_tables([table.select(["source", "item"]) for table in snapshot.name_tables()])
-    rows = names.append_column("row", pa.array(np.arange(len(snapshot)))).group_by(["source", "item"])
+    rows = (
+        names.select(["source", "item"])
+        .append_column("row", pa.array(np.arange(len(snapshot))))
+        .group_by(["source", "item"])
+    )
     first = np.sort(rows.aggregate([("row", "min")]).column("row_min").to_numpy())  # of several resolutions
     member = near.groups(near_samples.hashes_of(snapshot)[first], settings.dedup_distance)
     sizes = np.bincount(member)
@@ -151,10 +141,9 @@ def _names(cache: Cache, snapshot_id: str) -> list[str]:
         return []
 
 
-def _flat(column: pa.ChunkedArray) -> Any:
-    """The structs of all lists in one array."""
-    flat = pc.list_flatten(column)
-    return flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat
+def _counts(column: pa.ChunkedArray) -> dict[str, int]:
+    """How often each text occurs."""
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(column).to_pylist()}
 
 
 def _steps(bucket: Bucket, small: str) -> tuple[float, str]:
@@ -177,93 +166,65 @@ def _bucket(snapshot: Snapshot, number: int, crop: float | None) -> dict[str, An
     }
 
 
-class _Sizes:
-    """Crop loss of the samples, from the sizes in the scans.
+def _crop(
+    cache: Cache, snapshot: Snapshot, names: pa.Table, bucket: np.ndarray
+) -> tuple[dict[str, Any] | None, list[float | None], str | None]:
+    """Crop loss of the samples, by the sizes in the scans: its figures, its mean by bucket, and why it is unknown.
 
-    Attributes:
-        missing: why there are no sizes; None if all scans are there.
+    bucket: (n,) of each sample.
     """
-
-    def __init__(self, cache: Cache, snapshot: Snapshot):
-        self.shapes = np.array([[b.height, b.width] for b in snapshot.buckets], np.int64).reshape(-1, 2)
-        self.missing: str | None = None
-        self.scans: dict[str, tuple[pa.Array, np.ndarray, np.ndarray]] = {}
-        self.sums, self.counts = np.zeros(len(self.shapes)), np.zeros(len(self.shapes), np.int64)
-        self.histogram = np.zeros(len(CROP_EDGES) - 1, np.int64)
-        self.largest, self.enlarged = 0.0, 0
-        try:
-            for source, digest in snapshot.head.sources.items():
-                table = cache.table(digest)
-                table = table.filter(pc.is_valid(table.column("width")))
-                height, width = (table.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
-                self.scans[source] = (table.column("item"), height, width)
-        except IntegrityError as error:
-            self.missing = error.what
-
-    def add(self, names: pa.Table, bucket: np.ndarray) -> None:
-        """Samples of a chunk. bucket: (n,) of each."""
-        if self.missing is not None:
-            return
-        source, items = names.column("source"), names.column("item")
-        for name, (known, height, width) in self.scans.items():
-            chosen = pc.equal(source, name).to_numpy(zero_copy_only=False) if len(source) else np.zeros(0, bool)
-            if not chosen.any():
-                continue
-            rows = pc.index_in(items.filter(pa.array(chosen)), known.cast(items.type))
+    shapes = np.array([[each.height, each.width] for each in snapshot.buckets], np.int64)
+    loss, scale, known = np.zeros(len(bucket)), np.zeros(len(bucket)), np.zeros(len(bucket), bool)
+    try:
+        for source, digest in snapshot.head.sources.items():
+            table = cache.table(digest)
+            table = table.filter(pc.is_valid(table.column("width")))
+            chosen = pc.equal(names.column("source"), source).to_numpy()
+            items = names.column("item").filter(pa.array(chosen))
+            rows = pc.index_in(items, table.column("item").cast(items.type))
             if rows.null_count:
-                self.missing = f"the scan of source {name!r} does not list all of its samples"
-                return
-            at, of = rows.to_numpy(), bucket[chosen]
-            fit = height[at], width[at], self.shapes[of].T
-            scale, loss = buckets.upscale(*fit), buckets.crop_loss(*fit)
-            self.sums += np.bincount(of, loss, len(self.sums))
-            self.counts += np.bincount(of, minlength=len(self.counts))
-            self.histogram += np.histogram(np.minimum(loss, CROP_EDGES[-1]), CROP_EDGES)[0]
-            self.largest = max(self.largest, float(loss.max()))
-            self.enlarged += int((scale > 1).sum())
-
-    def mean(self, bucket: int) -> float | None:
-        """Mean crop loss of a bucket; None if unknown."""
-        if self.missing is not None or not self.counts[bucket]:
-            return None
-        return float(self.sums[bucket] / self.counts[bucket])
-
-    def figures(self) -> dict[str, Any] | None:
-        if self.missing is not None or not self.counts.sum():
-            return None
-        return {
-            "mean": float(self.sums.sum() / self.counts.sum()),
-            "largest": self.largest,
-            "enlarged": self.enlarged,
-            "edges": CROP_EDGES.tolist(),
-            "samples": self.histogram.tolist(),
-        }
+                raise IntegrityError(f"the scan of source {source!r} does not list all of its samples")
+            sides = (table.column(side).to_numpy().astype(np.int64)[rows.to_numpy()] for side in ("height", "width"))
+            fit = *sides, shapes[bucket[chosen]].T
+            scale[chosen], loss[chosen], known[chosen] = buckets.upscale(*fit), buckets.crop_loss(*fit), True
+    except IntegrityError as error:
+        return None, [None] * len(shapes), error.what
+    counts, sums = np.bincount(bucket[known], minlength=len(shapes)), np.bincount(bucket, loss, len(shapes))
+    by_bucket = [float(total / count) if count else None for total, count in zip(sums, counts, strict=True)]
+    if not known.any():
+        return None, by_bucket, None
+    figures = {
+        "mean": float(loss[known].mean()),
+        "largest": float(loss.max()),
+        "enlarged": int((scale > 1).sum()),
+        "edges": CROP_EDGES.tolist(),
+        "samples": np.histogram(np.minimum(loss[known], CROP_EDGES[-1]), CROP_EDGES)[0].tolist(),
+    }
+    return figures, by_bucket, None
 
 
-def _captions(snapshot: Snapshot, lengths: list[np.ndarray], per_sample: Counter[int]) -> dict[str, Any]:
+def _captions(snapshot: Snapshot, lists: pa.ChunkedArray) -> dict[str, Any]:
     """Numbers of captions by tokens. A caption with `max_length` tokens was cut, or just fits."""
-    longest, count = snapshot.recipe(TextRecipe).max_length, 0
-    by_tokens = np.zeros(longest + 1, np.int64)
-    for part in lengths:
-        by_tokens += part[: longest + 1]
-    count = int(by_tokens.sum())
-    below = np.cumsum(by_tokens)
-    quantiles = {f"p{round(100 * q)}": int(np.searchsorted(below, q * count)) for q in QUANTILES} if count else {}
+    longest = snapshot.recipe(TextRecipe).max_length
+    tokens = pc.struct_field(pc.list_flatten(lists), "rows").to_numpy()
+    by_tokens, count = np.bincount(tokens, minlength=longest + 1), max(1, len(tokens))
+    numbers, samples = np.unique(pc.list_value_length(lists).to_numpy(), return_counts=True)
+    median, most = np.quantile(tokens, (0.5, 0.95), method="inverted_cdf") if len(tokens) else (0, 0)
     return {
-        "captions": count,
-        "per_sample": {str(number): samples for number, samples in sorted(per_sample.items())},
+        "captions": len(tokens),
+        "per_sample": dict(zip(map(str, numbers.tolist()), samples.tolist(), strict=True)),
         "max_length": longest,
         "at_max_length": int(by_tokens[longest]),
-        "share_at_max_length": float(by_tokens[longest] / count) if count else 0.0,
-        "mean_tokens": float(np.arange(longest + 1) @ by_tokens / count) if count else 0.0,
-        **quantiles,
+        "share_at_max_length": float(by_tokens[longest] / count),
+        "mean_tokens": float(tokens.sum() / count),
+        "p50": int(median),
+        "p95": int(most),
         "by_tokens": by_tokens.tolist(),
     }
 
 
-def _repeated(parts: list[np.ndarray]) -> dict[str, int]:
+def _repeated(keys: np.ndarray) -> dict[str, int]:
     """How many keys are distinct, and how many entries have a key that occurs more than once."""
-    keys = np.concatenate([np.empty(0, "S16"), *parts])
     _, counts = np.unique(keys, return_counts=True)
     return {
         "entries": len(keys),
@@ -354,51 +315,38 @@ def earlier(cache: Cache, snapshot: Snapshot) -> Snapshot | None:
     return last
 
 
-def new_samples(cache: Cache, snapshot: Snapshot) -> dict[str, Any] | None:
-    """The samples that `earlier` lacks, against the others: counts by bucket and source, and tokens per caption."""
+def _new_samples(
+    cache: Cache, snapshot: Snapshot, samples: pa.Table, names: pa.Table, bucket: np.ndarray
+) -> dict[str, Any] | None:
+    """The samples that `earlier` lacks, against the others: counts by bucket and source, and tokens per caption.
+
+    bucket: (n,) of each sample.
+    """
     before = earlier(cache, snapshot)
     if before is None:
         return None
-    old_ids = np.sort(np.concatenate([np.empty(0, np.uint64), *before.sample_ids()]))
-    starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in snapshot.buckets])])
-    counts = np.zeros((2, len(snapshot.buckets)), np.int64)
-    sources: dict[str, list[int]] = {}
-    tokens, captions, first = np.zeros(2, np.int64), np.zeros(2, np.int64), 0
-    for samples, names in zip(snapshot.tables(), snapshot.name_tables(), strict=True):
-        new = ~_contains(old_ids, samples.column("sample_id").to_numpy())
-        bucket = np.searchsorted(starts, np.arange(first, first + len(new)), side="right") - 1
-        first += len(new)
-        lists = samples.column("captions")
-        of_caption = np.repeat(new, pc.list_value_length(lists).to_numpy())
-        rows = _flat(lists).field("rows").to_numpy()
-        for side, chosen, chosen_captions in ((0, new, of_caption), (1, ~new, ~of_caption)):
-            counts[side] += np.bincount(bucket[chosen], minlength=counts.shape[1])
-            tokens[side] += rows[chosen_captions].sum()
-            captions[side] += int(chosen_captions.sum())
-            for entry in pc.value_counts(names.column("source").filter(pa.array(chosen))).to_pylist():
-                sources.setdefault(entry["values"], [0, 0])[side] += entry["counts"]
-    mean = [float(total / number) if number else None for total, number in zip(tokens, captions, strict=True)]
-    new_count, old_count = counts.sum(1).tolist()
+    old = np.isin(samples.column("sample_id").to_numpy(), np.concatenate([*before.sample_ids()]))
+    lists, sides = samples.column("captions"), {"new": ~old, "old": old}
+    tokens, captions = pc.struct_field(pc.list_flatten(lists), "rows").to_numpy(), pc.list_value_length(lists)
+    of_side = {side: tokens[np.repeat(chosen, captions.to_numpy())] for side, chosen in sides.items()}
+    by_bucket = {side: np.bincount(bucket[chosen], minlength=len(snapshot.buckets)) for side, chosen in sides.items()}
+    by_source = {side: _counts(names.column("source").filter(pa.array(chosen))) for side, chosen in sides.items()}
     return {
         "earlier": before.id,
         "earlier_names": _names(cache, before.id),
-        "new": new_count,
-        "old": old_count,
-        "removed": len(before) - old_count,
+        "new": int((~old).sum()),
+        "old": int(old.sum()),
+        "removed": len(before) - int(old.sum()),
         "buckets": [
-            {"height": bucket.height, "width": bucket.width, "new": int(counts[0, i]), "old": int(counts[1, i])}
-            for i, bucket in enumerate(snapshot.buckets)
+            {"height": each.height, "width": each.width, **{side: int(by_bucket[side][i]) for side in sides}}
+            for i, each in enumerate(snapshot.buckets)
         ],
-        "sources": {name: {"new": pair[0], "old": pair[1]} for name, pair in sorted(sources.items())},
-        "mean_tokens": {"new": mean[0], "old": mean[1]},
+        "sources": {
+            name: {side: by_source[side].get(name, 0) for side in sides}
+            for name in sorted(by_source["new"].keys() | by_source["old"].keys())
+        },
+        "mean_tokens": {side: float(some.mean()) if len(some) else None for side, some in of_side.items()},
     }
-
-
-def _contains(ordered: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Which values are in a sorted array: (n,) bool."""
-    if not len(ordered):
-        return np.zeros(len(values), bool)
-    return ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
 
 
 def bucket_name(bucket: dict[str, Any]) -> str:

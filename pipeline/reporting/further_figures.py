@@ -15,8 +15,6 @@ from pipeline.signals import PictureSignal
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.mask import MaskRecipe
 
-EDGES = np.linspace(0.0, 1.0, 21)
-"""Bins of the learned share of a picture's area."""
 MASKS = 1000
 """Limit on the masks that are read: some 2 KiB each at 1024 px."""
 EXAMPLES = 4
@@ -35,8 +33,8 @@ def further_figures(snapshot: Snapshot) -> dict[str, Any] | None:
     """Numbers of the further pictures; None: the snapshot has none.
 
     `kinds`: of each, how many samples have a picture (`samples`) or none (`blank`), and how it was `made` ("": it is a
-    file). `learned`: shares of the area that masks show; null without masks, or where they cannot be read. `examples`:
-    a few samples.
+    file). `learned`: the `mean` share of the area that masks show; null without masks, or where they cannot be read.
+    `examples`: a few samples.
     """
     recipes = further_recipes(snapshot)
     if not recipes:
@@ -63,6 +61,5 @@ def _learned(snapshot: Snapshot) -> dict[str, Any]:
     """Mean of the masks of evenly spaced samples."""
     rows, reader = spread(len(snapshot), min(MASKS, len(snapshot))), snapshot.reader(MaskRecipe.kind)
     bits = (snapshot.picture(snapshot.sample(row), MaskRecipe.kind, reader) for row in rows)
-    shares = np.array([float((mask.astype(np.uint32) << 16).view(np.float32).mean()) for mask in bits])
-    samples = np.histogram(shares, EDGES)[0].tolist()
-    return {"read": len(rows), "mean": float(shares.mean()), "edges": EDGES.tolist(), "samples": samples}
+    shares = [float((mask.astype(np.uint32) << 16).view(np.float32).mean()) for mask in bits]
+    return {"read": len(rows), "mean": float(np.mean(shares))}

@@ -7,7 +7,7 @@ without data is listed at the end with the command that makes its data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,15 +19,15 @@ from markupsafe import Markup
 from pipeline import __version__
 from pipeline.cache.disk import replacing
 from pipeline.errors import UserError, writing
-from pipeline.reporting.blocks import COLUMNS, ROWS, Card, Prompt, Table
-from pipeline.reporting.sections import FIRST, SECTIONS, headline
+from pipeline.reporting.blocks import COLUMNS, ROWS, Block, Card, Prompt, Table
+from pipeline.reporting.sections import FIRST, SECTIONS, Section, headline
 
 _BEGIN = b"<!DOCTYPE html>"
 _KINDS: dict[str, type] = {"plots": Markup, "lines": str, "tables": Table, "prompts": Prompt, "cards": Card}
 
 
 def write_report(figures: dict[str, Any], out: Path, gallery: Sequence[Card] = ()) -> list[str]:
-    """Write the page, whole or not at all.
+    """Write the report.
 
     Args:
         figures: of `pipeline.reporting.figures.collect`, with pictures of rejects as `examples[].picture`.
@@ -37,22 +37,50 @@ def write_report(figures: dict[str, Any], out: Path, gallery: Sequence[Card] = (
         Ids of the sections.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: as `write`.
     """
+    sections = [
+        (section, list(gallery if section.id == "gallery" else section.blocks_of(figures))) for section in SECTIONS
+    ]
+    titles = {section.id: section.title for section in SECTIONS}
+    commands = {**figures["missing"], **_not_asked_for(figures, gallery)}
+    missing = [{"title": titles[name], **entry} for name, entry in commands.items()]
+    return write(_title(figures), sections, out, numbers=headline(figures)[:FIRST], missing=missing)
+
+
+def write(
+    title: str,
+    sections: Iterable[tuple[Section, Sequence[Block]]],
+    out: Path,
+    numbers: Sequence[tuple[str, str, str]] = (),
+    missing: Sequence[dict[str, str]] = (),
+) -> list[str]:
+    """Write a page, whole or not at all.
+
+    Args:
+        sections: with their blocks; those without are left out.
+        numbers: name, value and remark of each number above everything.
+        missing: `title`, `what` and `command` of each section that the page lacks.
+
+    Returns:
+        Ids of the sections.
+
+    Raises:
+        UserError: the page cannot be written, or see `check_out`.
+    """
+    check_out(out)
     shown: list[dict[str, Any]] = []
-    for section in SECTIONS:
-        blocks = list(gallery if section.id == "gallery" else section.blocks_of(figures))
+    for section, blocks in sections:
         content: dict[str, list[Any]] = {name: [] for name in _KINDS}
         for block in filter(None, blocks):
             content[next(name for name, kind in _KINDS.items() if isinstance(block, kind))].append(block)
         if any(content.values()):
             shown.append({"id": section.id, "title": section.title, "wide": section.wide, **content})
-    titles = {section.id: section.title for section in SECTIONS}
-    commands = {**figures["missing"], **_not_asked_for(figures, gallery)}
-    missing = [{"title": titles[name], **entry} for name, entry in commands.items()]
-    numbers = headline(figures)[:FIRST]
-    text = render("report.html", title=_title(figures), numbers=numbers, sections=shown, missing=missing)
-    write(text, out)
+    text = render("page.html", title=title, numbers=numbers, sections=shown, missing=missing)
+    with _writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as work:
+            work.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
     return [section["id"] for section in shown]
 
 
@@ -79,15 +107,6 @@ def check_out(out: Path) -> None:
                 if file.read(len(_BEGIN)) in (b"", _BEGIN):
                     return
     raise UserError(f"{out} exists and is no page of sana-pipe", expected="a new file, or a page", fix="another --out")
-
-
-def write(text: str, out: Path) -> None:
-    """Replace a page, whole or not at all. Raises a UserError if it cannot be written, or see `check_out`."""
-    check_out(out)
-    with _writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as work:
-            work.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
 
 
 def _writing(out: Path) -> AbstractContextManager[None]:

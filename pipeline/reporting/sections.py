@@ -143,8 +143,6 @@ def _further(further: Figures) -> Iterator[Block]:
     yield Table(columns, further["kinds"])
     if (learned := further["learned"]) is not None:
         yield f"On average {learned['mean']:.1%} of a picture is learned, by {learned['read']:,} masks."
-        edges = [100 * edge for edge in learned["edges"]]
-        yield column_plot("Masks by the share that is learned", edges, learned["samples"], "area learned, %", "samples")
     for example in further["examples"]:
         size = f"{example['source']}, {example['height']}x{example['width']}"
         if "pictures" in example:
@@ -164,8 +162,10 @@ def _sources(figures: Figures) -> Iterator[Block]:
 
 
 def _captions(captions: Figures) -> Iterator[Block]:
-    quantiles = f", half of them at most {captions['p50']}, 95 % at most {captions['p95']}" if "p50" in captions else ""
-    yield f"{captions['captions']:,} captions, {captions['mean_tokens']:.1f} tokens on average{quantiles}."
+    yield (
+        f"{captions['captions']:,} captions, {captions['mean_tokens']:.1f} tokens on average, half of them at most "
+        f"{captions['p50']}, 95 % at most {captions['p95']}."
+    )
     yield (
         f"{captions['at_max_length']:,} ({captions['share_at_max_length']:.1%}) have {captions['max_length']} tokens: "
         "they were cut there, or just fit."
