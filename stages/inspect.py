@@ -39,4 +39,4 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
             yield f"{section.title}:"
             yield from (f"  {escaped(line)}" for line in lines)
     for name, entry in figures["missing"].items():
-        yield f"no {name}: {entry['what']}; {entry['command']}"
+        yield escaped(f"no {name}: {entry['what']}; {entry['command']}")

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.counters": "",
         "pipeline.retrying": "errors counters",
         "pipeline.cache": "config errors urls counters retrying",
-        "pipeline.metrics": "errors counters processes cache",
+        "pipeline.metrics": "errors options counters processes cache",
         "pipeline.signals": "config errors cache sources images models",
         "pipeline.sources": "config errors urls retrying cache",
         "pipeline.images": "config errors",

@@ -316,6 +316,19 @@ def test_inspect_prints_the_same_numbers(made: Made, capsys: pytest.CaptureFixtu
     assert any(line.startswith("no validation: ") and "sana-pipe" in line for line in lines)
 
 
+def test_foreign_text_commands_no_terminal(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, cache, snapshot = collect(made.config)
+    hostile = "x\nfix: rm\x1b[2J\r\x9b1m"
+    figures["snapshot"]["left_out"][0]["reason"] = figures["missing"]["validation"]["what"] = hostile
+    monkeypatch.setattr(inspect, "collect", lambda *_, **__: (figures, cache, snapshot))
+    assert inspect.run(made.config) == 0
+    printed = capsys.readouterr().out
+    assert "fix: rm" in printed and not any(line.startswith("fix:") for line in printed.splitlines())
+    assert not set("\x1b\r\x9b") & set(printed)
+
+
 def test_two_runs_differ_in_these_options(made: Made, run_copy: Path) -> None:
     options = yaml.safe_load((run_copy / "config.yaml").read_text())
     options["train"]["seed"] = 7
