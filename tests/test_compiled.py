@@ -77,17 +77,16 @@ def test_compiled_code_of_other_operations_is_not_taken_from_the_disk(
     """Code that was compiled for an operation with other arguments fails: the disk's cache has to tell them apart.
     The tag of a user stays, and torch makes a file name of it for a job that has an id."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.compiler.config, "job_id", "job")
-    tags = []
+    config, tags = torch.compiler.config, []
     for arguments in ("Tensor x", "Tensor x, bool of_weights=True"):
-        monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
-        with torch.library._scoped_library("sana_pipe", "FRAGMENT") as library:
-            library.define(f"probe({arguments}) -> Tensor")
-            layer = torch.nn.Linear(2, 2)
-            compile_blocks([layer], "eager")
-            compile_blocks([torch.nn.Linear(2, 2)], "eager")
-        layer(torch.zeros(3, 2))
-        tags.append(torch.compiler.config.cache_key_tag)
+        with config.patch(job_id="job", cache_key_tag="mine"):  # after monkeypatch torch would not find them any more
+            with torch.library._scoped_library("sana_pipe", "FRAGMENT") as library:
+                library.define(f"probe({arguments}) -> Tensor")
+                layer = torch.nn.Linear(2, 2)
+                compile_blocks([layer], "eager")
+                compile_blocks([torch.nn.Linear(2, 2)], "eager")
+            layer(torch.zeros(3, 2))
+            tags.append(config.cache_key_tag)
     assert tags[0] != tags[1] and all(tag.startswith("mine") for tag in tags)
     assert list((tmp_path / "dynamo").glob("*mine-*.pkl"))
 
