@@ -77,7 +77,6 @@ READ_S = 0.005
 BUFFERS = (
     *((module, "ROWS") for module in (arrow, scan_rows, join)),
     *((module, "CHUNK_ROWS") for module in (join, snapshots)),
-    (remote, "DESCRIBED"),
     (keys, "BATCH"),
     (index, "BATCH"),
     (scratch, "LIMIT"),
