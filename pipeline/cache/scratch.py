@@ -7,8 +7,8 @@ the other.
 
 from __future__ import annotations
 
-import heapq
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain, islice
@@ -29,6 +29,8 @@ RUN = 1 << 17
 """Rows that are sorted at a time."""
 BINS = 1 << 12
 """Ranges of keys. A range is the least that is merged at a time, so rows over `RUN * BINS` need larger runs."""
+SAMPLES = 64
+"""Texts of each run of `sorted_rows` that say where ranges of equal size begin."""
 TEXTS = 256
 """Rows of text that are Python objects at a time, for each run that is merged and each writer."""
 
@@ -160,19 +162,23 @@ class Scratch:
     def sorted_rows(self, rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
         """Rows of text (valid UTF-8) in ascending order by code point, as `sorted` gives them."""
         source = iter(rows)
-        run = sorted(islice(source, RUN))
-        if len(run) < RUN:
-            yield from run
+        runs = (_sorted_texts(run) for run in iter(lambda: list(islice(source, RUN)), []))
+        if (first := next(runs, None)) is None:
             return
-        schema = pa.schema([(f"{column}", pa.large_string()) for column in range(len(run[0]))])
-        writer = self.table_writer(schema)
-        lengths = []
-        while run:
-            columns = [pa.array(column, pa.large_string()) for column in zip(*run, strict=True)]
-            lengths.append(writer.add(pa.table(columns, schema=schema)))
-            run = sorted(islice(source, RUN))
+        if len(first) < RUN:
+            yield from _rows(first)
+            return
+        writer = self.table_writer(first.schema)
+        lengths = [writer.add(run) for run in chain([first], runs)]
         whole = writer.finish()
-        yield from heapq.merge(*(_rows(whole.slice(*length)) for length in lengths))
+        columns = [whole.column(0).slice(*length) for length in lengths]
+        sample = sorted(column[at].as_py() for column in columns for at in range(0, len(column), RUN // SAMPLES))
+        low = [0] * len(columns)
+        for bound in [*sample[SAMPLES::SAMPLES], None]:  # about `RUN` rows from one to the next
+            high = [len(c) if bound is None else bisect_left(c, bound, key=_text) for c in columns]
+            parts = (whole.slice(n[0] + a, b - a) for n, a, b in zip(lengths, low, high, strict=True))
+            yield from _rows(_sorted_by_all(pa.concat_tables(parts)))
+            low = high
 
 
 class ArrayWriter:
@@ -287,6 +293,20 @@ class RowWriter:
         """The whole table; nothing can be added any more."""
         self._flush()
         return self._writer.finish()
+
+
+def _text(value: pa.Scalar) -> str:
+    return value.as_py()
+
+
+def _sorted_texts(rows: list[tuple[str, ...]]) -> pa.Table:
+    numbers = range(len(rows[0]))
+    columns = [pa.array([row[number] for row in rows], pa.large_string()) for number in numbers]
+    return _sorted_by_all(pa.table(columns, names=list(map(str, numbers))))
+
+
+def _sorted_by_all(table: pa.Table) -> pa.Table:
+    return table.sort_by([(name, "ascending") for name in table.column_names])
 
 
 def _rows(table: pa.Table) -> Iterator[tuple[str, ...]]:

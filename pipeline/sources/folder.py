@@ -362,7 +362,7 @@ class FolderSource(Source):
     def _is_picture(self, key: str, problem: str | None, found: _Found) -> bool:
         """Whether a file is a usable picture by its name; another one is added to `found` or ignored. problem: why it
         must not be used."""
-        kind, name = extension(key), posixpath.basename(key)
+        kind, name = extension(key), key.rpartition("/")[2]
         if not _is_data(name, kind):
             problem = lost_picture(name)
             if problem is not None:
@@ -493,8 +493,10 @@ def _is_data(name: str, kind: str) -> bool:
 def _owners(file: str, pictures: list[str]) -> list[str]:
     """The pictures that a caption file with the same `base` belongs to: `X.jpg.txt` to X.jpg, else to those whose name
     it has up to the ending, as written or in another Unicode form; else to all."""
+    if len(pictures) == 1:
+        return pictures
     name = stem(file)
-    for form in (str, composed) if len(pictures) > 1 else ():
+    for form in (str, composed):
         owners = [picture for picture in pictures if form(name) in (form(picture), form(stem(picture)))]
         if owners:
             return owners
