@@ -126,7 +126,7 @@ def trained(folder: Path, count: int, steps: tuple[int, int]) -> dict[str, float
         other = edges(np.asarray(pictures[(number + 1) % count]))
         Image.fromarray(other.astype(np.uint8) * 255).save(folder / f"shuffled/edges/{number:04}.png")
     images = [np.asarray(picture) for picture in pictures[:48]]
-    small_models.make_all(folder / "models", images, ["a photograph"] * 48, sizes=[(SIDE, SIDE)])
+    small_models.make_all(folder / "models", images, ["a photograph"] * 48, steps=400, sizes=[(SIDE, SIDE)])
 
     def config(*options: str) -> Config:
         models = [f"vae.id={folder / 'models'}", f"text.id={folder / 'models'}", f"cache={folder / 'cache'}"]

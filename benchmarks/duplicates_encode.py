@@ -32,7 +32,7 @@ def hash_overhead(folder: Path, pictures: list[Image.Image], count: int, rounds:
         large = pictures[number % len(pictures)].resize((768, 768), Image.Resampling.LANCZOS)
         large.rotate(number // len(pictures) * 7).save(data / f"{number:04}.jpg", quality=92)
         (data / f"{number:04}.txt").write_text("a picture")
-    small_models.make_all(folder / "models", [], ["a picture"], sizes=[(64, 64)])
+    small_models.make_all(folder / "models", [], ["a picture"], steps=0, sizes=[(64, 64)])
     ratios = []
     for number in range(rounds):
         plain, hashed = (_encode(folder, f"{number}-{signals}", signals) for signals in ("[]", "[phash]"))

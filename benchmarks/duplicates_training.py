@@ -35,7 +35,7 @@ def subset_loss_ratio(folder: Path, photographs: list[Image.Image], steps: int) 
     _write(folder / "heldout", chosen[TILES:], copies=False)
     images = [np.asarray(tile.resize((64, 64))) for tile in chosen[:12]]
     captions = [f"tile {number}" for number in range(12)]
-    small_models.make_all(folder / "models", images, captions, sizes=[(64, 64)], flow_shift=3.0)
+    small_models.make_all(folder / "models", images, captions, steps=150, sizes=[(64, 64)], flow_shift=3.0)
 
     def config(*options: str) -> Config:
         models = [f"vae.id={folder / 'models'}", f"text.id={folder / 'models'}", *NARROW]

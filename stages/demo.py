@@ -9,6 +9,7 @@ finished round is left alone.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -29,8 +30,9 @@ from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item
 
 TINY = "tiny.yaml"
-MARK = ".sana-pipe-demo"
+MARK = "demo.json"
 MODELS = "tiny"
+VAE_STEPS, QUICK_VAE_STEPS = 400, 20
 PROMPTS = "prompts.txt"
 PROMPTED = ("astronaut", "galaxies", "tissue", "retina")
 """The square photographs; their captions are drawn during training."""
@@ -50,15 +52,15 @@ def run(out: Path, quick: bool = False) -> int:
         0, or the exit code of the command that failed.
 
     Raises:
-        UserError: `out` holds something else.
+        UserError: `out` belongs to another demonstration, or to something else.
     """
     began = time.monotonic()
     out = Path(out)
     with writing(out, "check the rights, or give another --out"):
-        _claim(out)
+        _claim(out, quick)
         config = _configuration(out)
         _photographs(out)
-        _models(out, config)
+        _models(out, config, quick)
     for arguments in _rounds(out, quick):
         print(f"\n$ cd {out} && {shown(*arguments)}", flush=True)
         start = time.monotonic()
@@ -117,14 +119,28 @@ def _add_phase(out: Path, name: str, quick: bool) -> None:
     print(f"\nadded to {path}:\n{added.strip()}", flush=True)
 
 
-def _claim(out: Path) -> None:
-    """Mark the folder as a demonstration's; refuse a folder of other content."""
-    if (out / MARK).is_file():
+def _claim(out: Path, quick: bool) -> None:
+    """Mark the folder with this demonstration's options; refuse a folder of other content or options."""
+    options = {"quick": quick}
+    mark = out / MARK
+    try:
+        marked = json.loads(mark.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out") from None
+        out.mkdir(parents=True, exist_ok=True)
+        with replacing(mark) as work:
+            work.write_text(json.dumps(options) + "\n", encoding="utf-8")
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).touch()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{mark}: cannot be read: {error}", fix="remove the folder, or give another --out") from None
+    if marked != options:
+        raise UserError(
+            f"{out} holds a demonstration with other options",
+            expected=options,
+            found=marked,
+            fix="give another --out",
+        )
 
 
 def _configuration(out: Path) -> Config:
@@ -151,7 +167,7 @@ def _photographs(out: Path) -> None:
         (out / PROMPTS).write_text("".join(f"{caption}\n" for caption in dict.fromkeys(captions)), encoding="utf-8")
 
 
-def _models(out: Path, config: Config) -> None:
+def _models(out: Path, config: Config, quick: bool) -> None:
     if (out / MODELS).is_dir():
         print(f"small models in {out / MODELS} are reused", flush=True)
         return
@@ -159,7 +175,8 @@ def _models(out: Path, config: Config) -> None:
     sizes = config.data.buckets
     assert sizes != "sana", "the demonstration's configuration lists its buckets"
     start = time.monotonic()
-    print(f"making small models for {len(pictures)} pictures", flush=True)
+    steps = QUICK_VAE_STEPS if quick else VAE_STEPS
+    print(f"making small models: fitting a VAE to {len(pictures)} pictures, {steps} steps", flush=True)
     work = out / f".{MODELS}.partial"
     shutil.rmtree(work, ignore_errors=True)
     summary = small_models.make_all(
@@ -167,6 +184,7 @@ def _models(out: Path, config: Config) -> None:
         pictures,
         captions,
         instruction=instruction(config.text),
+        steps=steps,
         sizes=sizes,
         flow_shift=config.train.flow.shift,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,10 @@ def test_a_folder_of_something_else_is_left_alone(
     with pytest.raises(UserError, match=naming(tmp_path / "mine")):
         demo.run(tmp_path / "mine")
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=naming(tmp_path / "file", "--out")):
-        demo.run(tmp_path / "file")
+    demo.run(tmp_path / "demo", quick=True)
+    with pytest.raises(UserError, match=naming(tmp_path / "demo", "--out")):
+        demo.run(tmp_path / "demo", quick=False)
+    assert json.loads((tmp_path / "demo" / demo.MARK).read_text()) == {"quick": True}
 
 
 @pytest.mark.nightly

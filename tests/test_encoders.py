@@ -586,7 +586,7 @@ def test_what_this_user_may_not_read_is_not_called_missing(
 
 
 def test_others_may_read_small_models_as_the_umask_says(tmp_path: Path) -> None:
-    small_models.make_vae(tmp_path / "vae", [])
+    small_models.make_vae(tmp_path / "vae", [], steps=0)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "vae").iterdir()} == {0o666 & ~umask()}
 
 
@@ -694,8 +694,9 @@ def test_photographs_without_scikit_image(tmp_path: Path, monkeypatch: pytest.Mo
     assert "demo" in str(caught.value.fix)
 
 
-def test_a_vae_made_for_pictures_is_the_best_linear_code(tmp_path: Path) -> None:
-    """It reconstructs as the principal components of 8x8 pixels do."""
+@pytest.mark.slow
+def test_a_fitted_vae_begins_as_the_best_linear_code_and_improves(tmp_path: Path) -> None:
+    """Fitting starts where principal components of 8x8 pixels end, and is better after some steps."""
     rng = np.random.default_rng(3)
     images = []
     for _ in range(6):
@@ -704,7 +705,8 @@ def test_a_vae_made_for_pictures_is_the_best_linear_code(tmp_path: Path) -> None
             y, x = rng.integers(0, 48, 2)
             image[y : y + rng.integers(4, 24), x : x + rng.integers(4, 24)] = rng.integers(0, 256, 3)
         images.append(image)
-    made = small_models.make_vae(tmp_path / "vae", images, sizes=[(64, 64)])
+    start = small_models.make_vae(tmp_path / "start", images, steps=1, sizes=[(64, 64)], lr=1e-12)
+    fitted = small_models.make_vae(tmp_path / "fitted", images, steps=60, sizes=[(64, 64)], batch=3, lr=6e-4)
 
     pixels = torch.from_numpy(np.stack(images)).float() / 127.5 - 1
     patches = pixels.reshape(6, 8, 8, 8, 8, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 192)
@@ -712,24 +714,25 @@ def test_a_vae_made_for_pictures_is_the_best_linear_code(tmp_path: Path) -> None
     basis = torch.linalg.svd(patches - mean, full_matrices=False)[2][: small_models.LATENT_CHANNELS]
     error = ((patches - mean) - (patches - mean) @ basis.T @ basis).square().reshape(6, -1).mean(1)
     best = float((10 * torch.log10(4 / error)).mean())
-    assert best - 0.5 < made["psnr"] < best + 0.5
+    assert start["psnr"] > best - 2  # the components also serve the jittered views
+    assert fitted["psnr"] > start["psnr"] + 0.2
 
-    config = VaeConfig(id=str(tmp_path / "vae"), subfolder=None)
+    config = VaeConfig(id=str(tmp_path / "fitted"), subfolder=None)
     encoder, decoder = encoders.LatentEncoder.load(config, "cpu"), encoders.LatentDecoder.load(config, "cpu")
     latents = from_bits(encoder.encode(np.stack(images)))
     assert 0.98 < float(latents.float().square().mean().sqrt()) < 1.02  # the scaling factor was measured
     error = (decoder.decode(latents).astype(np.float32) - np.stack(images)) ** 2
     psnr = float(np.mean(10 * np.log10(255**2 / error.mean(axis=(1, 2, 3)))))
-    assert abs(psnr - made["psnr"]) < 0.2
+    assert abs(psnr - fitted["psnr"]) < 0.2
 
 
-def test_a_vae_made_for_pictures_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+def test_a_fitted_vae_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
     images = list(np.random.default_rng(2).integers(0, 256, (3, 40, 40, 3), dtype=np.uint8))
     before, digests = torch.get_num_threads(), set()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            small_models.make_vae(tmp_path / str(threads), images, sizes=[(32, 32)])
+            small_models.make_vae(tmp_path / str(threads), images, steps=3, sizes=[(32, 32)])
             assert torch.get_num_threads() == threads
             digests.add(encoders.describe_vae(VaeConfig(id=str(tmp_path / str(threads)), subfolder=None))["weights"])
     finally:

@@ -1,9 +1,10 @@
 """Small real models, made locally, on which the demonstration and the tests run instead of a download.
 
-A 4-stage (f8) `AutoencoderDC` that holds a linear code of a few pictures, a randomly initialised `Gemma2Model` with a
+A 4-stage (f8) `AutoencoderDC` fitted to a few pictures in a minute, a randomly initialised `Gemma2Model` with a
 tokenizer trained on the captions, and a scheduler, saved by `save_pretrained` in the layout of a diffusers Sana
-repository. Classes and code paths are those of the full-size models, without network and GPU. The VAE blurs, and the
-text encoder distinguishes captions without understanding them: neither says anything about quality at full size.
+repository. Classes and code paths are those of the full-size models, without network and GPU. The VAE reconstructs
+little beyond its training pictures, and the text encoder distinguishes captions without understanding them: neither
+says anything about quality at full size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COMPRESSION = 8
 LATENT_CHANNELS = 16
 TEXT_WIDTH = 128
 SIZES = ((64, 64), (48, 80), (80, 48))
-"""(height, width) of the pictures that the VAE is made for, one per aspect ratio."""
+"""(height, width) of the pictures that the VAE is fitted to, one per aspect ratio."""
 
 _WIDTHS = (16, 32, 64, 256)
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
@@ -40,15 +41,28 @@ _SPACE = "▁"
 
 
 def make_vae(
-    folder: Path, images: Sequence[np.ndarray], *, seed: int = 0, sizes: Sequence[tuple[int, int]] = SIZES
+    folder: Path,
+    images: Sequence[np.ndarray],
+    *,
+    steps: int = 400,
+    seed: int = 0,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    batch: int = 4,
+    lr: float = 1.5e-3,
 ) -> dict[str, float]:
-    """Make an f8 `AutoencoderDC` for `images`, and save it in `folder`. The scaling factor is 1 / root mean square of
-    the latents, as DC-AE defines it.
+    """Make an f8 `AutoencoderDC`, fit it to `images`, and save it in `folder`.
+
+    Each picture is cover-resized and centre-cropped to the size of nearest aspect ratio, with a little jitter of scale,
+    position and flips, so that it learns more than single arrays. The loss is L1 on pixels and on
+    their differences to the neighbours (edges). Latents are drawn towards zero mean, unit deviation and short tails,
+    and the decoder sees them with noise, since generated latents are never exact. The scaling factor is 1 / root mean
+    square of the latents, as DC-AE defines it.
 
     Args:
-        images: uint8 (H, W, 3) pictures of any size. Without any the model is random, its scaling factor measured on
-            noise.
-        sizes: (height, width), multiples of 8. A picture counts at the size of the nearest aspect ratio.
+        images: uint8 (H, W, 3) pictures of any size; may be empty only when `steps` is 0.
+        steps: optimizer steps; 0 leaves the random initialisation (scaling factor measured on noise if there are no
+            images).
+        sizes: (height, width), multiples of 8.
 
     Returns:
         parameters, scaling_factor, psnr (dB, mean over the pictures, at their size; nan without images).
@@ -56,10 +70,13 @@ def make_vae(
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
         model = _new_vae()
-        inputs = _batches(images, sizes)
-        if inputs:
-            _set_linear(model, inputs)
-        else:
+        if steps:
+            groups = [group for group in (_crops(images, size, sizes) for size in sizes) if len(group)]
+            _start_linear(model, groups)
+            _fit(model, groups, steps, batch, lr, seed)
+        exact = [_crops(images, size, sizes, jitter=0) for size in sizes]
+        inputs = [_signal(group[:, 0]) for group in exact if len(group)]
+        if not inputs:
             inputs = [torch.rand(8, 3, *size) * 2 - 1 for size in sizes]
         psnr = _set_scaling_factor(model, inputs)
     _save(model, folder)
@@ -101,7 +118,7 @@ def _one_thread() -> Iterator[None]:
 def _new_vae() -> AutoencoderDC:
     """The kinds of blocks of Sana's DC-AE (residual, then EfficientViT), four stages instead of six.
 
-    Widths are at least 3, 12, 48, 192, the values of 1, 2x2, 4x4 and 8x8 pixels: see `_set_linear`.
+    Widths are at least 3, 12, 48, 192, the values of 1, 2x2, 4x4 and 8x8 pixels: see `_start_linear`.
     """
     from diffusers import AutoencoderDC
 
@@ -124,15 +141,16 @@ def _new_vae() -> AutoencoderDC:
 
 
 @torch.no_grad()
-def _set_linear(model: AutoencoderDC, patches: list[torch.Tensor]) -> None:
-    """Make the network the best linear code of 8x8 pixels: their principal components (PCA).
+def _start_linear(model: AutoencoderDC, groups: Sequence[torch.Tensor]) -> None:
+    """Initialise the network as the best linear code of 8x8 pixels: their principal components (PCA).
 
-    25 dB on a dozen pictures; a minute of training from a random start gives 21, one from here 28. Blocks are
-    the identity (their last norm's weight is 0), each downsampling is pixel-unshuffle and each upsampling
+    From a random start, a minute of training gives blurs (21 dB on a dozen pictures; plain PCA has 25). So blocks start
+    as the identity (their last norm's weight is 0), each downsampling as pixel-unshuffle and each upsampling as
     pixel-shuffle, minus the block's shortcut; the ends hold the components. The decoder's last norm would erase the
     amplitude, so a fourth channel holds a large constant that fixes the norm, and a bias keeps the colours positive
-    through the ReLU. Unused channels keep their random values, which are not read.
+    through the ReLU. Unused channels keep their random values, which are not read at first.
     """
+    patches = [_signal(group.flatten(0, 1)) for group in groups]
     for _ in range(3):  # three times by 2 like the network: once by 8 would order the channels differently
         patches = [torch.nn.functional.pixel_unshuffle(patch, 2) for patch in patches]
     data = torch.cat([patch.permute(0, 2, 3, 1).reshape(-1, patch.shape[1]) for patch in patches])
@@ -192,17 +210,78 @@ def _place(conv: torch.nn.Conv2d, matrix: torch.Tensor, bias: torch.Tensor | Non
         conv.bias[:rows] = 0 if bias is None else bias
 
 
-def _batches(images: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """(N, 3, H, W) in -1..1 of each size that has pictures: their centres."""
-    from PIL import Image, ImageOps
+def _nearest(shape: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return min(sizes, key=lambda size: abs(math.log(size[0] / size[1]) - math.log(shape[0] / shape[1])))
 
-    crops: dict[tuple[int, int], list[np.ndarray]] = {}
+
+def _crops(
+    images: Sequence[np.ndarray], size: tuple[int, int], sizes: Sequence[tuple[int, int]], jitter: int = 8
+) -> torch.Tensor:
+    """uint8 (pictures of this size, 1 + jitter, 3, H, W): the centred cover crop, then ones zoomed by up to 15 %."""
+    from PIL import Image
+
+    height, width = size
+    generator = np.random.default_rng((height, width, len(images)))
+    stacks = []
     for image in images:
-        ratio = math.log(image.shape[0] / image.shape[1])
-        height, width = min(sizes, key=lambda size: abs(math.log(size[0] / size[1]) - ratio))
-        crop = ImageOps.fit(Image.fromarray(image), (width, height), Image.Resampling.LANCZOS)
-        crops.setdefault((height, width), []).append(np.asarray(crop))
-    return [torch.from_numpy(np.stack(group)).permute(0, 3, 1, 2) / 127.5 - 1 for group in crops.values()]
+        if _nearest(image.shape, sizes) != size:
+            continue
+        picture = Image.fromarray(image)
+        scale = max(width / picture.width, height / picture.height)
+        views = []
+        for view in range(1 + jitter):
+            zoom = 1.0 if view == 0 else 1 + 0.15 * generator.random()
+            x, y = (0.5, 0.5) if view == 0 else generator.random(2)
+            box_width, box_height = width / scale / zoom, height / scale / zoom
+            left, top = x * (picture.width - box_width), y * (picture.height - box_height)
+            box = (
+                max(left, 0.0),
+                max(top, 0.0),
+                min(left + box_width, picture.width),
+                min(top + box_height, picture.height),
+            )
+            crop = np.asarray(picture.resize((width, height), Image.Resampling.LANCZOS, box=box))
+            views.append(crop[:, ::-1] if view % 2 == 0 and view else crop)
+        stacks.append(np.stack(views))
+    if not stacks:
+        return torch.zeros((0, 1 + jitter, 3, height, width), dtype=torch.uint8)
+    return torch.from_numpy(np.ascontiguousarray(np.stack(stacks).transpose(0, 1, 4, 2, 3)))
+
+
+def _signal(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels.float() / 127.5 - 1
+
+
+def _fit(model: AutoencoderDC, groups: list[torch.Tensor], steps: int, batch: int, lr: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.tensor([float(len(group)) for group in groups])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    warmup = max(1, steps // 20)
+    model.train()
+    for step in range(steps):
+        rise, fall = min(1.0, (step + 1) / warmup), 0.5 * (1 + math.cos(math.pi * step / steps))
+        for options in optimizer.param_groups:
+            options["lr"] = lr * rise * (0.02 + 0.98 * fall)
+        group = groups[int(torch.multinomial(weights, 1, generator=generator))]
+        rows = torch.randperm(len(group), generator=generator)[:batch]
+        views = torch.randint(group.shape[1], (len(rows),), generator=generator)
+        views = torch.where(torch.rand(len(rows), generator=generator) < 0.5, 0, views)
+        x = _signal(group[rows, views])
+        latent = model.encode(x).latent
+        noise = torch.randn(latent.shape, generator=generator)
+        y = model.decode(latent + 0.05 * noise).sample
+        moments = latent.mean(dim=(0, 2, 3)).square().mean() + (latent.square().mean() - 1).square()
+        tails = (latent.abs() - 3).relu().square().mean()
+        loss = (y - x).abs().mean() + 0.5 * _edges(y - x) + 0.1 * (moments + tails)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _edges(error: torch.Tensor) -> torch.Tensor:
+    """Mean absolute difference between neighbours of (b, 3, H, W), which penalises blur."""
+    return error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
 
 
 # ---------------------------------------------------------------- text encoder
@@ -305,6 +384,7 @@ def make_all(
     captions: Sequence[str],
     *,
     instruction: str = "",
+    steps: int = 400,
     sizes: Sequence[tuple[int, int]] = SIZES,
     flow_shift: float = 3.0,
 ) -> dict[str, dict[str, float]]:
@@ -314,7 +394,7 @@ def make_all(
         What `make_vae` and `make_text` report, under "vae" and "text".
     """
     folder.mkdir(parents=True, exist_ok=True)
-    vae = make_vae(folder / "vae", images, sizes=sizes)
+    vae = make_vae(folder / "vae", images, steps=steps, sizes=sizes)
     text = make_text(folder / "text_encoder", captions, instruction=instruction)
     scheduler(flow_shift).save_pretrained(folder / "scheduler")
     return {"vae": vae, "text": text}
