@@ -661,7 +661,7 @@ def test_the_table_names_the_codes_that_a_command_can_give() -> None:
     targets = {module: [target for _, target in imports(path, root)] for module, path in modules.items()}
     parsed.cache_clear()
     raisers = {
-        5: ("stages.encode", "RejectRateError"),
+        5: ("pipeline.encoding.rejects", "RejectRateError"),
         7: ("pipeline.training.metadata_reader", "CheckpointError"),
         8: ("pipeline.reporting.encoder_process", "DecodeError"),
         9: ("pipeline.training.step", "NonFiniteError"),
