@@ -172,7 +172,8 @@ class Scratch:
         lengths = [writer.add(run) for run in chain([first], runs)]
         whole = writer.finish()
         columns = [whole.column(0).slice(*length) for length in lengths]
-        sample = sorted(column[at].as_py() for column in columns for at in range(0, len(column), max(1, RUN // SAMPLES)))
+        step = max(1, RUN // SAMPLES)
+        sample = sorted(column[at].as_py() for column in columns for at in range(0, len(column), step))
         low = [0] * len(columns)
         for bound in [*sample[SAMPLES::SAMPLES], None]:  # about `RUN` rows from one to the next
             high = [len(c) if bound is None else bisect_left(c, bound, key=_text) for c in columns]
