@@ -37,26 +37,35 @@ PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 
 _ADDRESS = "check the address (for S3: AWS_ENDPOINT_URL, or endpoint_url in fsspec's configuration)"
-CREDENTIALS = (
-    "for S3: export AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for GCS: export "
-    """GOOGLE_APPLICATION_CREDENTIALS; for another SCHEME: export FSSPEC_SCHEME='{"password": ...}'; """
-    """for a web server: write "machine HOST login USER password PASSWORD" into ~/.netrc, and """
-    """export FSSPEC_HTTP='{"client_kwargs": {"trust_env": true}}'"""
+_CREDENTIALS = (
+    "check the credentials (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for GCS: "
+    "GOOGLE_APPLICATION_CREDENTIALS; for a web server: ~/.netrc with trust_env in FSSPEC_HTTP)"
 )
-"""How to pass credentials to drivers."""
-CHECK = (
-    "check the address (https or http), the name of the bucket, the region (for S3: AWS_ENDPOINT_URL, "
-    f"AWS_DEFAULT_REGION, AWS_CA_BUNDLE) and the credentials, which may have expired ({CREDENTIALS})"
-)
-"""The fix where a server or driver refuses. S3 answers a HEAD with a status alone, also a 400 for expired credentials
-and for another region."""
-_REFUSALS = """
-    NoSuchBucket InvalidBucketName ParamValidationError RequestTimeTooSkewed InvalidAccessKeyId SignatureDoesNotMatch
-    ExpiredToken InvalidToken TokenRefreshRequired NoCredentialsError PartialCredentialsError ProfileNotFound
-    SSOTokenLoadError UnauthorizedSSOTokenError DefaultCredentialsError RefreshError NoRegionError InvalidRegionError
-    AuthorizationHeaderMalformed InvalidURL InvalidUrlClientError NonHttpUrlClientError
-""".split()  # noqa: SIM905
-"""Error codes of S3 and names of drivers' exceptions that concern the store as a whole."""
+_REFUSALS = {
+    "NoSuchBucket": "make the bucket, or correct its name",
+    **dict.fromkeys(
+        [
+            "InvalidAccessKeyId",
+            "SignatureDoesNotMatch",
+            "ExpiredToken",
+            "InvalidToken",
+            "TokenRefreshRequired",
+            "NoCredentialsError",
+            "PartialCredentialsError",
+            "ProfileNotFound",
+            "SSOTokenLoadError",
+            "UnauthorizedSSOTokenError",
+            "DefaultCredentialsError",
+            "RefreshError",
+        ],
+        _CREDENTIALS,
+    ),
+    "RequestTimeTooSkewed": "set this machine's clock",
+    **dict.fromkeys(("NoRegionError", "InvalidRegionError", "AuthorizationHeaderMalformed"), "set AWS_DEFAULT_REGION"),
+    **dict.fromkeys(("InvalidBucketName", "ParamValidationError"), "correct the bucket's name"),
+    **dict.fromkeys(("InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"), _ADDRESS),
+}
+"""Error codes of S3 and names of drivers' exceptions that concern the store as a whole -> the fix."""
 _TRANSFER_ERRORS = ("RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch")
 """Error codes of S3 that blame the request but come from a bad connection."""
 _FINAL = (FileExistsError, IsADirectoryError, PermissionError, NotImplementedError, TypeError, AttributeError)
@@ -80,7 +89,11 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The store as a whole cannot be used, and waiting does not help; `CHECK` may."""
+    """The store as a whole cannot be used, and waiting does not help. `fix`: what does."""
+
+    def __init__(self, reason: str, fix: str):
+        super().__init__(reason)
+        self.fix = fix
 
 
 class NoAnswer(Exception):
@@ -230,15 +243,16 @@ def _raise_final(error: Exception, state: _StoreState) -> None:
             return
         if code in _REFUSALS:
             state.record_answer()
-            raise Refused(str(cause)) from error
+            raise Refused(str(cause), _REFUSALS[code]) from error
         if isinstance(cause, OSError) and cause.errno in _LOCAL_LIMITS:
             raise cause  # a limit of this machine
     if not state.answered:  # afterwards a network failure is more likely
         for cause in _chain(error):
             if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:
-                raise Refused(f"the host is not known: {error}") from error
+                raise Refused(f"the host is not known: {error}", _ADDRESS) from error
             if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-                raise Refused(f"no secure connection: {error}") from error
+                fix = f"{_ADDRESS}: https or http, and a certificate that this machine trusts (AWS_CA_BUNDLE)"
+                raise Refused(f"no secure connection: {error}", fix) from error
     final = isinstance(error, _FINAL) or (
         isinstance(error, FileNotFoundError) and status in (None, 404, 410) and not _unanswered(error)
     )

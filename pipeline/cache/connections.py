@@ -21,6 +21,21 @@ from pipeline.errors import AwayError, UserError
 from pipeline.urls import strip_credentials
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
+_SECRETS = {
+    "s3": "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (or AWS_PROFILE=...)",
+    "gcs": "export GOOGLE_APPLICATION_CREDENTIALS=FILE",
+    "http": """write "machine HOST login USER password PASSWORD" into ~/.netrc, and """
+    """export FSSPEC_HTTP='{"client_kwargs": {"trust_env": true}}'""",
+}
+"""How to pass credentials, by the driver's extra."""
+
+_UNNAMED = (
+    "check the address, the region and the credentials (for S3: AWS_ENDPOINT_URL, AWS_DEFAULT_REGION and "
+    "AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; they may have expired)"
+)
+"""The fix for an error that its server does not name: S3 answers a HEAD with a status alone, also a 400 for expired
+credentials and for another region."""
+
 CHANGE_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 """Keys under which drivers describe when a file was written."""
 
@@ -103,16 +118,16 @@ class Connection:
                 raise ObjectAwayError(what, reason=str(error), fix=error.fix) from None
             raise AwayError(f"{what}: {error}", fix=error.fix) from None
         except retrying.Refused as error:
-            raise self._error(f"{self.where(name)}: cannot be {action}: {error}", fix=retrying.CHECK) from None
+            raise self._error(f"{self.where(name)}: cannot be {action}: {error}", fix=error.fix) from None
         except PermissionError as error:
-            fix = f"check the bucket's policy and the credentials ({retrying.CREDENTIALS})"
+            fix = f"check the bucket's policy and the credentials: {_credentials_of(self.url)}"
             raise RequestFailed(f"may not be {action}: {error}", fix) from error
         except NotImplementedError as error:
             raise RequestFailed(f"the driver {self.fs.protocol} has no operation for it") from error
         except Exception as error:  # each driver has its own types
             if is_out_of_resources(error):
                 raise
-            advice = None if retrying.http_status(error) is None else retrying.CHECK
+            advice = None if retrying.http_status(error) is None else _UNNAMED
             raise RequestFailed(f"cannot be {action}: {type(error).__name__}: {error}", advice) from error
 
     @property
@@ -211,8 +226,15 @@ def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
         raise error(
             f"{clean}: was given with credentials or a query, which would be written into the cache and into messages",
             expected="a plain address; credentials come from the environment",
-            fix=retrying.CREDENTIALS,
+            fix=_credentials_of(url),
         )
+
+
+def _credentials_of(url: str) -> str:
+    """How to pass credentials to the driver of a URL."""
+    scheme = url.partition("://")[0].rpartition(":")[2].lower()
+    other = f"give them to the driver: export FSSPEC_{scheme.upper()}='{{\"password\": ...}}'"
+    return _SECRETS.get(_EXTRAS.get(scheme, ""), other)
 
 
 def _open(
