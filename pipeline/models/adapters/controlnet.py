@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
+from pipeline.models import hub
 from pipeline.models.adapters import Adapter, Merged
 from pipeline.models.spec import ModelSpec, Values
 
@@ -89,13 +90,20 @@ def _opened(place: Path, shape: ModelSpec) -> Values:
     Raises:
         ConfigError: unreadable, or of another shape.
     """
+    place = place / FOLDER if (place / FOLDER).is_dir() else place
+    fix = "give one of this base, and its number of blocks as train.controlnet.layers"
     try:
-        return shape.stored(place / FOLDER if (place / FOLDER).is_dir() else place)
+        stored = hub.read_json(place / "config.json") if (place / "config.json").is_file() else {}
+        layers = stored.get("num_layers")
+        if stored.get("_class_name") == shape.class_name and layers != shape.num_layers:
+            fix = f"--set train.controlnet.layers={layers}"
+            raise UserError(f"{place} holds {layers} blocks, this run {shape.num_layers}")
+        return shape.stored(place)
     except (UserError, OSError) as error:
         what = error.what if isinstance(error, UserError) else f"{place}: {error.strerror}"
         raise ConfigError(
             f"train.controlnet.start: {what}",
             expected=f"a folder or safetensors file of a {shape.class_name} of {shape.num_layers} blocks, as "
             "save_pretrained writes it",
-            fix="give one of this base, and its number of blocks as train.controlnet.layers",
+            fix=fix,
         ) from None

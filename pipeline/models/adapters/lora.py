@@ -125,7 +125,11 @@ class LoRA(Adapter):
         option = f"train.adapter.start: {path}"
         with open_tensors(path) as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}
-            metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            described = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
+        try:
+            metadata = json.loads(described)
+        except ValueError as error:
+            raise ConfigError(f"{option}: its lora_adapter_metadata is no JSON: {error}") from None
         wanted = {
             f"transformer.{name}.{ending}": f"{name}.{part}"
             for name in self.targets
