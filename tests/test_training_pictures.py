@@ -344,7 +344,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step(
     ControlNet's picture has the size of a bucket, so a pass has two samples."""
     optim = {"clip": None, "in_backward": True}
     train = TrainConfig.model_validate(
-        {**COMPUTE, "microbatch": 1, "residual": None, "controlnet": controlnet, "optim": optim}
+        {**COMPUTE, "microbatch": 1, "residual": "compute", "controlnet": controlnet, "optim": optim}
     )
 
     class Drawing(tracing.TracedStep):

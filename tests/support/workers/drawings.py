@@ -147,7 +147,7 @@ def compare(launch: Launch, folder: Path) -> None:
         names = [f"{number:04d}" for number in range(case.get("texts", len(tiny_run.TEXTS)))]
         latents = {step: drawn(place / "with", step)[0] for step in steps}
         expected = {step: _only(names, drawn(folder / "alone", step)[0]) for step in steps}
-        config = settings_of({"parallel": {"dp_shard": 1}}, place)
+        config = settings_of({**case, "parallel": {"dp_shard": 1}, "text": None}, place)
         dtype = torch.bfloat16 if case.get("precision") == "bf16" else torch.float32
         distances, rounding = [], 0.0
         for step in steps:
