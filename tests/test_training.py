@@ -777,18 +777,24 @@ def _damage(folder: Path, how: str) -> str:
     elif how == "torn document":
         data = folder / checkpoint.DOCUMENT
         data.write_text(data.read_text()[:100])
+    elif how == "a list":
+        data = folder / checkpoint.DOCUMENT
+        data.write_text("[]")
     elif how == "no document":
         data = folder
         (folder / checkpoint.DOCUMENT).unlink()
     return data.name
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "missing", "metadata", "document", "torn document", "no document"])
+@pytest.mark.parametrize(
+    "how", ["flip", "cut", "missing", "metadata", "document", "torn document", "a list", "no document"]
+)
 def test_a_damaged_checkpoint_is_an_error_not_passed_over(run: Path, how: str) -> None:
     folder = run / "checkpoints/step-00000006"
     named = _damage(folder, how)
-    with pytest.raises(checkpoint.CheckpointError, match=named):
+    with pytest.raises(checkpoint.CheckpointError, match=named) as error:
         fit_tiny(tiny_run.config(run, steps=8), resume="auto")
+    assert "restore the file" in str(error.value.fix) or "remove this folder" in str(error.value.fix)
     with pytest.raises(checkpoint.CheckpointError, match=named):
         load_model_state(folder)
     shutil.rmtree(folder)

@@ -49,7 +49,7 @@ from pipeline.training.lock import Lock
 from pipeline.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata, unreadable
 
 FORMAT = "sana-pipe checkpoint"
-VERSION = 1
+VERSION = 2
 DOCUMENT = "checkpoint.json"
 ORIGIN = "from.json"
 """In a run directory: the checkpoint that the run began from (`train --from`)."""
@@ -61,6 +61,7 @@ _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})\.[0-9a-f]+\.(tmp|removing)")
 _AGAIN = "--resume auto"
 _FIX = f"check the disk and the rights, then {_AGAIN}"
+_REMOVE = "remove this folder, and --resume auto takes the checkpoint before it"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 """Names that are not trained are in no checkpoint; that all others are there is checked by DCP."""
 Sections = Mapping[str, Mapping[str, Tensor]]
@@ -367,7 +368,7 @@ def read_document(folder: Path) -> Document:
         CheckpointError: no checkpoint, one of another version, or a damaged one.
     """
     path = folder / DOCUMENT
-    hint = "give another checkpoint; remove this folder, and --resume auto takes the one before it"
+    hint = f"give another checkpoint; {_REMOVE}"
     with _there(folder):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -380,7 +381,7 @@ def read_document(folder: Path) -> Document:
             ) from None
         except OSError as error:
             raise unreadable(path, error) from None
-        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: is damaged: {error}", fix=hint) from None
         if values.get("format") != FORMAT or values.get("version") != VERSION:
             raise CheckpointError(
@@ -404,13 +405,14 @@ def verify(folder: Path, document: Document, rank: int = 0, world: int = 1) -> N
         with _there(folder):
             try:
                 found = file_digest(folder / name)
+            except FileNotFoundError:
+                fix = f"restore the file, or {_REMOVE}"
+                raise CheckpointError(f"{folder / name}: is missing", fix=fix) from None
             except OSError as error:
                 raise unreadable(folder / name, error) from None
         if found != digest:
-            raise CheckpointError(
-                f"{folder / name}: is damaged: its bytes have changed since they were written",
-                fix="remove this folder, and --resume auto takes the checkpoint before it",
-            )
+            what = f"{folder / name}: is damaged: its bytes have changed since they were written"
+            raise CheckpointError(what, fix=_REMOVE)
 
 
 def check_belongs(
