@@ -100,10 +100,10 @@ def run(
     form = _form(form, architecture, adapter)
     of_adapter = adapter is not None and form in adapter.formats
     whole = form in ("diffusers", "merged") and not of_adapter and architecture.pipeline is not None
+    stored = checkpoints.ModelTensors(folder, ema=ema)  # refused before encoders are fetched
     parts = _parts(config, architecture) if whole else None
     if parts is not None:
         architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
-    stored = checkpoints.ModelTensors(folder, ema=ema)
     weights = whole_weights(config, stored)
 
     about: dict[str, Any] = {"weights": name, "state": document.state, "dtype": dtype}

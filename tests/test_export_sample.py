@@ -315,6 +315,16 @@ def test_an_export_is_on_the_disk_before_it_takes_its_name(
     assert synced[-1] == (tmp_path, True), "the name, too"
 
 
+def test_a_damaged_checkpoint_is_named_before_encoders_are_fetched(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(trained.checkpoint, tmp_path / "run/checkpoints" / trained.checkpoint.name)
+    (folder / ".metadata").unlink()
+    monkeypatch.setattr(export.hub, "resolve", lambda *given: pytest.fail("an encoder was fetched"))
+    with pytest.raises(checkpoints.CheckpointError, match=r"\.metadata: is missing"):
+        export.run(trained.config, str(folder), tmp_path / "export")
+
+
 def test_encoders_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) -> None:
     models = tmp_path / "models"
     shutil.copytree(trained.config.vae.id, models)
