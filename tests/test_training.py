@@ -419,6 +419,10 @@ def test_on_a_gpu_a_memory_snapshot_is_written_and_recording_ends(
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     on_gpu = torch.device("cuda")
+    with tracing(ProfileConfig(start=4, steps=1), tmp_path, 0, on_gpu, lambda line: None) as done:
+        for step in (1, 2):
+            done(step)
+    assert not calls, "no step of such a short run is traced"
     with tracing(ProfileConfig(start=2, steps=1), tmp_path, 0, on_gpu, lambda line: None) as done:
         for step in (1, 2, 3):
             done(step)

@@ -52,12 +52,12 @@ def tracing(
     def done(step: int) -> None:
         nonlocal last
         last = step
+        if on_gpu and running.step_num == config.start - 2:  # the next step is the first that is traced
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
         running.step()
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     steps = schedule(skip_first=config.start - 2, wait=0, warmup=1, active=config.steps, repeat=1)
-    if on_gpu:
-        torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
     with profile(
         activities=activities, schedule=steps, on_trace_ready=write, record_shapes=True, profile_memory=True
     ) as running:
