@@ -276,8 +276,10 @@ def test_start_files_that_do_not_fit_name_their_keys(tmp_path: Path) -> None:
         tmp_path / "nothing": "cannot be read",
         diffusers_file(tmp_path / "patterns", trained, pattern): "rank_pattern",
         tmp_path / "prose": "lora_adapter_metadata is no JSON",
+        tmp_path / "number": "lora_adapter_metadata is no JSON",
     }
     save_file(half, tmp_path / "prose", {"lora_adapter_metadata": "rank 8"})
+    save_file(half, tmp_path / "number", {"lora_adapter_metadata": "8"})
     for path, message in files.items():
         with pytest.raises(UserError, match=message):
             adapter_of(settings(rank=3, targets="all", start=str(path)), TINY)

@@ -127,9 +127,10 @@ class LoRA(Adapter):
             tensors = {key: file.get_tensor(key) for key in file.keys()}
             described = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
         try:
-            metadata = json.loads(described)
-        except ValueError as error:
-            raise ConfigError(f"{option}: its lora_adapter_metadata is no JSON: {error}") from None
+            metadata = dict(json.loads(described))
+        except (ValueError, TypeError) as error:
+            what = f"{option}: its lora_adapter_metadata is no JSON object: {error}"
+            raise ConfigError(what, expected="a LoRA file of diffusers") from None
         wanted = {
             f"transformer.{name}.{ending}": f"{name}.{part}"
             for name in self.targets
