@@ -29,10 +29,11 @@ from pipeline.cache.connections import Connection, RequestFailed
 from pipeline.config import Config
 from pipeline.encoding import scan_rows
 from pipeline.errors import AwayError, RejectRateError
-from pipeline.sources import links
+from pipeline.sources import link_tables, links
+from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.links import DEAD, REFUSED, DeadLink, RefusedLink
 from pipeline.sources.reject_kinds import Kinds
-from pipeline.sources.source import Item
+from pipeline.sources.source import Item, Place
 from tests.support import source_files
 from tests.support.link_server import LinkServer, serve_links
 from tests.support.lowered import lower_limits
@@ -341,6 +342,35 @@ def test_a_link_that_changed_in_the_table_is_not_read_as_the_scanned_one(
     for item in items:
         with pytest.raises(OSError, match="another link"):
             later.read(item.place)
+
+
+def test_each_link_of_many_listings_is_found_and_few_listings_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_tables, "MAX_READ", 2)
+    lower_limits(monkeypatch)
+    names = [f"https://x/{n}.png" for n in range(300)]
+    write(tmp_path / "a.csv", [names[0], "", None, "no link", *names[1:]])
+    for n in range(3):
+        write(tmp_path / f"b{n}.jsonl", [None, *names])
+    monkeypatch.setattr(links.Links, "read", lambda self, url: url)
+    real, opens = LocalFilesystem.open, list[str]()
+
+    def counted(self: LocalFilesystem, name: str, spool: bool = False) -> Any:
+        opens.append(name)
+        return real(self, name, spool)
+
+    monkeypatch.setattr(LocalFilesystem, "open", counted)
+    for pattern, count, again in (("*.csv", 1, 0), ("*.jsonl", 3, 1)):
+        source = opened(tmp_path / pattern)
+        places = [item.place for item in source.items() if isinstance(item, Item)]
+        opens.clear()
+        assert [source.read(place) for place in places] == names * count
+        assert len(opens) == count, "each is read once"
+        assert [source.read(places[at]) for at in (-1, 0)] == [names[-1], names[0]]
+        assert len(opens) == count + again, "the first of three was forgotten"
+        with pytest.raises(OSError, match="another link"):
+            source.read(Place(places[0].item, places[0].part, f"400000@{'0' * 16}"))
 
 
 def test_a_row_group_that_is_cut_into_ranges_is_read_once(

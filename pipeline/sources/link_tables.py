@@ -15,10 +15,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.layout import digest
@@ -34,7 +33,10 @@ from pipeline.sources.source import FilesSource, Fragment, Given, Item, ListedIt
 ADDRESS = "@"
 """In `Place.where` of a link, before the digest of its address."""
 
-_URLS = pa.schema([("line", pa.int64()), ("url", pa.string())])
+_URLS = pa.schema([("url", pa.string())])
+MAX_READ = 16
+"""Listings whose links are kept, of those that are read in turn."""
+
 LINK_RULE = "links-2"
 LINK_CAPTIONS = ("TEXT", "caption", "alt_text")
 """Caption columns of tables of links that have no column `text`, where the configuration names no other."""
@@ -201,18 +203,22 @@ class LinkListing(LinkTables):
     def _url(self, place: Place) -> str | None:
         part, where = self._located(place)
         with self._lock:  # the first link that is read of a file costs a pass over it
-            if part not in self._urls:
-                self._urls[part] = self.scratch.rows(_URLS, self._read_urls(part))
-        table, line = self._urls[part], int(where["line"])
-        at = int(np.searchsorted(table.column("line").to_numpy(), line))
-        found = at < len(table) and table.column("line")[at].as_py() == line
-        return table.column("url")[at].as_py() if found else None
+            urls = self._urls.pop(part, None)
+            self._urls[part] = urls = self.scratch.rows(_URLS, self._read_urls(part)) if urls is None else urls
+            if len(self._urls) > MAX_READ:
+                del self._urls[next(iter(self._urls))]
+        line = int(where["line"])
+        return urls.column("url")[line].as_py() if line < len(urls) else None
 
-    def _read_urls(self, part: str) -> Iterator[tuple[int, str]]:
+    def _read_urls(self, part: str) -> Iterator[tuple[str | None]]:
+        """The link of each line of a file, from line 0 on; None where no row with a link ends."""
+        lines = 0
         for line, row in RowReader(part, self.filesystem.open(part, spool=True)):
             url = row.get(self.image_field or link_column(row) or "") if isinstance(row, dict) else None
             if isinstance(url, str) and not has_surrogates(url):
-                yield line, url
+                yield from repeat((None,), line - lines)
+                yield (url,)
+                lines = line + 1
 
 
 def link_column(row: dict[str, Any]) -> str | None:
