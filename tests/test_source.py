@@ -718,7 +718,9 @@ def test_caption_files_of_other_tools(tmp_path: Path) -> None:
     write(tmp_path, "e.txt", "of both")
     write(tmp_path, "f.jpg.txt", "of a picture that was converted")
     write(tmp_path, "g.jpg.txt", "twice an ending")
-    for name in ("a.jpg", "b.jpg", "c.jpg", "d.jpg", "e.jpg", "e.png", "f.webp", "g.jpg.webp"):
+    write(tmp_path, "h.json", json.dumps({"text": "ours"}))
+    write(tmp_path, "h.jpg.json", json.dumps({"text": "theirs"}))
+    for name in ("a.jpg", "b.jpg", "c.jpg", "d.jpg", "e.jpg", "e.png", "f.webp", "g.jpg.webp", "h.jpg"):
         write(tmp_path, name)
     items, rejects = listed(tmp_path)
     assert not rejects
@@ -731,6 +733,7 @@ def test_caption_files_of_other_tools(tmp_path: Path) -> None:
         "e.png": {"of both"},
         "f.webp": {"of a picture that was converted"},
         "g.jpg.webp": {"twice an ending"},
+        "h.jpg": {"ours", "theirs"},
     }
 
 

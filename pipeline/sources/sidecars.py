@@ -51,19 +51,20 @@ def captions_of(
         sample: what files about many samples say of it.
         name: stands for those in messages.
     """
-    picture, row = PictureCaptions(), dict(sample.captions)
+    picture, row, objects = PictureCaptions(), dict(sample.captions), dict[str, dict[str, Any]]()
     for file, content in contents.items():
         if isinstance(content, Reject):
             picture.problems.append((file, content.reason))
         elif isinstance(content, dict):
-            row, name = {**content, **row}, file
+            objects[file] = {**content, **sample.captions}
+            row = {**content, **row}
         elif content:
             picture.candidates.append(rule.text_file(content, sample.scores))
         else:
             picture.problems.append((file, "is empty"))
-    if row:
-        said = rule.read(row, sample.scores, name)
-        if row.keys().isdisjoint((*rule.columns, *rule.fallback)):
+    for file, columns in (objects or {name: row}).items():
+        said = rule.read(columns, sample.scores, file)
+        if columns.keys().isdisjoint((*rule.columns, *rule.fallback)):
             said.problems = []
         picture.add(said)
     return picture, row
