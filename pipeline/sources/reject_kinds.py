@@ -35,9 +35,10 @@ _NUMBER = re.compile(r"(?<![A-Za-z_] = )(?<![A-Za-z_.,0-9])(?<!UTF-)[-+]?(?:0x[0
 def kind(item: str, reason: str) -> str:
     """The reason without what concerns a single item. Settings with their limits (`data.min_side = 41`) stay."""
     text = f" {reason}"
-    for name, sign in ((item, "*"), (posixpath.basename(item), "*"), (f"{posixpath.basename(stem(item))}.", "*.")):
-        if "." in name:
-            text = text.replace(f" {name}", f" {sign}")
+    for name in (item, posixpath.basename(item)):
+        for form, sign in ((name, "*"), (f"{stem(name)}.", "*.")):
+            if "." in form:
+                text = text.replace(f" {form}", f" {sign}")
     return _general(text).removeprefix(" ")
 
 
