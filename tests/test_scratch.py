@@ -80,6 +80,17 @@ def test_rows_of_text_are_sorted_by_code_point(folder: Path, monkeypatch: pytest
     assert not folder.exists() or not os.listdir(folder)
 
 
+def test_rows_whose_first_texts_are_equal_are_not_sorted_all_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, real = list[int](), scratch.sorted_by_all
+    monkeypatch.setattr(scratch, "RUN", 64)
+    monkeypatch.setattr(scratch, "sorted_by_all", lambda table: (sizes.append(len(table)), real(table))[1])
+    rows = [("a", f"{7919 * n % 2000:04d}") for n in range(2000)]
+    assert list(scratch_in(folder).sorted_rows(rows)) == sorted(rows)
+    assert max(sizes) <= 2 * 64
+
+
 def test_runs_that_are_merged_need_little_memory_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "LIMIT", 1 << 16)
     keys = np.random.default_rng(0).integers(0, 2**63, (1500, 2)).view("S16").ravel()

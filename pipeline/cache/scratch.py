@@ -30,7 +30,7 @@ RUN = 1 << 17
 BINS = 1 << 12
 """Ranges of keys. A range is the least that is merged at a time, so rows over `RUN * BINS` need larger runs."""
 SAMPLES = 64
-"""Texts of each run of `sorted_rows` that say where ranges of equal size begin."""
+"""Rows of each run of `sorted_rows` that say where ranges of equal size begin."""
 TEXTS = 256
 """Rows of text that are Python objects at a time, for each run that is merged and each writer."""
 
@@ -171,14 +171,18 @@ class Scratch:
         writer = self.table_writer(first.schema)
         lengths = [writer.add(run) for run in chain([first], runs)]
         whole = writer.finish()
-        columns = [whole.column(0).slice(*length) for length in lengths]
-        step = max(1, RUN // SAMPLES)
-        sample = sorted(column[at].as_py() for column in columns for at in range(0, len(column), step))
-        low = [0] * len(columns)
+        columns, step = whole.columns, max(1, RUN // SAMPLES)
+
+        def row(at: int) -> tuple[str, ...]:
+            return tuple(column[at].as_py() for column in columns)
+
+        sample = sorted(row(at) for start, count in lengths for at in range(start, start + count, step))
+        low, ends = [start for start, _ in lengths], [start + count for start, count in lengths]
         for bound in [*sample[SAMPLES::SAMPLES], None]:  # about `RUN` rows from one to the next
-            high = [len(c) if bound is None else bisect_left(c, bound, key=_text) for c in columns]
-            parts = (whole.slice(n[0] + a, b - a) for n, a, b in zip(lengths, low, high, strict=True))
-            yield from _rows(_sorted_by_all(pa.concat_tables(parts)))
+            spans = zip(low, ends, strict=True)
+            high = ends if bound is None else [bisect_left(range(end), bound, at, end, key=row) for at, end in spans]
+            parts = (whole.slice(at, to - at) for at, to in zip(low, high, strict=True))
+            yield from _rows(sorted_by_all(pa.concat_tables(parts)))
             low = high
 
 
@@ -296,17 +300,14 @@ class RowWriter:
         return self._writer.finish()
 
 
-def _text(value: pa.Scalar) -> str:
-    return value.as_py()
-
-
 def _sorted_texts(rows: list[tuple[str, ...]]) -> pa.Table:
     numbers = range(len(rows[0]))
     columns = [pa.array([row[number] for row in rows], pa.large_string()) for number in numbers]
-    return _sorted_by_all(pa.table(columns, names=list(map(str, numbers))))
+    return sorted_by_all(pa.table(columns, names=list(map(str, numbers))))
 
 
-def _sorted_by_all(table: pa.Table) -> pa.Table:
+def sorted_by_all(table: pa.Table) -> pa.Table:
+    """Rows of text, sorted in memory by the first column, then by the next ones."""
     return table.sort_by([(name, "ascending") for name in table.column_names])
 
 
