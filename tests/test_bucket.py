@@ -505,7 +505,7 @@ def by_bucket(snapshot: Snapshot) -> dict[tuple[int, int], list[int]]:
 # ---------------------------------------------------------------- small buckets
 
 
-def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drop_says_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(config(root), "one", pictures(40))  # 16, 8, 12 and 4 of each shape
     summary = report(config(root, "bucket.remainder=drop", "bucket.batch=5"), capsys)
     assert summary["samples"] == 36
@@ -521,6 +521,21 @@ def test_drop_and_repeat_say_what_becomes_of_the_rest(root: Path, capsys: pytest
     notes = {(b["height"], b["width"]): b["note"] for b in summary["buckets"]}
     assert "left out" in notes[16, 32]
     assert notes[16, 24].startswith("3 samples, others each time, sit out")
+
+
+def test_a_snapshot_of_an_option_that_is_gone_is_refused_with_the_way_out(root: Path) -> None:
+    of = config(root)
+    cache = add(of, "one", pictures(40))
+    stages.bucket.run(of)
+    head = cache.open_snapshot().head
+    options = {**(head.options or {}), "bucket": {"remainder": "repeat"}}
+    policies = dataclasses.replace(head.policies, small="repeat")
+    cache.add_snapshot(dataclasses.replace(head, policies=policies, options=options), "earlier")
+    with pytest.raises(CacheError, match=naming("remainder = repeat", "sana-pipe bucket", "forget --snapshot earlier")):
+        stages.bucket.again(of, "earlier")
+    with pytest.raises(CacheError, match=naming("bucket.remainder = repeat", "carry or drop", "sana-pipe bucket")):
+        Schedule.of(cache.open_snapshot("earlier").head, seed=0, phase=0)
+    assert not list(audit.verify(cache))
 
 
 # ---------------------------------------------------------------- weights, batches, order

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from pipeline.cache.snapshot import Head
+from pipeline.errors import CacheError
 
 _ROUNDS = 6
 _SMALL = 1 << 15
@@ -341,6 +342,7 @@ class Schedule:
         blocks: per bucket of a packed snapshot; None: the plain order.
 
     Raises:
+        CacheError: an earlier version had this `small`.
         ValueError: no bucket ever fills a batch, or the parts do not add up.
     """
 
@@ -357,7 +359,11 @@ class Schedule:
         blocks: Sequence[Blocks] | None = None,
     ):
         if small not in ("carry", "drop"):
-            raise ValueError(f"small must be 'carry' or 'drop', found {small!r}")
+            raise CacheError(
+                f"the snapshot was made with bucket.remainder = {small}, which this version does not have",
+                expected="carry or drop",
+                fix="train on a new snapshot (sana-pipe bucket), or with the version of sana-pipe that made this one",
+            )
         self.counts, self.batches = list(counts), list(batches)
         self.seed, self.phase, self.small = seed, phase, small
         self._buckets: list[_UnweightedBucket | _WeightedBucket] = []

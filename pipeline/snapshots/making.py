@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import ValidationError
 
 from pipeline.cache.arrow import batches
 from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Head, HeldOut, Policies
 from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, IntegrityError
 from pipeline.signals.phash import HashRecipe
 from pipeline.snapshots import balance, near_samples, selection
 from pipeline.snapshots.filters import Filter
@@ -57,12 +58,20 @@ def make(config: Config, inputs: Inputs, comparing: Comparing) -> tuple[Made, Ma
 
 
 def made_again(config: Config, cache: Cache, head: Head, comparing: Comparing) -> Head:
-    """The head of a snapshot from its scans, with the options that it was made with; writes its chunks."""
+    """The head of a snapshot from its scans, with the options that it was made with; writes its chunks.
+
+    Raises:
+        IntegrityError: a scan is lost, or this version does not have one of the options.
+    """
     options = head.options or {}
-    bucket = BucketConfig.model_validate(options.get("bucket", {}))
+    try:
+        bucket = BucketConfig.model_validate(options.get("bucket", {}))
+        data = DataConfig.model_validate({**config.data.model_dump(), **options.get("data", {})})
+    except ValidationError as error:
+        values = [f"{'.'.join(map(str, each['loc']))} = {each['input']}" for each in error.errors()]
+        raise IntegrityError(f"this version does not have its option {', '.join(values)}") from None
     used = {source: setting for source, setting in bucket.sources.items() if source in head.sources}
     bucket = bucket.model_copy(update={"sources": used})
-    data = DataConfig.model_validate({**config.data.model_dump(), **options.get("data", {})})
     config = config.model_copy(update={"bucket": bucket, "data": data})
     recipes = {kind: recipe.name for kind, recipe in head.recipes_by_kind.items()}
     scans = {source: Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
