@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import stages.bucket
-from pipeline.cache import arrow, audit, disk
+from pipeline.cache import arrow, audit, compare, disk
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.cache import Cache
@@ -37,6 +37,19 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshot:
     monkeypatch.setattr(snapshots, "OPEN_CHUNKS", OPEN)
     add(config(tmp_path / "cache"), "one", pictures(40))
     return Cache(tmp_path / "cache").open_snapshot(stages.bucket.run(config(tmp_path / "cache")))
+
+
+def test_snapshots_are_compared_a_chunk_at_a_time(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = config(snapshot.files.root)
+    add(of, "two", pictures(7, "two-"))
+    more = Cache(snapshot.files.root).open_snapshot(stages.bucket.run(of))
+    asked, real = list[int](), Snapshot.columns
+    monkeypatch.setattr(compare, "CHUNK_ROWS", ROWS)
+    monkeypatch.setattr(Snapshot, "columns", lambda self, rows: (asked.append(len(rows)), real(self, rows))[1])
+    difference = compare.difference(snapshot, more)
+    assert sorted(more.source_item(row)[0] for row in difference.added) == ["two"] * 7
+    assert not difference.removed and not difference.changed
+    assert sum(asked) == len(snapshot) + len(more) and max(asked) <= ROWS, "whole columns of all samples at once"
 
 
 @pytest.fixture

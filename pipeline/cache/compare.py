@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot import CHUNK_ROWS, Columns, Snapshot
 from pipeline.errors import IntegrityError
 
 
@@ -83,7 +83,7 @@ def _parents_first(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def difference(first: Snapshot, second: Snapshot) -> Difference:
     """What changed from the first snapshot to the second. Samples are matched by id."""
-    old, new = (snapshot.columns(np.arange(len(snapshot))) for snapshot in (first, second))
+    old, new = _compared(first), _compared(second)
     order = np.argsort(old.sample_id)
     places = np.minimum(np.searchsorted(old.sample_id, new.sample_id, sorter=order), len(order) - 1)
     candidates = order[places]
@@ -111,6 +111,17 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     removed[a] = False
     signals = tuple(sorted(set(first.pictures) ^ set(second.pictures)))
     return Difference(np.flatnonzero(~common).tolist(), np.flatnonzero(removed).tolist(), changed, signals)
+
+
+def _compared(snapshot: Snapshot) -> Columns:
+    """What is compared of all samples."""
+    parts = list[Columns]()
+    for start in range(0, len(snapshot), CHUNK_ROWS):
+        part = snapshot.columns(np.arange(start, min(start + CHUNK_ROWS, len(snapshot))))
+        pictures = {kind: {"key": places["key"]} for kind, places in part.pictures.items()}
+        captions = {name: part.captions[name] for name in ("key", "weight")}
+        parts.append(replace(part, pictures=pictures, captions=captions))
+    return Columns.join(parts)
 
 
 def _sizes(snapshot: Snapshot) -> np.ndarray:
