@@ -186,7 +186,12 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     local_world = 1
     counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if counts:
-        local_world = _expand_counts(counts)[_number(env, "SLURM_NODEID", 0)]
+        try:
+            local_world = _expand_counts(counts)[_number(env, "SLURM_NODEID", 0)]
+        except IndexError:
+            raise UserError(
+                "SLURM's tasks per node cannot be read, or are not those of this node", found=counts
+            ) from None
     rendezvous = place = None
     if world > 1:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")

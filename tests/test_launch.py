@@ -113,6 +113,9 @@ def test_first_host(nodes: str, host: str) -> None:
         ({**TORCHRUN, "RANK": "one"}, "'one'"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "[07-08]"}, r"SLURM_STEP_NODELIST.*found: *\[07-08\].*MASTER_ADDR"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "four"}, "tasks per node.*found: *four"),
+        ({**SLURM, "SLURM_NODEID": "2"}, "tasks per node.*found: *4,3"),
     ],
 )
 def test_contradictions_are_refused_by_name(environ: dict[str, str], named: str) -> None:
