@@ -117,6 +117,8 @@ def test_under_nvlabs_recipe_everything_decays() -> None:
         ({"scale_lr": "sqrt", "warmup_steps": 0}, 250, []),
         ({"lr": 2e-5, "warmup_steps": 0}, 250, [("is 2e-05", "below 5e-05", "lr=0.0001", "10,000 steps")]),
         ({"lr": 2e-5, "warmup_steps": 126}, 250, [("warmup_steps = 126",), ("is 2e-05",)]),
+        ({"schedule": "wsd", "warmup_steps": 50, "decay_steps": 200}, 250, []),
+        ({"schedule": "wsd", "warmup_steps": 50, "decay_steps": 201}, 250, [("decay_steps = 201", "last 200 of")]),
     ],
 )
 def test_a_rate_that_will_not_do_is_reported(options: dict[str, Any], steps: int, says: list[tuple[str, ...]]) -> None:

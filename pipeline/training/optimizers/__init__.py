@@ -74,6 +74,11 @@ def advice(config: OptimConfig, batch: int, steps: int) -> list[str]:
             f"step has a rate of {reached:.2g}, the rate after the warm-up is {peak:.2g}; "
             f"--set train.optim.warmup_steps={steps // 10} warms up for a tenth of the run"
         )
+    if (config.decay_steps or 0) > (after := max(0, steps - config.warmup_steps)):
+        notes.append(
+            f"train.optim.decay_steps = {config.decay_steps} begins before the warm-up ends: the rate falls over the "
+            f"last {after} of train.steps = {steps}"
+        )
     if peak < NEW_CONCEPTS:
         notes.append(
             f"the rate after the warm-up is {peak:.2g}: below {NEW_CONCEPTS:g} new concepts come slowly; for them "
