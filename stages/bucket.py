@@ -94,7 +94,7 @@ def again(config: Config, name: str, move: bool = False) -> str:
     """
     cache = Cache.of(config)
     copies.repair_all(cache.files)
-    snapshot_id = cache.snapshot_of(name) or name
+    snapshot_id = cache.snapshot_id(name)
     head = Head.read(cache.files, snapshot_id)
     try:
         made = made_again(config, cache, head, _comparing) if head.folder is None else packing.made_again(cache, head)

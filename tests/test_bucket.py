@@ -1133,6 +1133,15 @@ def test_a_selection_in_temporary_files_is_the_same(
     assert stages.bucket.run(config(root, *options), "again") == whole
 
 
+def test_no_snapshot_is_made_again_under_a_wrong_name(root: Path) -> None:
+    add(config(root), "one", pictures(40))
+    snapshot = stages.bucket.run(config(root), "mine")
+    with pytest.raises(CacheError, match="no snapshot is called 'mien'") as caught:
+        stages.bucket.again(config(root), "mien")
+    assert caught.value.fix == "sana-pipe snapshots lists names and ids"
+    assert {stages.bucket.again(config(root), name) for name in ("mine", snapshot, snapshot[:9])} == {snapshot}
+
+
 def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a rule switched off, what its test looks at is otherwise."""
     add(config(root), "one", [*pictures(40), Picture("copy.png", "6")])

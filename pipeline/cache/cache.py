@@ -523,17 +523,17 @@ class Cache:
 
     def open_snapshot(self, name: str | None = None) -> Snapshot:
         """A snapshot by name, by id or by the beginning of an id; None is the newest."""
+        return Snapshot(self.files, self.snapshot_id(name))
+
+    def snapshot_id(self, name: str | None = None) -> str:
+        """The id of a snapshot by name, id or the beginning of its id; None is the newest."""
+        if (pointed := self.snapshot_of(name or "latest")) is not None:
+            return pointed
         if name is None:
-            latest = self.snapshot_of("latest")
-            if latest is None:
-                raise CacheError(f"{self.location}: holds no snapshot yet", fix="sana-pipe bucket")
-            return Snapshot(self.files, latest)
-        pointed = self.snapshot_of(name)
-        if pointed is not None:
-            return Snapshot(self.files, pointed)
+            raise CacheError(f"{self.location}: holds no snapshot yet", fix="sana-pipe bucket")
         ids = [n[:-5] for n in self.files.names("snapshots") if n.startswith(name) and n.endswith(".json")]
         if len(ids) == 1:
-            return Snapshot(self.files, ids[0])
+            return ids[0]
         raise CacheError(
             f"{self.location}: {'no' if not ids else 'more than one'} snapshot is called {name!r}",
             expected="one of the names " + (", ".join(self.snapshot_names()) or "(none yet)") + " or an id",
