@@ -187,7 +187,18 @@ def _file(number: int, title: str) -> str:
 
 @contextmanager
 def _working(out: Path) -> Iterator[Path]:
-    """A temporary folder in that of the pictures, made before anything is drawn."""
+    """A temporary folder in that of the pictures, made before anything is drawn.
+
+    Raises:
+        UserError: it cannot be made; pictures of somebody else would be replaced.
+    """
+    if not (out / TABLE).exists() and (there := sorted(out.glob("[0-9][0-9][0-9][0-9]*.png"))):
+        raise UserError(
+            f"{out} holds pictures that `sample` did not draw",
+            expected=f"a folder with {TABLE}, or without pictures of such names",
+            found=there[0].name,
+            fix="another --out",
+        )
     with writing(out, "check the rights, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
@@ -317,7 +328,8 @@ def publish(
     out: Path,
     photos: SourcePictures | None = None,
 ) -> Path:
-    """Decode, and move the pictures, their table and the contact sheet into place, in this order.
+    """Decode, and move the table, its pictures and the contact sheet into place, in this order: by the table a folder
+    is known as ours.
 
     Args:
         latents: by title of their column.
@@ -329,7 +341,12 @@ def publish(
     from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
 
     decode_in_subprocess(config, latents, work)
-    cards, lines = [], []
+    origin = {"checkpoint": stored.folder.name, "weights": stored.weights}
+    lines = [{"file": f"{_file(number, DRAWN)}.png", **row, **origin} for number, row in enumerate(rows)]
+    table = work / TABLE
+    table.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    os.replace(table, out / TABLE)
+    cards = []
     for number, row in enumerate(rows):
         size = row["height"], row["width"]
         shown = [] if photos is None else [photos.cropped(row["source"], row["item"], size)]
@@ -339,11 +356,6 @@ def publish(
             with Image.open(out / name) as picture:
                 shown.append(picture.convert("RGB"))
         cards.append(SheetRow(f"{number:04d}: {row['caption']}", tuple(shown)))
-        origin = {"checkpoint": stored.folder.name, "weights": stored.weights}
-        lines.append({"file": f"{_file(number, DRAWN)}.png", **row, **origin})
-    table = work / TABLE
-    table.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    os.replace(table, out / TABLE)
     contact_sheet(cards, (*([] if photos is None else ["photo"]), *latents), out / SHEET)
     last = f" to {_file(len(rows) - 1, DRAWN)}.png" if len(rows) > 1 else ""
     seed = rows[0]["seed"]

@@ -426,6 +426,19 @@ def test_pictures_that_cannot_be_written_are_not_drawn(
             sample.run_prompts(trained.config, "auto", ["a cube"], out)
 
 
+def test_pictures_of_somebody_else_are_not_replaced(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draw_latents, "draw_for", lambda *args: pytest.fail("drew"))
+    monkeypatch.setattr(encoder_process, "encode_prompts", lambda *args: pytest.fail("encoded"))
+    (tmp_path / "0000.png").write_bytes(b"mine")
+    with pytest.raises(UserError, match=naming(tmp_path, "0000.png", "--out")):
+        sample.run(trained.config, "auto", None, tmp_path)
+    with pytest.raises(UserError, match=naming(tmp_path, "0000.png", "--out")):
+        sample.run_prompts(trained.config, "auto", ["a cube"], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["0000.png"]
+
+
 def test_no_checkpoint_yet(trained: Trained, tmp_path: Path) -> None:
     config = changed(trained.config, tmp_path, f"train.output={tmp_path / 'none'}")
     for run in (
