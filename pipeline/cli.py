@@ -210,6 +210,17 @@ def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
     return _given(with_config)
 
 
+def _once(why: str) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], str | None]:
+    """The value of a `multiple` option that is given once: of several click would take the last. why: not twice."""
+
+    def value(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> str | None:
+        if len(given) > 1:
+            raise click.UsageError(f"{parameter.opts[0]} is given once: {why}", context)
+        return given[0] if given else None
+
+    return value
+
+
 def _is_main() -> bool:
     from pipeline.launch import detect
 
@@ -356,6 +367,8 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 @_configured
 @click.option(
     "--data",
+    multiple=True,
+    callback=_once("each place is a source of its own, with a command of its own"),
     metavar="PATH|URL",
     help="A folder of pictures, tars, parquet files or a listing (.jsonl, .csv), or a pattern such as "
     "'s3://bucket/shard-{0000..0099}.tar'.",
@@ -713,7 +726,11 @@ def export(config: Config, checkpoint: str, out: str, **options: Any) -> Any:
 @click.option("--height", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option("--width", type=click.IntRange(min=1), help="With --prompt: pixels. Default: data.resolution.")
 @click.option(
-    "--control", "controls", multiple=True, metavar="FILE", help="With --prompt: the control picture of all prompts."
+    "--control",
+    multiple=True,
+    callback=_once("all prompts are drawn with it"),
+    metavar="FILE",
+    help="With --prompt: the control picture of all prompts.",
 )
 @click.option(
     "--watch",
@@ -736,7 +753,7 @@ def sample(
     base: bool,
     height: int | None,
     width: int | None,
-    controls: tuple[str, ...],
+    control: str | None,
     watch: str | None,
     once: bool,
 ) -> Any:
@@ -747,9 +764,7 @@ def sample(
         raise click.UsageError("--once is for --watch")
     if prompts and (snapshot is not None or count is not None):
         raise click.UsageError("--prompt does not go with --snapshot and --count, which are about captions")
-    if len(controls) > 1:
-        raise click.UsageError("--control is given once: all prompts are drawn with it")
-    if controls and not prompts:
+    if control is not None and not prompts:
         raise click.UsageError(
             "--control is for --prompt: captions are drawn with the control pictures of the snapshot"
         )
@@ -761,8 +776,7 @@ def sample(
         return stage.watch(config, local_path(watch), once=once)
     if not prompts:
         return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale, base=base)
-    control = local_path(controls[0]) if controls else None
-    shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": control}
+    shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": _path(control)}
     return stage.run_prompts(config, checkpoint, prompts, local_path(out), height=height, width=width, **shared)
 
 
