@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from pipeline.config import Config, EncodeConfig, dump, load
 from pipeline.encoding import estimate, scan_rows, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding.survey import survey
-from pipeline.errors import CacheError, NoSpaceError, RejectRateError
+from pipeline.errors import CacheError, NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder, count_rows
@@ -145,6 +146,26 @@ def test_what_the_cache_holds_is_not_counted_again(
     assert summary["new"] == {"images": 0, "captions": 0}
     assert summary["bytes"]["total"] == 0
     assert summary["time"]["device_hours"] == 0
+
+
+def test_pictures_under_other_names_are_found(
+    small_cache_copy: Path,
+    source: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config(tmp_path)
+    for file in list(source.iterdir()):
+        file.rename(source / f"new-{file.name}")
+    summary = dry(config, source, capsys, probe=False)
+    assert (summary["items"], summary["new"]["images"], summary["unread"]) == (12, 0, 0)
+    assert stages.encode.run(config, data=str(source))["images"] == 0
+    for number, file in enumerate(sorted(source.glob("*.[jp]*g"))):
+        picture(file.rename(source / f"{number}{file.suffix}"), number)
+    for encode in (partial(stages.encode.dry_run, probe=False), stages.encode.run):
+        with pytest.raises(UserError, match="are missing"):
+            encode(config, data=str(source))
 
 
 def test_rejects_come_from_headers_and_pictures_are_not_read_whole(

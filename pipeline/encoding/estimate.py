@@ -26,10 +26,9 @@ from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, npy_header
 from pipeline.config import Config
-from pipeline.encoding import image_batch
+from pipeline.encoding import image_batch, scan_rows
 from pipeline.encoding import plan as planning
 from pipeline.encoding.plan import Fitting, images_of_batch
-from pipeline.encoding.scan_rows import UNREAD
 from pipeline.images import buckets, decoding
 from pipeline.signals import CaptionSignal, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules
@@ -152,13 +151,12 @@ def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table
 
 def _counted(scan: pa.Table, table: list[Shape]) -> Wanted:
     """What the scan alone says: items, rejects and buckets."""
-    work, shapes = Wanted(items=scan.num_rows), np.array(table, np.int64)
+    work, shapes = Wanted(items=scan.num_rows, unread=scan_rows.unread(scan)), np.array(table, np.int64)
     for batch in batches(scan.select(planning.SCANNED)):
         refused = batch.filter(pc.is_valid(batch.column("reject")))
         work.rejects.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
         usable = batch.filter(pc.is_null(batch.column("reject")))
         work.usable += len(usable)
-        work.unread += pc.sum(pc.equal(pc.binary_slice(usable.column("digest"), 0, 8), UNREAD)).as_py() or 0
         height, width = (usable.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
         which = buckets.nearest_all(table, height, width)
         loss = buckets.crop_loss(height, width, shapes[which].T)

@@ -11,9 +11,10 @@ from itertools import islice, repeat
 from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache import layout, scan_table
-from pipeline.cache.arrow import ROWS
+from pipeline.cache.arrow import ROWS, batches
 from pipeline.cache.scan_table import SCAN
 from pipeline.encoding.last_scan import UNREADABLE, LastScan, RowsByItem, is_limited, unchanged_row
 from pipeline.errors import escaped
@@ -72,6 +73,15 @@ def from_header(source: Source, place: Place, max_pixels: int, max_bytes: int = 
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
     return from_bytes(source, place, max_pixels, max_bytes)
+
+
+def unread(table: pa.Table) -> int:
+    """How many usable pictures of a scan are known by their headers alone."""
+    count = 0
+    for batch in batches(table.select(["digest", "reject"])):
+        starts = pc.binary_slice(batch.column("digest"), 0, 8)
+        count += pc.sum(pc.and_(pc.equal(starts, UNREAD), pc.is_null(batch.column("reject")))).as_py() or 0
+    return count
 
 
 def _size(data: bytes, max_pixels: int, max_bytes: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pipeline.encoding import estimate, last_scan, scan_rows
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
-from pipeline.errors import IntegrityError, escaped
+from pipeline.errors import IntegrityError, UserError, escaped
 from pipeline.images import buckets, decoding
 from pipeline.models.text import count_rows
 from pipeline.signals.latent import compression
@@ -80,10 +80,16 @@ def survey(
     cache = Cache.if_there(config)
     if cache is not None:
         recipes = with_stored_decoder(cache, recipes, config)
-    with scanning_of(config, source, cache, table, rehash, scan_rows.from_header) as (scanned, _):
-        scan = scanned.table()
-    if cache is not None:
-        last_scan.gone(cache, source, scan, config.encode.max_shrink)
+    for look in (scan_rows.from_header, scan_rows.from_bytes):
+        with scanning_of(config, source, cache, table, rehash, look) as (scanned, _):
+            scan = scanned.table()
+        try:
+            if cache is not None:
+                last_scan.gone(cache, source, scan, config.encode.max_shrink)
+            break
+        except UserError:
+            if not scan_rows.unread(scan):
+                raise  # else the missing pictures may be here under other names, which their bytes tell
     work = estimate.wanted(scan, cache, recipes, table)
     count = partial(count_rows, config.text, caption_rules.instruction(config.text))
     return Survey(config, source, cache, recipes, table, scan, work, count)
