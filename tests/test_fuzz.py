@@ -116,6 +116,16 @@ def test_a_shard_whose_head_is_no_json(tmp_path: Path) -> None:
             shard.read_head(Files(tmp_path), path.name)
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
+def test_a_shard_whose_record_table_is_no_file(tmp_path: Path, kind: bytes) -> None:
+    member = tarfile.TarInfo(f"{layout.META}/records")
+    member.type, member.linkname = kind, "records"  # itself
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.addfile(member)
+    with pytest.raises(IntegrityError, match="has no __sana_pipe__/records"):
+        shard.read_table(Files(tmp_path), "a.tar")
+
+
 def test_a_header_that_is_not_utf8_costs_its_file(tmp_path: Path) -> None:
     (tmp_path / "metadata.csv").write_bytes(b"file_name,text,sc\xf2re\na.png,one,1\n")
     (tmp_path / "a.png").write_bytes(b"")

@@ -597,13 +597,15 @@ def read_table(files: Files, name: str) -> pa.Table:
     """
     where, member = files.where(name), f"{layout.META}/records"
 
-    def content() -> bytes:
+    def contents() -> list[bytes]:
         with files.open(name).file() as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            return tar.extractfile(member).read()  # type: ignore[union-attr]
+            return [tar.extractfile(m).read() for m in tar if m.isreg() and m.name == member]  # type: ignore[union-attr]
 
     try:
-        table = files.when_reachable(content)
-    except (tarfile.TarError, KeyError, AttributeError, OSError) as error:
+        tables = files.when_reachable(contents)
+    except (tarfile.TarError, OSError) as error:
         raise_if_of_machine(error, where)
         raise IntegrityError(f"{where}: not a shard: {error}") from None
-    return from_ipc(table, f"{where}!{member}")
+    if not tables:
+        raise IntegrityError(f"{where}: not a shard of this format: it has no {member}")
+    return from_ipc(tables[-1], f"{where}!{member}")
