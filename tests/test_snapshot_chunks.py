@@ -16,7 +16,7 @@ from pipeline.cache import arrow, audit, compare, disk
 from pipeline.cache import snapshot as snapshots
 from pipeline.cache.arrow import ipc_table
 from pipeline.cache.cache import Cache
-from pipeline.cache.disk import digest_of
+from pipeline.cache.disk import Handle, digest_of
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import Needed
 from pipeline.cache.layout import REPAIR, Paths
@@ -25,6 +25,7 @@ from pipeline.errors import IntegrityError
 from pipeline.loader.planner import Planner
 from pipeline.snapshots import join
 from tests.support import tiny_cache
+from tests.support.damage import flip
 from tests.support.synthetic import add, config, pictures
 
 ROWS, OPEN = 5, 2
@@ -93,6 +94,25 @@ def test_few_chunks_are_open_and_each_is_checked_once(snapshot: Snapshot, digest
         assert READS[which](snapshot, row) == in_order[row]
         assert mapped(snapshot) <= before
     assert len(digests) == chunks and len(os.listdir("/dev/fd")) == descriptors
+
+
+def test_a_chunk_that_changes_while_it_is_checked_is_checked_again(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = snapshot.files.path(Paths.table(snapshot.head.chunks[0].samples, "arrow"))
+
+    def meanwhile(handle: Handle) -> str:
+        digest = digest_of(handle)
+        flip(path, path.stat().st_size // 2)
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "digest_of", meanwhile)
+        snapshot.sample(0)
+    for row in range(ROWS, 4 * ROWS):  # other chunks, so that it is mapped again
+        snapshot.sample(row)
+    with pytest.raises(IntegrityError, match="do not match its name"):
+        snapshot.sample(0)
 
 
 def test_a_chunk_that_has_changed_since_is_checked_again(snapshot: Snapshot, digests: list[object]) -> None:

@@ -457,10 +457,11 @@ class Files:
                     data = file.read()
                 return layout.content_digest(data), pa.py_buffer(data)
             # Not through the mapping: pages that no lookup needs must not take up memory.
-            actual = digest if known.get(name) == handle.identity() else disk.digest_of(handle)
+            identity = handle.identity()  # before the check: bytes may change meanwhile
+            actual = digest if known.get(name) == identity else disk.digest_of(handle)
             if actual != digest:
                 return actual, pa.py_buffer(b"")
-            known[name] = handle.identity()
+            known[name] = identity
             return actual, handle.map()
 
         try:
