@@ -99,6 +99,12 @@ def test_processes_that_start_from_other_weights_are_refused(results: dict[str, 
     assert "process 1" in first
 
 
+def test_processes_with_other_options_are_refused(results: dict[str, Any]) -> None:
+    first, second = results["other_options"]["said"]
+    assert first == second
+    assert "process 1: {'train.steps': 2}; process 0: {'train.steps': 3}" in first
+
+
 def test_resumed_on_the_same_number_of_processes_is_bitwise_equal(results: dict[str, Any]) -> None:
     assert results["resumed"]["bitwise"]["same"]
     assert results["resumed"]["losses"]["same"] == 0

@@ -1082,6 +1082,25 @@ def test_processes_that_differ_are_refused(differing: int, monkeypatch: pytest.M
         collectives.require_equal("own", "they differ", "fix")
     assert caught.value.everywhere
     assert caught.value.found == f"process {differing}: of process {differing}; process 0: own"
+    options = {"train.steps": 6, "train.seed": 0}
+    monkeypatch.setattr(collectives, "all_gather_objects", lambda given: [given, {**given, "train.steps": 5}])
+    with pytest.raises(UserError) as caught:
+        collectives.require_equal(options, "they differ", "fix")
+    assert caught.value.found == "process 1: {'train.steps': 5}; process 0: {'train.steps': 6}"
+
+
+@pytest.mark.parametrize("other", [{"steps": 5}, {"optim": {"lr": 1e-9}}, {"ema": {}}, {"snapshot": "0ther"}])
+def test_no_option_that_decides_the_run_may_differ_between_processes(
+    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one process that another does not take wait for it in vain; another rate goes unnoticed."""
+    compared: list[Any] = []
+    monkeypatch.setattr(checks, "require_equal", lambda value, *_: compared.append(value))
+    for number, options in enumerate(({}, dict(other), {"loader_threads": 3, "prefetch": 1})):
+        snapshot, given = options.pop("snapshot", "5eed"), {"steps": 1, "layers": 1, **options}
+        settings = tiny_run.config(tmp_path / str(number), **given)
+        fit(settings, tiny_run.task(settings, snapshot=snapshot), Launch(), log=lambda line: None)
+    assert compared[0] != compared[1] and compared[0] == compared[2]
 
 
 @pytest.mark.parametrize("what", [mesh, build, checks, drawings], ids=["sizes", "weights", "options", "prompts"])

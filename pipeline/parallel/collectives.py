@@ -65,11 +65,16 @@ def all_gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> 
 
 
 def require_equal(value: object, what: str, fix: str) -> None:
-    """Refuse, on every process, values that the processes found for themselves and that are not equal."""
-    values = all_gather_objects(value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            _raise(UserError(what, found=f"process {rank}: {other}; process 0: {values[0]}", fix=fix))
+    """Refuse, on every process, values that the processes found for themselves and that are not equal; of mappings
+    the entries that differ are shown."""
+    first, *others = all_gather_objects(value)
+    for rank, other in enumerate(others, start=1):
+        if other == first:
+            continue
+        if isinstance(first, dict) and isinstance(other, dict):
+            differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            other, first = [{name: each.get(name) for name in differing} for each in (other, first)]
+        _raise(UserError(what, found=f"process {rank}: {other}; process 0: {first}", fix=fix))
 
 
 def _raise(error: Exception | None) -> None:

@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
 from pipeline.metrics import trackers
 from pipeline.models.spec import ModelSpec
+from pipeline.options import flat
 from pipeline.parallel import pipeline_parallel, tensor_parallel
 from pipeline.parallel.collectives import require_equal, run_on_all
 from pipeline.parallel.mesh import Layout, check_sizes
@@ -24,6 +25,9 @@ from pipeline.training.build import architecture_of, has_packed_kernel
 from pipeline.training.checkpoint import Resumed
 from pipeline.training.optimizers import in_backward
 from pipeline.training.task import Context, Log, TrainingTask
+
+_OF_A_NODE = {"output", "device", "prefetch", "prefetch_mib", "loader_threads", "trackers"}
+"""Options of `train` that may differ between nodes."""
 
 
 def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -> Context:
@@ -46,14 +50,14 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
 
 def check_start(context: Context, trainable: Trainable, resumed: Resumed | None) -> None:
     """Refuse a model that does not fit the data, or a checkpoint that this run cannot continue. Collective."""
-    train = context.train
+    train, task, spec, adapter = context.train, context.task, trainable.spec, trainable.adapter
+    options = dict(flat({"train": train.model_dump(mode="json", exclude=_OF_A_NODE)}))
     require_equal(
-        (train.parallel, train.microbatch, train.activation_checkpointing, train.compile, train.text),
-        "the processes have different values of train.parallel, train.microbatch, train.activation_checkpointing, "
-        "train.compile or train.text",
-        "give every node the same configuration, and numbers instead of auto where nodes have different GPUs",
+        {"snapshot": task.first_state.snapshot, **options},
+        "the processes have different configurations",
+        "give every node the same configuration, and numbers instead of auto where nodes have different GPUs; start "
+        "again if a snapshot was published in between",
     )
-    task, spec, adapter = context.task, trainable.spec, trainable.adapter
     fix = "train on a snapshot made with this model's encoders, or change the model section"
     run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
     if resumed is None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from pipeline.models import sana_layers
 from pipeline.parallel import collectives, data_parallel, mesh
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
-from pipeline.training import metrics
+from pipeline.training import build, metrics
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit
 from tests.support.checkpoints import load_model_state
@@ -173,11 +174,19 @@ def bad_number(launch: Launch) -> dict[str, Any]:
 
 
 def other_weights(launch: Launch) -> dict[str, Any]:
-    """The second process starts from another seed."""
-    settings = tiny_run.config(FOLDER / "mixed", seed=0)
-    own = tiny_run.config(FOLDER / "mixed", seed=launch.rank)
+    """The second process starts from other values."""
+    settings = tiny_run.config(FOLDER / "mixed")
     task = tiny_run.task(settings, launch.rank, launch.world)
-    text = refusal(lambda: fit(own, task, meeting(launch), log=quiet))
+    with mock.patch.object(build, "start_values", lambda config, spec: spec.initial(launch.rank)):
+        text = refusal(lambda: fit(settings, task, meeting(launch), log=quiet))
+    return {"said": everywhere(text, launch, settings)}
+
+
+def other_options(launch: Launch) -> dict[str, Any]:
+    """The second process takes fewer steps."""
+    settings = tiny_run.config(FOLDER / "mixed", steps=3 - launch.rank)
+    task = tiny_run.task(settings, launch.rank, launch.world)
+    text = refusal(lambda: fit(settings, task, meeting(launch), log=quiet))
     return {"said": everywhere(text, launch, settings)}
 
 
@@ -262,7 +271,7 @@ def main() -> None:
     launch = detect()
     with mesh.open_mesh(launch, tiny_run.config().train.parallel, CPU) as found:
         result: dict[str, Any] = {"launch": {"kind": launch.kind, "size": found.size(), "backend": dist.get_backend()}}
-    for check in (fp32, wrapped, bf16, bad_number, other_weights, resumed):
+    for check in (fp32, wrapped, bf16, bad_number, other_weights, other_options, resumed):
         result[check.__name__] = check(launch)
     if launch.rank == 0:
         (FOLDER / "found.json").write_text(json.dumps(result, indent=1))
