@@ -249,6 +249,10 @@ def test_a_folder_or_file_of_diffusers_is_continued(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         adapter_of(settings(layers=3, start=str(tmp_path)), BASE)
     assert error.value.fix == "--set train.controlnet.layers=2"
+    described = tmp_path / "controlnet/config.json"
+    described.write_text(json.dumps({"_class_name": "SanaControlNetModel"}))
+    with pytest.raises(ConfigError, match=r"missing transformer_blocks\.2"):
+        adapter_of(settings(layers=3, start=str(tmp_path)), BASE)
 
 
 def test_a_controlnet_is_no_base(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def _opened(place: Path, shape: ModelSpec) -> Values:
     try:
         stored = hub.read_json(place / "config.json") if (place / "config.json").is_file() else {}
         layers = stored.get("num_layers")
-        if stored.get("_class_name") == shape.class_name and layers != shape.num_layers:
+        if stored.get("_class_name") == shape.class_name and isinstance(layers, int) and layers != shape.num_layers:
             fix = f"--set train.controlnet.layers={layers}"
             raise UserError(f"{place} holds {layers} blocks, this run {shape.num_layers}")
         return shape.stored(place)
