@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable
@@ -94,6 +95,20 @@ def test_few_chunks_are_open_and_each_is_checked_once(snapshot: Snapshot, digest
         assert READS[which](snapshot, row) == in_order[row]
         assert mapped(snapshot) <= before
     assert len(digests) == chunks and len(os.listdir("/dev/fd")) == descriptors
+
+
+def test_a_snapshot_that_is_let_go_of_maps_nothing(snapshot: Snapshot) -> None:
+    gc.collect()
+    gc.disable()  # it would unmap them, at some time
+    try:
+        opened = Cache(snapshot.files.root).open_snapshot(snapshot.id)
+        opened.sample(0)
+        opened.source_item(0)
+        assert mapped(snapshot) == 2
+        del opened
+        assert mapped(snapshot) == 0
+    finally:
+        gc.enable()
 
 
 def test_a_chunk_that_changes_while_it_is_checked_is_checked_again(

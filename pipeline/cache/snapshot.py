@@ -464,9 +464,11 @@ class Snapshot:
         self._starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in self.buckets])]).astype(np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum([c.rows for c in self.head.chunks])]).astype(np.int64)
         self._checked: dict[str, tuple[int, ...]] = {}
-        recent = lru_cache(open_chunks(files.room))
-        self._chunk = recent(lambda number: _columns(self._map(number, "samples")))
-        self._names = recent(lambda number: self._map(number, "names"))
+        self._map = partial(_mapped, files, self.head.chunks, self._checked)
+        # Without `self`: nothing of a snapshot stays mapped when it is let go of.
+        recent, mapped = lru_cache(open_chunks(files.room)), self._map
+        self._chunk = recent(lambda number: _columns(mapped(number, "samples")))
+        self._names = recent(lambda number: mapped(number, "names"))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -628,10 +630,11 @@ class Snapshot:
             raise IndexError(f"snapshot {self.id} has {len(self)} samples, not {row + 1}")
         return bisect_right(self._chunk_starts, row) - 1
 
-    def _map(self, number: int, which: str) -> pa.Table:
-        """Map a chunk and check its digest, unless this very file was checked before."""
-        digest = getattr(self.head.chunks[number], which)
-        return ipc_table(self.files.mapped(Paths.table(digest, "arrow"), digest, mirrored=True, checked=self._checked))
+
+def _mapped(files: Files, chunks: ChunkTable, checked: dict[str, tuple[int, ...]], number: int, which: str) -> pa.Table:
+    """Map a chunk and check its digest, unless this very file was checked before."""
+    digest = getattr(chunks[number], which)
+    return ipc_table(files.mapped(Paths.table(digest, "arrow"), digest, mirrored=True, checked=checked))
 
 
 def open_chunks(room: int | None) -> int:
