@@ -269,8 +269,8 @@ def test_start_files_that_do_not_fit_name_their_keys(tmp_path: Path) -> None:
     pattern = {"transformer.r": 3, "transformer.lora_alpha": 3, "transformer.rank_pattern": {name: 8}}
     files = {
         diffusers_file(tmp_path / "half", half): r"missing transformer\.transformer_blocks",
-        tmp_path / "lokr": r"unexpected transformer(.|\n)*lokr_w1",
-        tmp_path / "dora": r"unexpected transformer(.|\n)*dora_scale",
+        tmp_path / "lokr": r"unexpected transformer(.|\n)*lokr_w1(.|\n)*model\.weights",
+        tmp_path / "dora": r"unexpected transformer(.|\n)*dora_scale(.|\n)*model\.weights",
         tmp_path / "another": r"unexpected unet\.down",
         tmp_path / "text": "cannot be read",
         tmp_path / "nothing": "cannot be read",

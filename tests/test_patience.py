@@ -125,6 +125,21 @@ def test_a_store_that_comes_back_in_time_is_waited_for_and_named(
     assert "s3://bucket" in waiting and "at most 30 s (patience_s)" in waiting and "answered after" in answered
 
 
+def test_a_silent_store_is_named_when_its_first_request_ends(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setattr(retrying, "NOTICE_S", 0.2)
+    monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
+    silences = iter([0.3, 0.0])
+
+    def ask() -> None:
+        if (seconds := next(silences)) > 0:
+            time.sleep(seconds)
+            raise TimeoutError
+
+    retrying.retry(ask, "s3://silent", 60)
+    waiting, answered = said
+    assert "waiting for s3://silent" in waiting and "s3://silent answered after" in answered
+
+
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_store_that_stays_away_is_given_up_in_time(
     s3_bucket: str, line: Line, tmp_path: Path, silent: bool, said: list[str]

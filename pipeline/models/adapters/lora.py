@@ -206,6 +206,8 @@ def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> 
     fix = "give a LoRA file for this model, with keys as diffusers' save_lora_weights writes them"
     if keys & wanted.keys():
         fix = "train.adapter.kind must be that of the file, and train.adapter.targets its modules and no others"
+    if any(part in key for part in ("lokr_", "hada_", "dora_scale") for key in foreign):
+        fix = "merge it into the model, and give that as model.weights: it is a LoKr, a LoHa or another DoRA"
     raise ConfigError(
         f"{option}: does not hold this adapter",
         expected=f"{len(wanted)} keys, such as {listed(wanted, 1)}",
