@@ -1453,8 +1453,10 @@ def _hint(location: tuple[int | str, ...]) -> str:
     section = [str(part) for part in location[:-1]]
     similar = [".".join([*section, match]) for match in difflib.get_close_matches(last, valid, n=1, cutoff=0.5)]
     typo = similar if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
-    elsewhere = [path for path in _all_paths() if path.split(".")[-1] == last]
+    elsewhere = [path for path in _all_paths() if last in (path, path.rpartition(".")[2])]
     candidates = [*typo, *elsewhere, *similar]
+    if location[0] == "phases" and elsewhere and not typo:
+        return f"; what a phase changes stands in its set: {{{elsewhere[0]}: VALUE}}"
     if candidates:
         return f"; did you mean {candidates[0]!r}?"
     if len(valid) > _LISTED:

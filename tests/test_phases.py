@@ -419,7 +419,7 @@ def test_finished_phases_are_left_alone_and_later_ones_begin(rounds: Callable[..
     report, printed = run_phases(rounds({**A, "set": {"train.optim.lr": 2e-4}, "snapshot": "two"}, B, C), resume="auto")
     assert report.checkpoint == step(tmp_path / "run/c", 6)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert any("phase a (1 of 3): finished after step 3" in line for line in printed)
+    assert any(re.match(r"phase a \(1 of 3\): finished after step 3, as .*run/a/config.yaml", line) for line in printed)
     assert json.loads((tmp_path / "run/a/summary.json").read_text())["validation"]["loss"] == 0.25
     assert any(line.startswith("a ") and "0.2500" in line for line in printed)
     for name in ("summary.json", "metrics.jsonl"):
@@ -524,6 +524,8 @@ def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> Non
         ({**A, "set": {"train.steps": 3}}, r"train\.steps is given by the option steps"),
         ({**A, "epochs": 2}, r"(?s)train\.steps.*train\.epochs"),
         ({**A, "epoch": 1}, r"unknown key 'phases\.0\.epoch'; did you mean 'phases\.0\.epochs'"),
+        ({**A, "lr": 1e-4}, r"unknown key 'phases\.0\.lr'; .* its set: {train\.optim\.lr: VALUE}"),
+        ({**A, "data.resolution": 512}, r"unknown key .* its set: {data\.resolution: VALUE}"),
         ({**A, "name": "../a"}, r"phases\.0\.name"),
         ({**A, "name": "checkpoints"}, "'checkpoints' is a folder"),
     ):
