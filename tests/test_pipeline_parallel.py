@@ -240,7 +240,7 @@ def test_shares_that_no_microbatch_saves() -> None:
     with pytest.raises(ConfigError, match=r"fix:      train.parallel.pp_schedule = gpipe, .*multiple = 4") as caught:
         pipeline_parallel.check(20, {"32x32": 3}, 1, four)
     with pytest.raises(
-        ConfigError, match=r"(?s)32x32: 2 .*nor can those of 1 other.*fix:      .*bucket.batch_multiple = 4"
+        ConfigError, match=r"(?s)32x32: 2 .*nor can those of 1 other.*fix:      sana-pipe bucket .*multiple = 4"
     ):
         pipeline_parallel.check(20, {"32x32": 2, "64x16": 3}, 2, four)
     assert "train.microbatch" not in str(caught.value).partition("fix:")[2]

@@ -115,10 +115,9 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
     first = shares[wrong[0]]
     sizes = [m for m in range(1, max(shares.values()) + 1) if all(_fits(schedule, size, s, m) for s in shares.values())]
     near = sorted(sorted(sizes, key=lambda m: abs(m - microbatch))[:_SHOWN])
-    other = (
-        "train.parallel.pp_schedule = gpipe, or sana-pipe bucket with bucket.batch_multiple = "
-        f"{size} x the data-parallel processes"
-    )
+    other = f"sana-pipe bucket with bucket.batch_multiple = {size} x the data-parallel processes"
+    if all(_fits("gpipe", size, share, microbatch) for share in shares.values()):
+        other = f"train.parallel.pp_schedule = gpipe, or {other}"
     rules = {"1f1b": f", at least {size} of them", "gpipe": ""}
     raise ConfigError(
         f"bucket {wrong[0]}: {first} samples per step and pipeline cannot go through {size} processes by {schedule}"
