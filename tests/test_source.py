@@ -836,6 +836,7 @@ def test_pointers_in_place_of_files_are_named(tmp_path: Path, content: str, name
     [
         (["data-00000-of-00001.arrow", "state.json", "dataset_info.json"], ["load_from_disk", "to_parquet"]),
         (["train/data-00000-of-00001.arrow", "train/state.json", "dataset_dict.json"], ["load_from_disk", "['train']"]),
+        (["parquet-train.arrow", "dataset_info.json"], ["Dataset.from_file", "to_parquet"]),
         (["a.jpg.dvc"], ["dvc pull"]),
         (["pictures.zip"], ["unpack"]),
         (["train.tfrecord"], ["webdataset"]),

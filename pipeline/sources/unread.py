@@ -21,7 +21,8 @@ _WAYS = {
     "data sets of the `datasets` library": (
         {"arrow"},
         'write them as parquet: python -c "from datasets import load_from_disk; '
-        "load_from_disk('FOLDER').to_parquet('FOLDER.parquet')\" (of a DatasetDict: load_from_disk('FOLDER')['train'])",
+        "load_from_disk('FOLDER').to_parquet('FOLDER.parquet')\" (of a DatasetDict: load_from_disk('FOLDER')['train'], "
+        "of a file of its cache: Dataset.from_file('FILE'))",
     ),
     "archives": ({"zip", "rar", "7z"}, "unpack them: a folder of pictures, or of .tar files"),
     "files of DVC in place of the data": ({"dvc"}, "dvc pull"),
