@@ -125,7 +125,8 @@ class Listing:
         self.rejects = REJECTS.empty_table()
         self.orphans = Kinds()
         self._scratch, self._further = scratch, {one.kind: one for one in further}
-        self._beside = ItemRows(scratch.rows(_BESIDE, self._owned(beside())), scratch)
+        files = beside()
+        self._beside = ItemRows(scratch.rows(_BESIDE, self._owned(files) if len(files) else ()), scratch)
 
     def __len__(self) -> int:
         return len(self.pictures)

@@ -62,7 +62,7 @@ def captions_of(
             picture.candidates.append(rule.text_file(content, sample.scores))
         else:
             picture.problems.append((file, "is empty"))
-    for file, columns in (objects or {name: row}).items():
+    for file, columns in (objects or ({name: row} if row else {})).items():
         said = rule.read(columns, sample.scores, file)
         if columns.keys().isdisjoint((*rule.columns, *rule.fallback)):
             said.problems = []
