@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -112,6 +113,9 @@ def test_diffusers_draws_what_was_trained(
 
     adapted = Adapted(targets, rank, alpha, dora)
     files.save_diffusers(adapted.changes(), tmp_path, torch.float32, 0.0)
+    with safe_open(tmp_path / files.DIFFUSERS_FILE, "pt") as file:
+        settings = json.loads(file.metadata()["lora_adapter_metadata"])
+    assert settings["transformer.rank_pattern"] == {}, "diffusers 0.40 and earlier fail without"
     loaded = plain()
     pipe = SanaPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=loaded, scheduler=None)
     pipe.load_lora_weights(tmp_path)

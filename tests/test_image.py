@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -617,7 +618,11 @@ def premultiplied_tiff(straight: Image.Image) -> bytes:
         (lambda: encoded(half_transparent(), "WEBP", lossless=True, exact=True), (20, 60, 90)),
         (lambda: encoded(half_transparent(), "TIFF"), (20, 60, 90)),
         (lambda: premultiplied_tiff(half_transparent()), (20, 60, 90)),
-        (lambda: premultiplied_tiff(Image.open(io.BytesIO(gray_alpha()))), (50, 50, 50)),
+        pytest.param(
+            lambda: premultiplied_tiff(Image.open(io.BytesIO(gray_alpha()))),
+            (50, 50, 50),
+            marks=pytest.mark.skipif(PIL.__version__ < "13", reason="earlier Pillow rejects such gray"),
+        ),
         (palette_index, (20, 60, 90)),
         (lambda: encoded(half_transparent().quantize(4), "PNG"), (20, 60, 90)),
         (gray_alpha, (50, 50, 50)),
@@ -636,9 +641,11 @@ def test_half_transparency_is_mixed() -> None:
 
 
 def test_palettes_may_have_an_alpha_channel() -> None:
-    palette = Image.new("RGBA", (16, 16), (220, 30, 30, 0))
-    palette.paste((220, 30, 30, 255), (0, 0, 8, 16))
-    out = load(encoded(palette.convert("PA"), "TIFF"), (16, 16), BACKGROUND)
+    alpha = Image.new("L", (16, 16), 0)
+    alpha.paste(255, (0, 0, 8, 16))
+    palette = Image.new("RGB", (16, 16), (220, 30, 30)).quantize(4).convert("PA")
+    palette.putalpha(alpha)
+    out = load(encoded(palette, "TIFF"), (16, 16), BACKGROUND)
     assert np.abs(out[0, 0].astype(int) - (220, 30, 30)).max() <= 30, "a colour of the palette"
     assert out[0, 15].tolist() == list(BACKGROUND)
 

@@ -120,7 +120,7 @@ class ParquetFile(pq.ParquetFile):
 
 WRITER = b"parquet-cpp-arrow version 26.0.1"
 """Writer that every Parquet file names. The ids of snapshots depend on the bytes of tables, so they must not depend on
-the installed pyarrow: from version 22 on its files differ in nothing else.
+the installed pyarrow: from version 22 on its files of these columns differ in nothing else (`make lowest` compares).
 
 Scans and the work of plans are Parquet and not Arrow IPC with zstd, because they are smaller: a scan of 200,000 items
 in tars has 4.2 MB as Parquet and 8.0 MB as IPC (13.3 MB with lz4), the work of its captions 4.1 and 4.6, of its

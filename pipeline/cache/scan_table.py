@@ -11,6 +11,9 @@ from pipeline.cache.layout import digest
 PLACE = pa.schema([("item", pa.string()), ("part", pa.string()), ("where", pa.string()), ("digest", pa.binary(16))])
 """Where the bytes of a picture are (a `pipeline.sources.source.Place`), and their digest."""
 
+_FURTHER = [field.with_type(pa.binary()) if field.name == "digest" else field for field in PLACE]
+"""A list of structs with a column of fixed size has other bytes in Parquet files of pyarrow 26 than of earlier ones."""
+
 SCAN = pa.schema(
     [
         ("item", pa.string()),
@@ -26,7 +29,7 @@ SCAN = pa.schema(
         ("stamp", pa.string()),
         ("where", pa.string()),
         ("ignored", pa.string()),
-        ("pictures", pa.list_(pa.struct([("kind", pa.string()), *PLACE]))),
+        ("pictures", pa.list_(pa.struct([("kind", pa.string()), *_FURTHER]))),
     ]
 )
 """`reject` is null for usable items. `part` and `where` are those of a `Place`, `stamp` is the part's; they are null
@@ -53,11 +56,14 @@ def _further(pictures: pa.ListArray, kind: str) -> pa.Table:
     rows = np.full(len(pictures), -1, np.int64)
     rows[owners[chosen]] = np.flatnonzero(chosen)
     found = every.take(pa.array(rows, mask=rows < 0))
-    return pa.table([pc.struct_field(found, name) for name in PLACE.names], schema=PLACE)
+    return _as_places(found)
 
 
 def further_places(scan: pa.Table) -> pa.Table:
     """`PLACE` of every further picture of the items."""
     pieces = [pc.list_flatten(chunk) for chunk in scan.column("pictures").chunks]
-    tables = [pa.table([pc.struct_field(some, name) for name in PLACE.names], schema=PLACE) for some in pieces]
-    return pa.concat_tables([PLACE.empty_table(), *tables])
+    return pa.concat_tables([PLACE.empty_table(), *map(_as_places, pieces)])
+
+
+def _as_places(further: pa.StructArray) -> pa.Table:
+    return pa.table([pc.struct_field(further, field.name).cast(field.type) for field in PLACE], schema=PLACE)

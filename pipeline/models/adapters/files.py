@@ -81,6 +81,7 @@ def save_diffusers(found: Mapping[str, Change], folder: Path, dtype: torch.dtype
         "lora_alpha": rank,
         "lora_dropout": dropout,
         "target_modules": list(found),
+        "rank_pattern": {},  # diffusers up to 0.40 needs the key
         "use_dora": any(change.magnitude is not None for change in found.values()),
         "bias": "none",
     }
