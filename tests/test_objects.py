@@ -347,6 +347,20 @@ def test_no_more_copies_go_than_must(tmp_path: Path) -> None:
     assert held(mirror) == 3_000
 
 
+def test_many_copies_are_not_listed_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes and a mirror of 64 copies, of which 8 are spare: each lists after four fetches."""
+    listed, real = list[object](), mirrors.Mirror.list_copies
+    monkeypatch.setattr(mirrors.Mirror, "list_copies", lambda self: (listed.append(self), real(self))[1])
+    monkeypatch.setattr(mirrors, "PARTS", 16)
+    monkeypatch.setattr(mirrors, "PROCESSES", 2)
+    processes = [mirror_in(tmp_path, 6_400) for _ in range(2)]
+    for n in range(160):
+        fetched_into(processes[n % 2], n, 100)
+        assert held(processes[0]) <= 6_400
+    assert held(processes[0]) >= 5_600
+    assert len(listed) == 40
+
+
 @pytest.mark.slow
 def test_two_processes_count_the_copies_of_both(tmp_path: Path) -> None:
     code = (

@@ -23,6 +23,10 @@ _ROOM = "room"
 """The lock of removals."""
 SPARE = 256 << 20
 """Bytes of disk space that stay free as long as there are copies to remove."""
+PARTS = 256
+"""Copies are listed before each fetch, or, if they are small, whenever a process has fetched this part of the limit."""
+PROCESSES = 8
+"""Processes of a machine that may fetch such a part each before they list again; for them the limit holds."""
 
 
 class Mirror:
@@ -36,6 +40,8 @@ class Mirror:
 
     def __init__(self, root: Path, limit: int, origin: Store):
         self.root, self.limit, self.origin = root, limit, origin
+        self._unlisted = 0
+        """Bytes that may be fetched before copies are listed again; read and written with the lock of removals."""
 
     def open(self, name: str, *, trust: bool = False) -> Handle:
         """An object as an open file.
@@ -181,10 +187,15 @@ class Mirror:
         Raises:
             NoSpaceError: the disk has no space for them and no copy is left.
         """
-        copies = self.list_copies()
+        if needed <= self._unlisted and free_at(self.root) >= needed + SPARE:
+            self._unlisted -= needed
+            return
+        part = self.limit // PARTS if needed * PARTS <= self.limit else 0
+        self._unlisted = max(0, part - needed)
+        copies, limit = self.list_copies(), self.limit - PROCESSES * part
         total = sum(size for _, size, _ in copies)
         for _, size, path in copies:
-            if total + needed <= self.limit and free_at(self.root) >= needed + SPARE:
+            if total + needed <= limit and free_at(self.root) >= needed + SPARE:
                 return
             self._evict(path)
             total -= size
