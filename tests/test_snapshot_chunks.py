@@ -19,9 +19,11 @@ from pipeline.cache.arrow import ipc_table
 from pipeline.cache.cache import Cache
 from pipeline.cache.disk import Handle, digest_of
 from pipeline.cache.files import Files
+from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.garbage import Needed
 from pipeline.cache.layout import REPAIR, Paths
 from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.status import status
 from pipeline.errors import IntegrityError
 from pipeline.loader.planner import Planner
 from pipeline.snapshots import join
@@ -247,3 +249,19 @@ def test_a_list_that_is_lost_or_damaged_is_named_and_written_again(snapshot: Sna
     assert stages.bucket.run(config(root)) == snapshot.id
     assert path.read_bytes() == copy.read_bytes() == good
     assert not list(audit.verify(Cache(root)))
+
+
+def test_status_asks_for_each_file_once_for_all_names(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = config(snapshot.files.root)
+    cache = Cache(of.cache)
+    cache.point("first", snapshot.id)
+    add(of, "two", pictures(7, "two-"))
+    more = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    asked, real = list[str](), FolderStore.stat
+    monkeypatch.setattr(FolderStore, "stat", lambda self, name: (asked.append(name), real(self, name))[1])
+    assert set(status(cache)["snapshots"].values()) == {snapshot.id, more.id}
+    assert sorted(name for name in asked if name.startswith("shards/")) == sorted(more.shard_files())
+    (lost := cache.files.path(next(iter(snapshot.shard_files())))).unlink()
+    assert {name: lost.name in found["problem"] for name, found in status(cache)["damaged"].items()} == {
+        f"names/{name}": True for name in ("first", "latest")
+    }

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
-from itertools import chain
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from pipeline.cache.arrow import ipc_table
 from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordIndex
-from pipeline.cache.keys import fixed, key_bytes
+from pipeline.cache.keys import Digests, fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe, caption_of, pictures_of, recipe_class
 from pipeline.cache.shard import ShardReader, to_ipc
@@ -324,14 +323,30 @@ class Head(HeadObject):
         return {part.entry.table for part in self._lists()}
 
 
-def check_files(files: Files, head: Head) -> None:
+def check_files(files: Files, head: Head, intact: Digests | None = None) -> None:
     """Compare the sizes of all files that training needs with what a head says. Reads only the head's lists.
+
+    Args:
+        intact: names of files without folder and suffix, which are not asked for again; those of this head are added.
 
     Raises:
         IntegrityError: a shard is missing or has another size; a list or a chunk is missing or empty.
     """
-    chunks = ((Paths.table(digest, "arrow"), None) for digest in sorted(head.tables()))
-    check_sizes(files, chain(head.each_shard_file(), chunks))
+    if intact is None:
+        check_sizes(files, _each_file(head))
+        return
+    check_sizes(files, (pair for pair in _each_file(head) if _digest(pair[0]) not in intact))
+    intact.update(_digest(name) for name, _ in _each_file(head))
+
+
+def _each_file(head: Head) -> Iterator[tuple[str, int | None]]:
+    """The files that training needs, and their sizes; None: any but 0."""
+    yield from head.each_shard_file()
+    yield from ((Paths.table(digest, "arrow"), None) for digest in sorted(head.tables()))
+
+
+def _digest(name: str) -> str:
+    return name.rpartition("/")[2].partition(".")[0]
 
 
 def check_sizes(files: Files, wanted: Iterable[tuple[str, int | None]]) -> None:

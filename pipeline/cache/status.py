@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.cache import index, prompts
 from pipeline.cache.cache import Cache
 from pipeline.cache.findings import damage_only, packs, recipe_names
+from pipeline.cache.keys import Digests
 from pipeline.cache.layout import REPAIR, Paths
 from pipeline.cache.snapshot import Snapshot, check_files
 from pipeline.errors import CacheError
@@ -146,11 +147,12 @@ class _Counts:
         """Name -> snapshot id; and the names of packed snapshots."""
         names: dict[str, str | None] = {}
         packed: list[str] = []
+        intact = Digests()
         for name in self.cache.snapshot_names():
             with self._readable(Paths.names(name)):
                 names[name] = snapshot_id = self.cache.snapshot_of(name)
                 if snapshot_id is not None:
                     snapshot = Snapshot(self.cache.files, snapshot_id)
                     packed.extend([name] * snapshot.packed)
-                    check_files(self.cache.files, snapshot.head)
+                    check_files(self.cache.files, snapshot.head, intact)
         return names, packed
