@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,8 @@ class Prefix:
 
         AttentionInterface.register(_ATTENTION, _attention_after_prefix)
         self.model, self.ids = model, list(ids)
+        named = signature(model.forward).parameters
+        self._option = "cache" if "cache" in named else "past_key_values"  # which transformers 5.40 knows no more
         self.cache = DynamicCache()  # every position in every layer: masks decide what a sliding window sees
         self.bos = self._forward([self.ids], 0)[0, :1].clone()
 
@@ -222,7 +225,7 @@ class Prefix:
         ids = torch.tensor([[*row, *([0] * (length - len(row)))] for row in rows], device=device)
         positions = torch.arange(start, start + length, device=device)
         config: Any = self.model.config
-        usual, options = config._attn_implementation, {"past_key_values": self.cache, "use_cache": True}
+        usual, options = config._attn_implementation, {self._option: self.cache, "use_cache": True}
         if start:
             config._attn_implementation = _ATTENTION
             options = {"after_prefix": self.cache, "use_cache": False}
