@@ -313,6 +313,8 @@ def test_nvlabs_files_hold_the_same_model(norm: str | None, tmp_path: Path) -> N
     assert not state["pos_embed"].any()
     assert abs(float(state["y_embedder.y_embedding"].std()) * 128**0.5 - 1) < 0.02
     save_weights(weights, config, tmp_path / "diffusers", torch.float32)
+    with pytest.raises(UserError, match="names are diffusers'"):
+        WeightFiles(tmp_path / "diffusers/diffusion_pytorch_model.safetensors")
     theirs = SanaTransformer2DModel.from_pretrained(tmp_path / "diffusers")
     expected = theirs.state_dict()
     for file in ("sana.pth", "sana.safetensors") if norm is None else ():  # diffusers' reader knows no norms

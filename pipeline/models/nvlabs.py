@@ -182,11 +182,14 @@ def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaConfig:
         captions = shapes["y_embedder.y_proj.fc1.weight"][1]
         out = shapes["final_layer.linear.weight"][0]
     except (KeyError, ValueError, IndexError) as error:
+        by_diffusers = "patch_embed.proj.weight" in shapes
         raise UserError(
             f"{path} does not hold a Sana transformer of NVlabs' repository",
             expected="x_embedder.proj.weight, ..",
             found=", ".join(sorted(shapes)[:4]) or f"no {_FIRST}",
-            fix=f"give the file of the transformer alone ({error} is missing)",
+            fix="give the folder that it is in: its names are diffusers', which say no shape without config.json"
+            if by_diffusers
+            else f"give the file of the transformer alone ({error} is missing)",
         ) from None
     if any(name.startswith("cfg_embedder.") for name in shapes):
         raise UserError(

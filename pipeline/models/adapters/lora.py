@@ -121,7 +121,8 @@ class LoRA(Adapter):
     # ---------------------------------------------------------------------------------------------------- start file
 
     def _read(self, path: Path, spec: ModelSpec) -> dict[str, Tensor]:
-        """The parameters in a LoRA file of diffusers, as they are with alpha / rank of this run."""
+        """The parameters in a LoRA file of diffusers, or an export, as they are with alpha / rank of this run."""
+        path = path / files.DIFFUSERS_FILE if path.is_dir() else path
         option = f"train.adapter.start: {path}"
         with open_tensors(path) as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}
@@ -156,7 +157,8 @@ class LoRA(Adapter):
         """alpha / rank of a file; without metadata 1, as diffusers takes it."""
         settings = {name: metadata.get(f"transformer.{name}") for name in ("rank_pattern", "alpha_pattern")}
         if several := [name for name, value in settings.items() if value]:
-            raise ConfigError(f"{option}: its modules have different ranks or alphas", found=", ".join(several))
+            fix = "merge it into the model (diffusers' fuse_lora), and give that as model.weights"
+            raise ConfigError(f"{option}: its modules have different ranks or alphas", found=", ".join(several), fix=fix)
         rank = metadata.get("transformer.r", self.rank)
         root = math.sqrt(rank) if metadata.get("transformer.use_rslora") else rank
         return metadata.get("transformer.lora_alpha", root) / root
