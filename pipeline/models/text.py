@@ -34,7 +34,10 @@ _COMPARED = 4
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 _TOKENIZER_PATTERNS = (*TOKENIZER_FILES, "added_tokens.json", "config.json")
-_VOLATILE = ("padding", "truncation", "chat_template", "name_or_path", "tokenizer_file", "processor_class", "is_local")
+_VOLATILE = (
+    *("padding", "truncation", "chat_template", "name_or_path", "tokenizer_file", "processor_class"),
+    *("is_local", "local_files_only"),
+)
 
 _TEXT_ARCHITECTURE: dict[str, Any] = {  # transformers' Gemma2Config
     "hidden_size": 2304,
