@@ -150,6 +150,16 @@ def test_comfyui_draws_what_was_trained(some: list[str], rank: int, alpha: int, 
     assert (flow(comfyui(tmp_path)) - flow(adapted.model)).abs().max() <= 1e-5
 
 
+def test_the_alpha_of_a_joined_layer_is_its_rank_in_any_precision(tmp_path: Path) -> None:
+    adapted = Adapted(ALL[:8], 87, 87, dora=False)
+    files.save_comfyui(adapted.spec, adapted.changes(), tmp_path, torch.bfloat16)
+    written = load_file(tmp_path / files.COMFYUI_FILE)
+    for name in written:
+        if name.endswith(".alpha"):
+            down = written[name.removesuffix("alpha") + "lora_A.weight"]
+            assert float(written[name]) == len(down) and down.dtype == torch.bfloat16
+
+
 def test_comfyui_draws_whole_differences(targets: list[str], tmp_path: Path) -> None:
     adapted = Adapted(targets, 3, 8, dora=True)
     names = [f"{module}.weight" for module in adapted.changes()]

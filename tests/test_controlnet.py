@@ -353,6 +353,7 @@ def test_an_export_is_the_trained_part_and_says_how_to_load_it(tmp_path: Path) -
     assert all(torch.equal(value, deinterleave(name, stored[f"{PREFIX}{name}"])) for name, value in theirs.items())
     text = (tmp_path / "out/README.md").read_text()
     (call,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "diffusers 0.34 or newer" in text, "0.33 has no SanaControlNetModel"
     assert "SanaControlNetPipeline.from_pretrained(" in call and "load_lora_weights" not in call
     keywords = {word.arg for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Call) for word in node.keywords}
     assert {"controlnet", "subfolder", "control_image", "height"} <= keywords
