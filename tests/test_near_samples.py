@@ -23,11 +23,12 @@ import stages.verify
 import stages.view
 from pipeline.cache import layout
 from pipeline.cache.cache import Cache
+from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.reporting.figures import collect
-from pipeline.snapshots import heldout, selection
+from pipeline.snapshots import heldout, join, near_samples, selection
 
 MakeConfig = Callable[..., Config]
 SIZE = "encode.signals=[phash]"
@@ -238,6 +239,25 @@ def test_view_names_the_samples_that_look_the_same(
     assert f"near:      all: {name}-small.jpg (" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no hashes"):
         stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)
+
+
+def test_hashes_are_read_a_part_at_a_time(config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    of = config()
+    snapshot = Cache.of(of).open_snapshot(stages.bucket.run(of))
+    whole, asked, read = near_samples.hashes_of(snapshot), list[int](), list[int]()
+    columns, read_batch = Snapshot.columns, ShardReader.read_batch
+    monkeypatch.setattr(near_samples, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(join, "ROWS", 4)
+    monkeypatch.setattr(
+        Snapshot, "columns", lambda self, rows, *of: (asked.append(len(rows)), columns(self, rows, *of))[1]
+    )
+    monkeypatch.setattr(
+        ShardReader, "read_batch", lambda *given, **more: (read.append(len(given[3])), read_batch(*given, **more))[1]
+    )
+    np.testing.assert_array_equal(near_samples.hashes_of(snapshot), whole)
+    kept = [snapshot.picture(snapshot.sample(row), "phash").ravel() for row in range(len(snapshot))]
+    np.testing.assert_array_equal(np.array(kept), whole)
+    assert (max(asked), sum(asked), max(read)) == (3, len(snapshot), 4), "whole columns of all samples at once"
 
 
 def test_the_report_shows_groups_with_their_pictures(

@@ -443,8 +443,8 @@ class Columns:
         firsts = [part.first[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
         return cls(
             np.concatenate([part.sample_id for part in parts]),
-            {kind: _concatenated([part.pictures[kind] for part in parts]) for kind in parts[0].pictures},
-            _concatenated([part.captions for part in parts]),
+            {kind: concatenated([part.pictures[kind] for part in parts]) for kind in parts[0].pictures},
+            concatenated([part.captions for part in parts]),
             np.concatenate([*firsts, ends[-1:]]),
         )
 
@@ -454,7 +454,8 @@ def taken(places: Places, rows: np.ndarray | slice) -> Places:
     return {name: column[rows] for name, column in places.items()}
 
 
-def _concatenated(parts: list[Places]) -> Places:
+def concatenated(parts: list[Places]) -> Places:
+    """Rows of several, one after the other."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot import CHUNK_ROWS, Snapshot, concatenated, taken
 from pipeline.errors import ConfigError
 from pipeline.images.perceptual_hash import WORDS
 from pipeline.signals.phash import HashRecipe
@@ -107,16 +107,22 @@ def leaked(
 
 
 def hashes_of(snapshot: Snapshot) -> np.ndarray:
-    """The hashes of all samples, (n, 17) uint16. Errors as of `leaked`."""
-    kind, every = HashRecipe.kind, np.arange(len(snapshot))
-    places = snapshot.columns(every, [kind]).pictures[kind]
-    hashed, begin = np.empty(len(every) * (WORDS + 1), np.uint16), every * (WORDS + 1)
-    bad = snapshot.reader(kind).read_batch(
-        snapshot.shards[kind], places, every, hashed, begin, begin + WORDS + 1, verify=True, on_read=None
-    )
-    if bad:
-        raise bad[0][1]
-    return hashed.reshape(-1, WORDS + 1)
+    """The hashes of all samples, (n, 17) uint16, read in the order of storage. Errors as of `leaked`."""
+    kind, count = HashRecipe.kind, len(snapshot)
+    chunks = (np.arange(start, min(start + CHUNK_ROWS, count)) for start in range(0, count, CHUNK_ROWS))
+    places = concatenated([snapshot.columns(rows, [kind]).pictures[kind] for rows in chunks])
+    order, reader = np.lexsort((places["offset"], places["shard"])), snapshot.reader(kind)
+    hashed = np.empty((count, WORDS + 1), np.uint16)
+    for some in (order[piece] for piece in pieces(count)):
+        values, every = np.empty(len(some) * (WORDS + 1), np.uint16), np.arange(len(some))
+        begin, shards = every * (WORDS + 1), snapshot.shards[kind]
+        bad = reader.read_batch(
+            shards, taken(places, some), every, values, begin, begin + WORDS + 1, verify=True, on_read=None
+        )
+        if bad:
+            raise bad[0][1]
+        hashed[some] = values.reshape(-1, WORDS + 1)
+    return hashed
 
 
 def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
