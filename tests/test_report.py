@@ -138,6 +138,21 @@ def validation(step: int, loss: float) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- numbers
 
 
+def test_of_a_scan_only_what_is_shown_is_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan's captions are most of its bytes."""
+    asked, table = list[set[str]](), Cache.table
+
+    def noted(cache: Cache, digest: str, columns: list[str] | None = None) -> Any:
+        asked.append(set(columns or ["captions"]))
+        return table(cache, digest, columns)
+
+    monkeypatch.setattr(Cache, "table", noted)
+    collect(made.config)
+    cache = Cache.of(made.config)
+    sample_view.describe(cache, cache.open_snapshot(), 0)
+    assert len(asked) == 3 and "captions" not in set.union(*asked)
+
+
 def test_the_numbers_of_a_snapshot_are_those_that_bucket_printed(made: Made) -> None:
     figures, cache, snapshot = collect(made.config)
     assert cache is not None and snapshot is not None

@@ -177,7 +177,7 @@ def _crop(
     loss, scale, known = np.zeros(len(bucket)), np.zeros(len(bucket)), np.zeros(len(bucket), bool)
     try:
         for source, digest in snapshot.head.sources.items():
-            table = cache.table(digest)
+            table = cache.table(digest, ["item", "height", "width"])
             table = table.filter(pc.is_valid(table.column("width")))
             chosen = pc.equal(names.column("source"), source).to_numpy()
             items = names.column("item").filter(pa.array(chosen))
@@ -263,7 +263,7 @@ def _rejected_items(cache: Cache, snapshot: Snapshot) -> Iterator[tuple[str, str
     """(stage, source, item, reason) of rejects that the cache still lists."""
     for source, digest in snapshot.head.sources.items():
         try:
-            table = cache.table(digest).select(["item", "reject"])
+            table = cache.table(digest, ["item", "reject"])
         except IntegrityError:  # `crop_missing` says it
             continue
         table = table.filter(pc.is_valid(table.column("reject")))

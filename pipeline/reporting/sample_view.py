@@ -28,6 +28,8 @@ from pipeline.reporting.source_pictures import SIDE, Embedded, SourcePictures, e
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 
+SCANNED = ["size", "digest", "width", "height", "meta", "reject"]
+"""Columns of the scan that are shown."""
 HEX_DIGITS = 6
 """The shortest beginning of a key or an id that is looked for."""
 SHOWN = 5
@@ -95,7 +97,7 @@ def _rows(snapshot: Snapshot, text: str, compare: Callable[[Any, str], Any]) -> 
 def _scan(cache: Cache, snapshot: Snapshot, source: str) -> pa.Table | None:
     """The scan of a source that the snapshot was made from; None if it is gone."""
     try:
-        return cache.table(snapshot.head.sources[source])
+        return cache.table(snapshot.head.sources[source], ["item", *SCANNED])
     except (IntegrityError, KeyError):
         return None
 
