@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.cache import audit, garbage, index, layout
+from pipeline.cache import audit, garbage, index, keys, layout
 from pipeline.cache.cache import Cache, Unit, Units
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.folder_store import FolderStore
@@ -182,3 +182,16 @@ def test_digests_are_a_set_of_names() -> None:
         assert name in known and len(known) == len(expected)
     assert set(known) == expected and len(list(known)) == len(known)
     assert not any(name in known for name in ("01" * 16, "aa" * 16, "b", "aa" * 15 + "01"))
+
+
+def test_digests_that_are_added_again_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc` adds the shards of every snapshot."""
+    monkeypatch.setattr(keys, "BATCH", 100)
+    known, names = Digests(), [layout.digest(str(number)).hex() for number in range(200)]
+    tracemalloc.start()
+    try:
+        for _ in range(200):
+            known.update(names)
+        assert len(known) == 200 and tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()

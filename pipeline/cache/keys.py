@@ -118,7 +118,8 @@ def key_bytes(value: Any) -> bytes:
 
 
 class Digests:
-    """A set of names, most of which are digests of 32 hex digits: these take 16 bytes each."""
+    """A set of names, most of which are digests of 32 hex digits: these take 16 bytes each, however often they are
+    added."""
 
     def __init__(self, names: Iterable[str] = ()):
         self._sorted, self._new, self._others = np.empty(0, "S16"), bytearray(), set[str]()
@@ -133,6 +134,8 @@ class Digests:
             self._others.add(name)
         else:
             self._new += key
+            if len(self._new) > 16 * max(BATCH, len(self._sorted)):
+                self._settled()
 
     def _settled(self) -> np.ndarray:
         if self._new:
