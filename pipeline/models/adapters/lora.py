@@ -158,7 +158,9 @@ class LoRA(Adapter):
         settings = {name: metadata.get(f"transformer.{name}") for name in ("rank_pattern", "alpha_pattern")}
         if several := [name for name, value in settings.items() if value]:
             fix = "merge it into the model (diffusers' fuse_lora), and give that as model.weights"
-            raise ConfigError(f"{option}: its modules have different ranks or alphas", found=", ".join(several), fix=fix)
+            raise ConfigError(
+                f"{option}: its modules have different ranks or alphas", found=", ".join(several), fix=fix
+            )
         rank = metadata.get("transformer.r", self.rank)
         root = math.sqrt(rank) if metadata.get("transformer.use_rslora") else rank
         return metadata.get("transformer.lora_alpha", root) / root
