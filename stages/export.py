@@ -319,10 +319,12 @@ def copy_model(source: Path, target: Path, weights: Weights) -> None:
 
 
 def tokenizer_class(folder: Path) -> str:
-    """In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than training did."""
+    """In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than training did, and
+    `TokenizersBackend` is called `PreTrainedTokenizerFast`, in 5, too."""
     path = folder / "tokenizer_config.json"
     name = hub.read_json(path).get("tokenizer_class") if path.is_file() else None
-    return "GemmaTokenizerFast" if name in (None, "", "GemmaTokenizer") else str(name)
+    both = {"GemmaTokenizer": "GemmaTokenizerFast", "TokenizersBackend": "PreTrainedTokenizerFast"}
+    return both.get(name := str(name or "GemmaTokenizer"), name)
 
 
 def _json(path: Path, value: Any) -> None:
