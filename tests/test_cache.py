@@ -611,3 +611,16 @@ def test_status_counts_what_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "rejects": 0,
         "bytes": sum(commit.bytes for commit in index.commits(cache.files, name, 0)),
     }
+
+
+def test_ctrl_c_that_meets_the_closing_of_a_handle_is_not_lost(tmp_path: Path) -> None:
+    """What a `__del__` raises is dropped: `status --watch` went on. So no Python function may run."""
+    (tmp_path / "file").touch()
+    handle = disk.Handle(os.open(tmp_path / "file", os.O_RDONLY))
+    descriptor, called = handle.descriptor, []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    del handle
+    sys.setprofile(None)
+    assert not called
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

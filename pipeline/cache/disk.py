@@ -11,6 +11,8 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,6 +38,7 @@ class Handle:
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
+        self._close = partial(os.close, descriptor)
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill `view` from `offset` on; returns the number of bytes read, fewer only at the end of the file."""
@@ -65,8 +68,8 @@ class Handle:
         """The file mapped into memory for reading. The mapping needs no descriptor and outlives this handle."""
         return mapped(self.descriptor)
 
-    def __del__(self) -> None:
-        os.close(self.descriptor)
+    # Without a Python function: Ctrl-C is raised at the beginning of one, and what a __del__ raises is lost.
+    __del__ = property(attrgetter("_close"))
 
 
 def mapped(descriptor: int) -> pa.Buffer:
