@@ -26,6 +26,7 @@ from pipeline.sources.reject_kinds import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds,
         ("a", "is not UTF-8 (byte 17)", "is not UTF-8 (byte N)"),
         ("a", "the shorter side is below data.min_side = 41", "the shorter side is below data.min_side = 41"),
         ("a", "enlarged by more than data.max_upscale = 1.2", "enlarged by more than data.max_upscale = 1.2"),
+        ("a", "has none (data.pictures.mask.suffix: -m)", "has none (data.pictures.mask.suffix: -m)"),
     ],
 )
 def test_a_kind_is_the_reason_without_what_is_of_one_item(item: str, reason: str, expected: str) -> None:

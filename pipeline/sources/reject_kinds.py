@@ -28,7 +28,7 @@ WIDTH = 300
 
 OTHERS = "other reasons"
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
-_FILE = re.compile(r"[^\s;:,'\"()=*]+\.[A-Za-z][A-Za-z0-9]{1,4}\b(?! =)")
+_FILE = re.compile(r"[^\s;:,'\"()=*]+\.[A-Za-z][A-Za-z0-9]{1,4}\b(?! =|\.\w)")
 _NUMBER = re.compile(r"(?<![A-Za-z_] = )(?<![A-Za-z_.,0-9])(?<!UTF-)[-+]?(?:0x[0-9a-fA-F]+|\d[\d,.x]*(?<![,.x]))")
 
 
