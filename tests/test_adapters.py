@@ -21,6 +21,8 @@ from pipeline.models.adapters.lora import LoRA
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import deinterleave, interleave
 from pipeline.models.sana_files import save_weights
+from pipeline.training.checkpoint import CheckpointError
+from tests.support.runs import fit_tiny
 from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 
@@ -222,6 +224,22 @@ def test_values_that_mean_nothing_are_refused(value: dict[str, Any]) -> None:
 def test_adapter_and_only_are_two_answers() -> None:
     with pytest.raises(ValueError, match="not both"):
         TrainConfig.model_validate({"adapter": {}, "only": ["attn2"]})
+
+
+def test_a_checkpoint_of_another_adapter_is_refused_in_a_few_words(tmp_path: Path) -> None:
+    """Its targets are some hundred modules; those and what is equal hid the rank."""
+    given = tiny_run.config(tmp_path, steps=1, adapter={"rank": 2})
+    fit_tiny(given)
+    for other, named in (
+        ({"rank": 3, "alpha": 2.0}, "train.adapter.rank: the checkpoint has 2, this run 3"),
+        ({"rank": 2, "targets": "all"}, "train.adapter.targets: the checkpoint has "),
+        (None, "train.adapter: the checkpoint has {'kind': 'lora'"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            fit_tiny(tiny_run.config(tmp_path, steps=2, adapter=other), resume="auto")
+        lines = str(caught.value).splitlines()
+        assert lines[1].strip().startswith(named) and max(map(len, lines)) < 400
+        assert "--from" not in lines[-1], "which refuses it, too"
 
 
 # --------------------------------------------------------------------------------------------------------- start files

@@ -267,8 +267,10 @@ def test_a_resume_with_other_blocks_names_the_section(tmp_path: Path) -> None:
     given = run_settings(tmp_path, steps=1)
     fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
     other = run_settings(tmp_path, steps=2, controlnet={"layers": 1})
-    with pytest.raises(checkpoint.CheckpointError, match=r"train\.controlnet: the checkpoint has .*'layers': 2"):
+    named = r"train\.controlnet\.layers: the checkpoint has 2, this run 1"
+    with pytest.raises(checkpoint.CheckpointError, match=named) as caught:
         fit(other, tiny_run.task(other), Launch(), resume="auto", log=lambda line: None)
+    assert "--from" not in str(caught.value), "which refuses it, too"
 
 
 # ------------------------------------------------------------------------------------------------------------- recipe

@@ -426,10 +426,15 @@ def check_belongs(
         *_of_another_model(document, architecture, adapter),
     ]
     if differences:
+        anew = (
+            "train another model from its start: --set train.output=DIR"
+            if _of_another_model(document, architecture, adapter, architecture.free)
+            else "begin a new run with the weights, moments and averages of this checkpoint: "
+            f"{beginning(folder)} in place of --resume"
+        )
         raise CheckpointError(
             f"{folder}: belongs to another run\n  " + "\n  ".join(differences),
-            fix="restore those settings (--snapshot takes the id), or begin a new run with the weights, moments and "
-            f"averages of this checkpoint: {beginning(folder)} in place of --resume",
+            fix=f"restore those settings (--snapshot takes the id), or {anew}",
         )
 
 
@@ -457,11 +462,21 @@ def _by_section(part: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _differing(section: str, stored: dict[str, Any], here: dict[str, Any], free: Collection[str] = ()) -> list[str]:
-    return [
-        f"{section}{name}: the checkpoint has {stored.get(name)}, this run {here.get(name)}"
-        for name in sorted({*stored, *here} - {*free})
-        if stored.get(name) != here.get(name)
-    ]
+    lines = []
+    for name in sorted({*stored, *here} - {*free}):
+        one, other = stored.get(name), here.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            lines += _differing(f"{section}{name}.", one, other)
+        elif one != other:
+            lines.append(f"{section}{name}: the checkpoint has {_shortened(one)}, this run {_shortened(other)}")
+    return lines
+
+
+def _shortened(value: Any) -> Any:
+    """A setting for a message: an adapter's targets are hundreds of modules."""
+    if isinstance(value, dict):
+        return {name: _shortened(part) for name, part in value.items()}
+    return f"{len(value)} of {value[0]} ... {value[-1]}" if isinstance(value, list) and len(value) > 4 else value
 
 
 def check_begins(folder: Path, document: Document, architecture: ModelSpec, adapter: Adapter | None = None) -> None:
