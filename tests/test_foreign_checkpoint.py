@@ -98,8 +98,8 @@ class _TwoFaced:
     """Pickles to a path that leads to `../secret` and keeps another text to show."""
 
     def __reduce__(self) -> Any:
-        slots = {"_drv": "", "_root": "", "_parts": ["..", "secret"], "_str": "__0_0.distcp"}
-        slots |= {"_raw_paths": ["..", "secret"]} if sys.version_info >= (3, 12) else {}
+        parts = "_raw_paths" if sys.version_info >= (3, 12) else "_parts"
+        slots = {"_drv": "", "_root": "", parts: ["..", "secret"], "_str": "__0_0.distcp"}
         return pathlib.PosixPath, (), (None, slots)
 
 

@@ -711,6 +711,15 @@ def few_descriptors() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_files_with_numbers_above_the_limit_take_none_below(few_descriptors: Callable[[int], None]) -> None:
+    with open(os.devnull) as file:
+        above = fcntl.fcntl(file, fcntl.F_DUPFD, 900)
+        few_descriptors(40)
+        left = disk.descriptors_left()
+        os.close(above)
+        assert disk.descriptors_left() == left
+
+
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_process_with_few_descriptors_reads_many_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_descriptors: Callable[[int], None], sized: bool

@@ -130,7 +130,7 @@ def descriptors_left() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
-    return limit - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS
+    return limit - sum(int(number) < limit for number in os.listdir("/dev/fd")) - SPARE_DESCRIPTORS
 
 
 def free_at(folder: Path) -> int:
