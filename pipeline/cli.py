@@ -418,6 +418,8 @@ def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
             raise click.UsageError("--format, --source-name and --rehash are about --data")
     if dry_run and prompts is not None:
         raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
+    if not (probe or dry_run):
+        raise click.UsageError("--no-probe is for --dry-run")
     from stages import encode as stage
 
     if dry_run:

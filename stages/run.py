@@ -68,8 +68,8 @@ def run(
         click.echo(f"\n[{number}/{len(steps)}] $ {step}")
         code, stopped_by = call(step.arguments)
         if code or stopped_by is not None:
-            what = f"ended with {code}" if stopped_by is None else f"was ended by {stopped_by.name}"
-            click.echo(f"\nstopped: {step} {what}; the same command goes on from here", err=True)
+            what = f"was ended by {stopped_by.name};" if stopped_by else f"ended with {code}; when that is mended,"
+            click.echo(f"\nstopped: {step} {what} the same command goes on from here", err=True)
             return INTERRUPTED if stopped_by == signal.SIGINT else code
     return 0
 

@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -294,6 +295,13 @@ def test_another_process_may_make_the_cache_at_the_same_time(
     monkeypatch.setattr(Files, "names", names)
     open_cache(tmp_path / "cache")
     assert Files.names is real
+
+
+def test_a_folder_without_a_cache_is_named_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is in another folder than the day before sees it at once."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CacheError, match=re.escape(f"{tmp_path}/cache: there is no cache here")):
+        Cache("./cache")
 
 
 def test_put_if_absent_has_one_winner(tmp_path: Path) -> None:

@@ -281,6 +281,7 @@ def test_encode_takes_prompts_with_and_without_data(stage: Callable[..., Calls])
         ["--prompts", "p", "--source-name", "s"],
         ["--prompts", "p", "--data", "d", "--dry-run"],
         ["--data", "d", "--data", "e"],
+        ["--data", "d", "--no-probe"],
     ],
 )
 def test_encode_refuses_options_that_do_not_go_together(stage: Callable[..., Calls], words: list[str]) -> None:

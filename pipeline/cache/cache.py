@@ -7,6 +7,7 @@ Price: only the last table, and the indexes of finished recipes, stay open betwe
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -181,7 +182,8 @@ class Cache:
         if not self.files.exists(Paths.FORMAT):
             if not create:
                 self.files.names("")  # a bucket that does not exist is an error here
-                raise CacheError(f"{root}: there is no cache here", fix="sana-pipe encode --data DIR")
+                where = os.path.abspath(self.files.root) if self.files.on_disk else root
+                raise CacheError(f"{where}: there is no cache here", fix="sana-pipe encode --data DIR")
             _refuse_other(self.files)
         if create:
             self.files.ensure(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
