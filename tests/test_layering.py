@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors amounts launch cache signals sources images models work",
         "pipeline.training": "config errors options gpus amounts terminal counters processes retrying launch cache"
-        " metrics signals sources models snapshots loader parallel",
+        " metrics signals sources models kernels snapshots loader parallel",
         "pipeline.planning": "config errors options gpus amounts launch cache signals images models loader parallel"
         " training",
         "pipeline.reporting": "config errors options amounts processes cache signals sources images models snapshots"

@@ -90,13 +90,15 @@ class SelfAttention(_Attention):
     replaces their class (tensor parallelism, compressed activations) has three."""
 
     eps: float
+    joined = "to_q", "to_k", "to_v"
+    """Layers of one input and one product; adapted they share the masks of a dropout, even if a strategy parts them."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.output(self._attended(x).to(x.dtype))
         return out.clamp(-65504, 65504) if x.dtype == torch.float16 else out
 
     def _attended(self, x: Tensor) -> Tensor:
-        joined = joined_products(x, (self.to_q, self.to_k, self.to_v))
+        joined = joined_products(x, [getattr(self, name) for name in self.joined])
         if joined is None:
             return linear_attention(*self.project(x, x), self.head_dim, self.eps)
         if self.norm_q is None:

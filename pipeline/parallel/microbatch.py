@@ -7,17 +7,21 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from pipeline.kernels.sample_dropout import Rows
+
 REFERENCE = "reference"
 """Name of the target that is the base's prediction."""
 
 
 class Microbatch(NamedTuple):
     """The model's inputs, and the targets (b, ...) that its output is compared with, by name; all on the device.
-    reference: inputs for which the model without its adapter gives one more target, `REFERENCE`, without gradients."""
+    reference: inputs for which the model without its adapter gives one more target, `REFERENCE`, without gradients.
+    rows: of the masks of an adapter's dropout; None: nothing is dropped."""
 
     inputs: Mapping[str, Tensor]
     targets: Mapping[str, Tensor]
     reference: Mapping[str, Tensor] | None = None
+    rows: Rows | None = None
 
     @property
     def samples(self) -> int:

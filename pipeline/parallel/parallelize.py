@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.config import TrainConfig
+from pipeline.kernels.sample_dropout import give_rows
 from pipeline.layer_classes import without_adapter
 from pipeline.parallel import data_parallel, pipeline_parallel, tensor_parallel
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -99,7 +100,9 @@ class ParallelModel:
             return [self._losses(microbatch, loss) for microbatch in microbatches]
 
     def _losses(self, microbatch: Microbatch, loss: Loss) -> Tensor:
-        inputs, targets, reference = microbatch
+        inputs, targets, reference, rows = microbatch
+        if rows is not None:
+            give_rows(self.module, rows)
         if reference is not None:
             with without_adapter(self.module):
                 targets = {**targets, REFERENCE: self.predict(**reference)}

@@ -64,6 +64,8 @@ _FIX = f"check the disk and the rights, then {_AGAIN}"
 _REMOVE = "remove this folder, and --resume auto takes the checkpoint before it"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 """Names that are not trained are in no checkpoint; that all others are there is checked by DCP."""
+_OF_TRAINING = ("dropout",)
+"""Settings of an adapter that decide how it is trained, not what it is; they may change."""
 Sections = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -458,7 +460,8 @@ def _by_section(part: dict[str, Any] | None) -> dict[str, Any]:
     if part is None:
         return {}
     kind = part["kind"]
-    return {kind if kind in ("only", "controlnet") else "adapter": part}
+    shape = {name: value for name, value in part.items() if name not in _OF_TRAINING}
+    return {kind if kind in ("only", "controlnet") else "adapter": shape}
 
 
 def _differing(section: str, stored: dict[str, Any], here: dict[str, Any], free: Collection[str] = ()) -> list[str]:

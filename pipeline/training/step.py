@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.errors import UserError
+from pipeline.kernels.sample_dropout import rows_of
 from pipeline.loader.loader import Batch
 from pipeline.models import hub
 from pipeline.parallel.collectives import all_gather_objects
@@ -27,7 +28,7 @@ from pipeline.parallel.data_parallel import COMPUTE
 from pipeline.parallel.microbatch import Microbatch
 from pipeline.parallel.parallelize import ParallelModel
 from pipeline.training.loss_scale import LossScale
-from pipeline.training.recipes import Recipe, StepLoss
+from pipeline.training.recipes import Recipe, StepLoss, visit_hashes
 
 _MAX_NAMED = 64
 """Samples that an error names at most."""
@@ -106,6 +107,7 @@ class TrainStep:
         self.model, self.recipe, self.optimizer, self.names = model, recipe, optimizer, names
         self.loss = StepLoss(recipe)
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
+        self._masked = any(getattr(part, "mask_columns", None) is not None for part in model.module.modules())
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.stop_wanted = False
         self.scale = LossScale(train.precision == "fp16")
@@ -151,7 +153,12 @@ class TrainStep:
 
     def prepare(self, batch: Batch, level: float | None = None) -> Microbatch:
         """See `Recipe.prepare`; on this step's device and in its dtype."""
-        return self.recipe.prepare(batch, self._to_device, self.dtype, level)
+        prepared = self.recipe.prepare(batch, self._to_device, self.dtype, level)
+        if not self._masked or level is not None:
+            return prepared
+        captions, mask = (prepared.inputs[name] for name in ("captions", "mask"))
+        packed = len(captions) if captions.ndim == 2 else None
+        return prepared._replace(rows=rows_of(visit_hashes(batch, "dropout"), mask, packed))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

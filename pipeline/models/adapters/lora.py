@@ -62,7 +62,10 @@ class LoRA(Adapter):
         module.requires_grad_(False)
         has_magnitude = "lora_magnitude" in self.parts
         for name in self.targets:
-            add_low_rank(module.get_submodule(name), self.rank, self.scale, self.dropout, has_magnitude)
+            owner, _, last = name.rpartition(".")
+            joined: Sequence[str] = getattr(module.get_submodule(owner), "joined", ())
+            masks = f"{owner}.{joined[0]}" if last in joined else name
+            add_low_rank(module.get_submodule(name), self.rank, self.scale, self.dropout, has_magnitude, masks)
 
     def initial(self, name: str, shape: tuple[int, ...], seed: int, base: Values) -> Tensor:
         """A uniform within 1/sqrt(inputs), as PEFT's (Kaiming with a = sqrt(5)); B zero; magnitudes: the norms of the

@@ -29,7 +29,7 @@ class Controlled(Flow):
         self.drop = drop
 
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
-        inputs, targets, _ = super().prepare(batch, place, dtype, level)
+        inputs, targets, *_ = super().prepare(batch, place, dtype, level)
         control = place(batch.pictures[self.pictures[0]]).to(dtype)
         if self.drop and level is None:
             control = control.masked_fill(place(visit_chosen(batch, "control", self.drop))[:, None, None, None], 0)

@@ -43,14 +43,14 @@ class Preserving(Flow):
 
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
         if level is not None:
-            inputs, targets, _ = super().prepare(batch, place, dtype, level)
+            inputs, targets, *_ = super().prepare(batch, place, dtype, level)
             none = torch.zeros(len(batch.latents), dtype=torch.bool)
             return Microbatch(inputs, {**targets, _PRESERVED: place(none)})
         chosen = visit_chosen(batch, "preserve", self.share)
         if self.prompts:
             numbers = [value % len(self.prompts) for value in visit_hashes(batch, "prompt")]
             batch = with_captions(batch, {n: self.prompts[numbers[n]] for n in chosen.nonzero().flatten().tolist()})
-        inputs, targets, _ = super().prepare(batch, place, dtype)
+        inputs, targets, *_ = super().prepare(batch, place, dtype)
         rows = chosen.nonzero().flatten() if bool(chosen.any()) else torch.zeros(1, dtype=torch.long)
         targets = {**targets, _PRESERVED: place(chosen), _ROWS: place(rows)}
         packed = inputs["captions"].ndim == 2

@@ -49,7 +49,7 @@ def alone(launch: Launch) -> None:
     """The loss and its gradients of the whole batch, through the classes of diffusers."""
     settings = settings_of({"microbatch": 8})
     step = tiny_run.train_step(nn.Identity(), settings.train)
-    inputs, targets, _ = step.prepare(tiny_run.global_batch(0))
+    inputs, targets, *_ = step.prepare(tiny_run.global_batch(0))
     base, control = saved(model(settings), Path(sys.argv[1]))
     base.requires_grad_(False)
     given: dict[str, Any] = {

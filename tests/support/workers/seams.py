@@ -48,7 +48,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
     }
     part = parts[kind]
     if kind == "dora":
-        adapter = AdapterConfig(kind="dora", rank=3, alpha=5.0, targets="all")
+        adapter = AdapterConfig(kind="dora", rank=3, alpha=5.0, targets="all", dropout=0.2)
         given = given.with_train(adapter=adapter, preserve=PreserveConfig(share=0.3, prompt="a dog"))
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
     if kind == "controlnet":

@@ -246,7 +246,7 @@ def train_step(
 
 def losses(step: TrainStep, batch: Batch) -> Tensor:
     """Losses of the samples of one microbatch, with their graph."""
-    inputs, targets, _ = step.prepare(batch)
+    inputs, targets, *_ = step.prepare(batch)
     return step.loss(Outputs(step.model.module(**inputs), {}, {}), targets)[0]
 
 
