@@ -286,6 +286,10 @@ class DataConfig(_Section):
     """Text put before every caption, as written (with its spaces)."""
     caption_suffix: str = ""
     """Text put after every caption, as written (with its spaces)."""
+    caption_parts: Literal["auto", "captions", "tags"] = "auto"
+    """What the lines of a text and the entries of a list are. captions: a caption each. tags: tags, which are joined
+    with commas into one caption. auto: a text is one caption, with its line breaks; a list of tags is one caption, a
+    list with a sentence is several, and a picture whose list may be either is rejected."""
     tags: TagsConfig | None = None
     """Add variants of captions that are tag lists, such as `{shuffle: 4, drop: 0.1, keep: 1}`; null: none."""
     image_field: str | None = None

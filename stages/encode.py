@@ -44,6 +44,7 @@ from pipeline.metrics import trackers
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
+from pipeline.sources import caption_signs
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
@@ -151,6 +152,7 @@ def dry_run(
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(source, work, sizes, free, reserve, times)
         fit = surveying.fit_notes(survey.scan, survey.table, config.data)
+        fit += caption_signs.notes(survey.scan, config.data)
         for line in [*estimate.lines(report, config.cache), *fit]:
             click.echo(line)
     if as_json:
@@ -214,7 +216,7 @@ class _Planned:
         ignored: as `Source.ignored`, its fields by name.
         new, reused: records by noun.
         plans: number of plans by recipe.
-        fit: as `surveying.fit_notes`.
+        fit: as `surveying.fit_notes` and `caption_signs.notes`.
     """
 
     table: str
@@ -491,7 +493,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         new={noun: missing for noun, (missing, _) in counts.items()},
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
-        fit=surveying.fit_notes(table, run.table, config.data),
+        fit=surveying.fit_notes(table, run.table, config.data) + caption_signs.notes(table, config.data),
     )
 
 

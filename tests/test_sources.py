@@ -585,12 +585,14 @@ def test_a_table_of_which_a_row_has_no_bytes_is_listed_anew(tmp_path: Path, rows
 
 def test_parquet_columns_of_bytes_and_bad_rows(tmp_path: Path) -> None:
     table = pa.table(
-        {"jpg": [b"a", None, b"c", b""], "thumb": [b"t"] * 4, "caption": [["one", "two"], ["x"], [], ["y"]]}
+        {"jpg": [b"a", None, b"c", b""], "thumb": [b"t"] * 4, "caption": [["the one", "the two"], ["x"], [], ["y"]]}
     )
     pq.write_table(table, tmp_path / "t.parquet")
     source = opened(tmp_path / "t.parquet", caption_field="caption")
     items, rejects = listed(source)
-    assert {key: item.captions for key, item in items.items()} == {"t.parquet/000000000": (("one", 0.5), ("two", 0.5))}
+    assert {key: item.captions for key, item in items.items()} == {
+        "t.parquet/000000000": (("the one", 0.5), ("the two", 0.5))
+    }
     assert "thumb" not in items["t.parquet/000000000"].meta
     assert rejects == {
         "t.parquet/000000001": "has no picture",
@@ -817,7 +819,7 @@ def test_a_listing_elsewhere(tmp_path: Path) -> None:
 def test_json_beside_pictures(tmp_path: Path) -> None:
     for name in "abcd":
         (tmp_path / f"{name}.png").write_bytes(b"")
-    (tmp_path / "a.json").write_text('{"text": ["one", "two"], "id": 1}')
+    (tmp_path / "a.json").write_text('{"text": ["the one", "the two"], "id": 1}')
     (tmp_path / "b.json").write_text('{"id": 2}')
     (tmp_path / "b.txt").write_text("plain")
     (tmp_path / "c.json").write_text("[1]")
@@ -825,7 +827,7 @@ def test_json_beside_pictures(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     source = opened(tmp_path)
     items, rejects = listed(source)
-    assert items["a.png"].captions == (("one", 0.5), ("two", 0.5))
+    assert items["a.png"].captions == (("the one", 0.5), ("the two", 0.5))
     assert items["a.png"].meta == {"id": 1}
     assert items["b.png"].captions == (("plain", 1.0),)
     assert items["b.png"].meta == {"id": 2}
@@ -849,19 +851,19 @@ def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "a.txt").write_text("from the file")
     (tmp_path / "metadata.jsonl").write_text(
-        json.dumps({"file_name": "a.png", "short": "s", "long": ["l1", "l2"], "clip": [26, "30.0"]}) + "\n"
+        json.dumps({"file_name": "a.png", "short": "s", "long": ["l1.", "l2."], "clip": [26, "30.0"]}) + "\n"
     )
     (tmp_path / "b.png").write_bytes(b"")
     items, rejects = listed(opened(tmp_path, caption_weights={"short": 1.0, "long": 3.0}))
-    assert dict(items["a.png"].captions) == {"s": 1.0, "l1": 1.5, "l2": 1.5}
+    assert dict(items["a.png"].captions) == {"s": 1.0, "l1.": 1.5, "l2.": 1.5}
     assert set(rejects) == {"b.png"}
     items, _ = listed(opened(tmp_path, caption_weights={"short": 1.0, "txt": 3.0}))
     assert dict(items["a.png"].captions) == {"s": 1.0, "from the file": 3.0}
     scored = {"caption_weights": {"long": 1.0}, "caption_scores": {"long": "clip"}}
     weights = dict(listed(opened(tmp_path, **scored))[0]["a.png"].captions)
-    assert weights["l1"] / weights["l2"] == pytest.approx((26 / 30) ** 10)
-    assert texts(listed(opened(tmp_path, **scored, score_threshold=31.0))[0]["a.png"]) == ["l2"]
-    assert texts(listed(opened(tmp_path, **scored, score_threshold=28.0))[0]["a.png"]) == ["l2"]
+    assert weights["l1."] / weights["l2."] == pytest.approx((26 / 30) ** 10)
+    assert texts(listed(opened(tmp_path, **scored, score_threshold=31.0))[0]["a.png"]) == ["l2."]
+    assert texts(listed(opened(tmp_path, **scored, score_threshold=28.0))[0]["a.png"]) == ["l2."]
 
 
 # --- detection -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Price: the rows of a prompt are stored three times, some 300 KB for each prompt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,12 @@ TRIGGER_CONTEXTS = ("{}", "{} on a beach at sunset", "{} in the snow", "a pencil
 ROWS = pa.schema([("text", pa.string()), ("valid", pa.uint32()), ("rows", pa.large_binary())])
 """The null record (without a text), then the prompts as written. rows: bits of bf16, (n, width), of which attention
 sees the first `valid`."""
+
+
+def has_words(text: str, words: str) -> bool:
+    """Whether a text has the words of a trigger, whole and in order, in any case: `sks dog`, not `ask` in `mask`."""
+    pattern = r"\s+".join(map(re.escape, words.split()))
+    return re.search(rf"(?<!\w){pattern}(?!\w)", text, re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True)

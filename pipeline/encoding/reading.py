@@ -22,6 +22,7 @@ GROUPS = (
     ("caption",),
     ("caption_prefix",),
     ("caption_suffix",),
+    ("caption_parts",),
     ("tags",),
     ("image_field",),
     ("image_root",),

@@ -8,12 +8,13 @@ Models (hub ids, revisions, precision) are those of a shipped configuration.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from pipeline.cache.prompts import TRIGGER_CONTEXTS
+from pipeline.cache.prompts import TRIGGER_CONTEXTS, has_words
 from pipeline.config import load_given
 from pipeline.errors import UserError
 from pipeline.images import buckets
@@ -156,6 +157,8 @@ SHARP, LARGEST = 1.5, 2.0
 left out. Our choices: `encode` counts what is above 2."""
 TRIGGER = "sks"
 """The trigger word where no picture has a caption and none is given, as in the DreamBooth paper."""
+KEPT = 3
+"""A trigger word stands among so many tags if it is to stay in place: what stays is learned in this order."""
 CONTROL = "a street market at night"
 """A prompt without the trigger word: shows what else changes."""
 DRAWN = 8
@@ -352,10 +355,14 @@ def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int
             caption = f"{trigger}, a picture" if first else "a picture"
             made.add("data.caption", caption, f"for the {lacking} pictures without a caption")
     if facts.captions and 2 * sum(map(is_tags, facts.captions)) > len(facts.captions):
+        keep = _place(facts, trigger) if trigger is not None and first else 0
         made.add(
             "data.tags",
-            {"shuffle": 4, "drop": 0.1, "keep": int(first)},
-            "the captions are lists of tags: other orders and missing tags are learned, too",
+            {"shuffle": 4, "drop": 0.1 if keep is not None else 0.0, "keep": keep or 0},
+            "the captions are lists of tags: other orders"
+            + (
+                " and missing tags are learned, too" if keep is not None else "; none is left out, nor the trigger word"
+            ),
         )
         made.notes.append(
             "the captions are lists of tags; Sana was trained on sentences, so sentences are learned faster"
@@ -366,7 +373,15 @@ def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int
 
 def _contain(facts: Facts, trigger: str) -> bool:
     """Whether most captions have the word already."""
-    return 2 * sum(trigger.lower() in text.lower() for text in facts.captions) > len(facts.captions)
+    return 2 * sum(has_words(text, trigger) for text in facts.captions) > len(facts.captions)
+
+
+def _place(facts: Facts, trigger: str) -> int | None:
+    """The number of tags up to the one with the word; None if it stands at no place of its own near the front."""
+    tags = [re.split(r"[,\n，]", text) for text in facts.captions if has_words(text, trigger)]
+    places = [next((n for n, tag in enumerate(some, 1) if has_words(tag, trigger)), 0) for some in tags]
+    last = max(places, default=0)
+    return last if 0 < last <= KEPT and min(places) == last else None
 
 
 def is_tags(caption: str) -> bool:

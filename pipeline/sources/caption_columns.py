@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import posixpath
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -22,10 +22,14 @@ from pipeline.cache.layout import canonical
 from pipeline.config import DataConfig, setting
 from pipeline.errors import UserError
 from pipeline.sources.filenames import REPEATS, escaped, short_repr, stem
-from pipeline.sources.tag_sets import variants
+from pipeline.sources.tag_sets import joined, variants
+from pipeline.sources.text_parts import CAPTIONS, TAGS, lines_of, parts_of
 
 MAX_COLUMNS = 1000
 """Limit on the columns that are remembered; a source with more has rows with arbitrary keys, not columns."""
+
+DEPTH = 3
+"""Objects within objects of a row whose columns are named."""
 
 SHOWN = 10
 """Columns of a row that a message names."""
@@ -67,7 +71,7 @@ class PictureCaptions:
 
 _DECISIVE = (
     *("caption_field", "caption_weights", "caption_scores", "score_threshold", "score_power"),
-    *("caption", "caption_prefix", "caption_suffix", "tags"),
+    *("caption", "caption_prefix", "caption_suffix", "caption_parts", "tags"),
 )
 """Options of `data` that decide the captions."""
 
@@ -137,7 +141,7 @@ class CaptionRule:
         listed = [(self.setting, column) for field in fields for column in _parts(field)]
         listed += [("data.caption_scores", column) for column in self.config.caption_scores.values()]
         for option, column in listed:
-            if column not in self.seen and len(self.seen) < MAX_COLUMNS:
+            if not has_column(self.seen, column) and len(self.seen) < MAX_COLUMNS:
                 near = difflib.get_close_matches(column, self.seen, n=1, cutoff=0.5)
                 raise UserError(
                     f"{option} names the column {column!r}, which no item has",
@@ -145,11 +149,18 @@ class CaptionRule:
                     fix=f"did you mean {near[0]!r}?" if near else f"leave it out of {option}",
                 )
 
-    def text_file(self, text: str, scores: dict[str, Any] | None = None) -> CaptionCandidate:
-        """The candidate from the text file beside a picture. scores: by column; NVlabs call this caption `prompt`."""
+    def text_file(self, text: str, scores: dict[str, Any] | None = None) -> list[CaptionCandidate]:
+        """The candidates from the text file beside a picture. scores: by column; NVlabs call this caption `prompt`."""
         self.seen.add(TEXT_FILE)
         score = (scores or {}).get(TEXT_FILE, (scores or {}).get("prompt"))
-        return CaptionCandidate(text, self.text_weight or 1.0, _number(score))
+        texts, weight = self._lines(text), self.text_weight or 1.0
+        return [CaptionCandidate(each, weight / len(texts), _number(score)) for each in texts]
+
+    def _lines(self, text: str) -> list[str]:
+        """The captions in a text."""
+        if self.raw or self.config.caption_parts == "auto" or len(lines := lines_of(text)) < 2:
+            return [text]
+        return lines if self.config.caption_parts == CAPTIONS else [joined(lines)]
 
     def likely(self, columns: Iterable[str]) -> str | None:
         """The column of a table without any of `fields` that most likely holds its captions."""
@@ -157,10 +168,14 @@ class CaptionRule:
         matches = (min((c for c in columns if word in c.lower()), key=len, default=None) for word in CAPTION_WORDS)
         return next(filter(None, matches), next(iter(columns), None))
 
-    def lacks_captions(self, columns: Iterable[str]) -> bool:
+    def lacks_captions(self, columns: Collection[str]) -> bool:
         """Whether a table with these columns cannot have any caption."""
         usable = {*self.columns, *self.fallback}
-        return self.config.caption is None and bool(self.columns) and usable.isdisjoint(columns)
+        return self.config.caption is None and bool(self.columns) and not any(has_column(columns, c) for c in usable)
+
+    def has_caption_column(self, row: dict[str, Any]) -> bool:
+        """Whether a row has any of the caption columns."""
+        return any(has_column(row, column) for column in (*self.columns, *self.fallback))
 
     def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None, where: str = "") -> PictureCaptions:
         """What a row says.
@@ -172,9 +187,9 @@ class CaptionRule:
         captions = PictureCaptions(meta={name: value for name, value in row.items() if name not in self.columns})
         problems = list[str]()
         if len(self.seen) < MAX_COLUMNS:
-            self.seen.update(row)
+            self.seen.update(columns_of(row))
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
-        present = [(field, weight) for field, weight in fields if field in row or any(p in row for p in _parts(field))]
+        present = [(f, weight) for f, weight in fields if _ABSENT is not value_of(row, f) or _has_part(row, f)]
         if not present:
             present = sorted(((c, 1.0) for c in self.fallback if c in row), key=lambda field: not row[field[0]])[:1]
         for column, weight in present:
@@ -187,24 +202,33 @@ class CaptionRule:
     def lacking(self, row: dict[str, Any]) -> str:
         """What a row without a caption column has instead, and the setting that would take one of its texts."""
         missing = [column for column, _ in self.fields if column in self.columns]
-        has = ", ".join([repr(escaped(column)) for column in islice(row, SHOWN)] + ["..."] * (len(row) > SHOWN))
+        names = list(islice(columns_of(row), SHOWN + 1))
+        has = ", ".join([repr(escaped(column)) for column in names[:SHOWN]] + ["..."] * (len(names) > SHOWN))
         advice = f" ({advice})" if (advice := self.advice(row)) else ""
         return f"has no {' or '.join(map(repr, missing or ['caption column']))}{has and f', only {has}'}{advice}"
 
     def advice(self, row: dict[str, Any]) -> str | None:
         """The setting that takes captions from the most likely column of a row; None: it has no text."""
-        texts = (column for column, value in row.items() if _has_text(value))
+        texts = (column for column in columns_of(row) if _has_text(value_of(row, column)))
         likely = None if self.listed else self.likely(texts)
         return likely and setting("data.caption_field", likely)
 
     def _read_column(
         self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], problems: list[str]
     ) -> list[CaptionCandidate]:
-        value = row[column] if column in row else _joined(row, column)
-        values = value if isinstance(value, list) else [value]
+        value = value_of(row, column)
         given = scores.get(column)
         if given is None:
             given = row.get(self.config.caption_scores.get(column, ""))
+        values = value if isinstance(value, list) else [value]
+        if value is _ABSENT:
+            values = [_joined(row, column)]
+        elif not self.raw and not isinstance(given, list):
+            try:
+                values = self._parts_of(column, values, is_list=isinstance(value, list))
+            except ValueError as error:
+                problems.append(str(error))
+                return []
         numbers = given if isinstance(given, list) else [given] * len(values)
         if len(numbers) != len(values):
             problems.append(f"has {len(numbers)} scores for {len(values)} captions in {column!r}; they are not used")
@@ -223,6 +247,24 @@ class CaptionRule:
                 problems.append(f"has the score {short_repr(number)} for {column!r}, which is not a number")
             texts.append(CaptionCandidate(text if self.raw else text.strip(), weight, score))
         return [CaptionCandidate(text.text, text.weight / len(texts), text.score) for text in texts]
+
+    def _parts_of(self, column: str, values: list[Any], *, is_list: bool) -> list[Any]:
+        """The captions in the text, or the list, of a column.
+
+        Raises:
+            ValueError: a list may be tags or captions; the message names the settings.
+        """
+        texts = [value for value in values if isinstance(value, str) and value.strip()]
+        if not is_list:
+            return self._lines(texts[0].strip()) if texts else values
+        if len(texts) < 2 or len(texts) < sum(value is not None and value != "" for value in values):
+            return values
+        parts = self.config.caption_parts
+        meant = parts_of(column, texts) if parts == "auto" else parts
+        if meant is None:
+            ways = " or ".join(setting("data.caption_parts", way) for way in (CAPTIONS, TAGS))
+            raise ValueError(f"has a list in {column!r} that may be captions or tags: {short_repr(texts)} ({ways})")
+        return texts if meant == CAPTIONS else [joined(texts)]
 
     def weigh(
         self, candidates: list[CaptionCandidate], key: str, source: str
@@ -285,6 +327,39 @@ class CaptionRule:
         return self.config.caption or ""
 
 
+_ABSENT = object()
+
+
+def value_of(row: Any, column: str) -> Any:
+    """The value of a column of a row; of `json.prompt` that of `prompt` in the object `json`; or `_ABSENT`."""
+    if column in row:
+        return row[column]
+    for place, character in enumerate(column):
+        inner = row.get(column[:place]) if character == "." else None
+        if isinstance(inner, dict) and (value := value_of(inner, column[place + 1 :])) is not _ABSENT:
+            return value
+    return _ABSENT
+
+
+def columns_of(row: dict[str, Any], above: str = "") -> Iterator[str]:
+    """The columns of a row, those of objects in it behind a dot."""
+    for column, value in row.items():
+        yield f"{above}{column}"
+        if isinstance(value, dict) and above.count(".") < DEPTH:
+            yield from columns_of(value, f"{above}{column}.")
+
+
+def has_column(columns: Collection[str], column: str) -> bool:
+    """Whether a column, or an object that may hold it, is among those of a table."""
+    return column in columns or any(
+        column[:place] in columns for place, character in enumerate(column) if character == "."
+    )
+
+
+def _has_part(row: dict[str, Any], field: str) -> bool:
+    return any(value_of(row, part) is not _ABSENT for part in _parts(field))
+
+
 def _parts(field: str) -> list[str]:
     """The columns that a caption is joined from: of `a+b` a and b."""
     return [part.strip() for part in field.split("+") if part.strip()]
@@ -297,7 +372,7 @@ def _has_text(value: Any) -> bool:
 
 def _joined(row: dict[str, Any], field: str) -> str:
     """The values of several columns, and the entries of lists among them, with commas between."""
-    values = [row.get(part) for part in _parts(field)]
+    values = [value for part in _parts(field) if (value := value_of(row, part)) is not _ABSENT]
     entries = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
     texts = (str(entry).strip() for entry in entries if entry is not None)
     return ", ".join(text for text in texts if text)

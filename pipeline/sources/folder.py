@@ -441,7 +441,7 @@ class FolderSource(Source):
         otherwise = (
             f"has no caption: no {posixpath.basename(stem(key))}.txt beside it and no metadata row that names it"
         )
-        if row and row.keys().isdisjoint(self.rule.columns):
+        if row and not self.rule.has_caption_column(row):
             file = next((file for file, content in own.items() if isinstance(content, dict)), key)
             otherwise = f"has no usable caption: {file} {self.rule.lacking(row)}"
         return self._captioned(Place(key), picture, otherwise)

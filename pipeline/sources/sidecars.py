@@ -59,12 +59,12 @@ def captions_of(
             objects[file] = {**content, **sample.captions}
             row = {**content, **row}
         elif content:
-            picture.candidates.append(rule.text_file(content, sample.scores))
+            picture.candidates += rule.text_file(content, sample.scores)
         else:
             picture.problems.append((file, "is empty"))
     for file, columns in (objects or ({name: row} if row else {})).items():
         said = rule.read(columns, sample.scores, file)
-        if columns.keys().isdisjoint((*rule.columns, *rule.fallback)):
+        if not rule.has_caption_column(columns):
             said.problems = []
         picture.add(said)
     return picture, row

@@ -8,6 +8,9 @@ Price: each variant is a record of its own, so `shuffle: 4` takes up to five tim
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from pipeline.cache.layout import digest
 from pipeline.config import TagsConfig
 
@@ -15,14 +18,38 @@ MAX_WORDS = 8
 """Words of a tag; a longer part between commas is a sentence's."""
 
 
+_COMMAS = re.compile(r"[,，、]")
+_ARTICLES = {"a", "an", "the"}
+_SENTENCE_WORDS = {*_ARTICLES, "is", "are", "of", "on", "in", "at", "with", "and", "to", "by", "from"}
+
+
 def tags_of(caption: str) -> list[str]:
-    """The tags between commas; [] of a caption that is no list: one tag, a part of more than `MAX_WORDS` words, or a
-    full stop at the end."""
-    tags = [tag for part in caption.split(",") if (tag := part.strip())]
-    is_list = (
-        len(tags) > 1 and max(len(tag.split()) for tag in tags) <= MAX_WORDS and not caption.rstrip().endswith(".")
-    )
-    return tags if is_list else []
+    """The tags between commas (also full-width ones), in lines, or between spaces where words are joined by underscores
+    (Danbooru's tag strings); [] of a caption that is no list: one tag, a part of more than `MAX_WORDS` words, several
+    lines that are captions, or a full stop at the end."""
+    lines = [line.strip() for line in caption.splitlines() if line.strip()]
+    if not lines or lines[-1].endswith((".", "。")) or not _are_tags(lines):
+        return []
+    parts = [tag for line in lines for part in _COMMAS.split(line) if (tag := part.strip())]
+    tags = [tag for part in parts for tag in (part.split() if _is_tag_string(part) else [part])]
+    return tags if len(tags) > 1 and max(len(tag.split()) for tag in tags) <= MAX_WORDS else []
+
+
+def _are_tags(lines: list[str]) -> bool:
+    """Whether several lines are a tag each, or a list that goes on in the next line."""
+    if all(_COMMAS.fullmatch(line[-1]) for line in lines[:-1]):
+        return True
+    return not any(_COMMAS.search(line) for line in lines) and _ARTICLES.isdisjoint(" ".join(lines).lower().split())
+
+
+def _is_tag_string(part: str) -> bool:
+    """Whether a part between commas is a list of tags between spaces."""
+    return "_" in part and len(words := part.lower().split()) > 2 and _SENTENCE_WORDS.isdisjoint(words)
+
+
+def joined(tags: Sequence[str]) -> str:
+    """A caption of tags."""
+    return ", ".join(tag for text in tags if (tag := text.strip().strip(",，").strip()))
 
 
 def variants(caption: str, source: str, key: str, config: TagsConfig) -> list[str]:

@@ -21,7 +21,7 @@ class ZipSource(FilesSource):
             for member in sorted(member for member in members if extension(member) in EXTENSIONS):
                 key, text = f"{name}/{member}", f"{stem(member)}.txt"
                 if text in members:
-                    said = PictureCaptions([self.rule.text_file(archive.read(text).decode())])
+                    said = PictureCaptions(self.rule.text_file(archive.read(text).decode()))
                     yield self._captioned(Place(key, name, member), said)
                 else:
                     yield Reject(key, "has no caption")

@@ -1,0 +1,239 @@
+"""How captions are read from what people have: what was brought, and the captions that it must become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.cache.prompts import has_words
+from pipeline.cache.scan_table import SCAN
+from pipeline.config import DataConfig, TagsConfig
+from pipeline.encoding.scan import scan
+from pipeline.planning import recommend
+from pipeline.sources import caption_signs
+from pipeline.sources.source import Item
+from pipeline.sources.tag_sets import tags_of
+from pipeline.sources.text_parts import parts_of
+from tests.support.source_files import make_tar, opened
+
+TAGS = ["1girl", "solo", "red_hair", "smile", "outdoors"]
+JOINED = ", ".join(TAGS)
+BARN, BOATS = "a red barn on a hill", "Two boats."
+
+Brought = dict[str, Any]
+"""File -> its text, or the JSON value in it; of a `.tar` the members, of a `.parquet` the columns."""
+
+
+def bring(folder: Path, files: Brought) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".tar"):
+            make_tar(path, list(content.items()))
+        elif name.endswith(".parquet"):
+            pq.write_table(pa.table(content), path)
+        else:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def read(data: Path, **config: Any) -> dict[str, list[str]]:
+    """The captions by picture; of a reject its reason."""
+    entries = list(opened(data, **config).items())
+    return {
+        one.key: [text for text, _ in one.captions] if isinstance(one, Item) else [f"reject: {one.reason}"]
+        for one in entries
+    }
+
+
+def row(name: str, **values: Any) -> str:
+    return json.dumps({"file_name": name, **values}) + "\n"
+
+
+LINES = f"{JOINED}\n\n{BARN}\r\n"
+READINGS: dict[str, tuple[Brought, dict[str, Any], list[str]]] = {
+    "gallery-dl's list of tags": ({"a.jpg": "", "a.jpg.json": {"tags": TAGS}}, {"caption_field": "tags"}, [JOINED]),
+    "tags in a tar": ({"s.tar": {"a.jpg": "x", "a.json": {"tags": TAGS}}}, {"caption_field": "tags"}, [JOINED]),
+    "tags in parquet": ({"t.parquet": {"jpg": [b"x"], "tags": [TAGS]}}, {"caption_field": "tags"}, [JOINED]),
+    "tags in jsonl": ({"a.jpg": "", "metadata.jsonl": row("a.jpg", tags=TAGS)}, {"caption_field": "tags"}, [JOINED]),
+    "two tags in a column of tags": (
+        {"a.jpg": "", "a.json": {"tags": ["x", "y"]}},
+        {"caption_field": "tags"},
+        ["x, y"],
+    ),
+    "a list of sentences": ({"a.jpg": "", "a.json": {"text": [BARN, BOATS]}}, {}, [BARN, BOATS]),
+    "sentences in parquet": ({"t.parquet": {"jpg": [b"x"], "text": [[BARN, BOATS]]}}, {}, [BARN, BOATS]),
+    "a list of one": ({"a.jpg": "", "a.json": {"text": ["red barn"]}}, {}, ["red barn"]),
+    "a list read as captions": (
+        {"a.jpg": "", "a.json": {"text": TAGS}},
+        {"caption_parts": "captions"},
+        TAGS,
+    ),
+    "a list read as tags": ({"a.jpg": "", "a.json": {"text": ["x", "y"]}}, {"caption_parts": "tags"}, ["x, y"]),
+    "lines as they are": ({"a.jpg": "", "a.txt": LINES}, {}, [LINES.strip()]),
+    "a caption in each line": ({"a.jpg": "", "a.txt": LINES}, {"caption_parts": "captions"}, [JOINED, BARN]),
+    "a caption in each line, in a tar": (
+        {"s.tar": {"a.jpg": "x", "a.txt": LINES}},
+        {"caption_parts": "captions"},
+        [JOINED, BARN],
+    ),
+    "a caption in each line of a column": (
+        {"t.parquet": {"jpg": [b"x"], "text": [LINES]}},
+        {"caption_parts": "captions"},
+        [JOINED, BARN],
+    ),
+    "a tag in each line": ({"a.jpg": "", "a.jpg.txt": "\n".join(TAGS)}, {"caption_parts": "tags"}, [JOINED]),
+    "nested objects": ({"a.jpg": "", "a.json": {"json": {"prompt": BARN}}}, {"caption_field": "json.prompt"}, [BARN]),
+    "nested in a tar": (
+        {"s.tar": {"a.jpg": "x", "a.json": {"json": {"prompt": BARN}}}},
+        {"caption_field": "json.prompt"},
+        [BARN],
+    ),
+    "nested in jsonl": (
+        {"a.jpg": "", "metadata.jsonl": row("a.jpg", json={"prompt": BARN})},
+        {"caption_field": "json.prompt"},
+        [BARN],
+    ),
+    "nested in parquet": (
+        {"t.parquet": {"jpg": [b"x"], "json": [{"prompt": BARN}]}},
+        {"caption_field": "json.prompt"},
+        [BARN],
+    ),
+    "a column with a dot in its name": ({"a.jpg": "", "a.json": {"x.y": BARN}}, {"caption_field": "x.y"}, [BARN]),
+    "nested columns that are joined": (
+        {"a.jpg": "", "a.json": {"t": {"who": "miku", "what": TAGS}}},
+        {"caption_field": "t.who+t.what"},
+        [f"miku, {JOINED}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_captions_become_what_was_meant(name: str, tmp_path: Path) -> None:
+    files, config, expected = READINGS[name]
+    assert list(read(bring(tmp_path, files), **config).values()) == [expected]
+
+
+@pytest.mark.parametrize("texts", [["red barn", "old barn"], ["cat", "dog", "bird"]])
+def test_a_list_that_may_be_captions_or_tags_is_refused_with_both_settings(tmp_path: Path, texts: list[str]) -> None:
+    bring(tmp_path, {"a.jpg": "", "a.json": {"text": texts}})
+    [[reason]] = read(tmp_path).values()
+    assert reason.startswith("reject")
+    for way, expected in (("captions", texts), ("tags", [", ".join(texts)])):
+        assert f"data.caption_parts={way}" in reason
+        assert list(read(tmp_path, caption_parts=way).values()) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("caption", "tags"),
+    [
+        ("1girl\nsolo\nred hair", ["1girl", "solo", "red hair"]),
+        ("1girl，solo、red hair", ["1girl", "solo", "red hair"]),
+        ("1girl, solo,\nred hair", ["1girl", "solo", "red hair"]),
+        ("miku, 1girl solo red_hair", ["miku", "1girl", "solo", "red_hair"]),
+        ("1girl solo red_hair", ["1girl", "solo", "red_hair"]),
+        ("photo of sks_dog on grass", []),
+        (f"1girl, solo\n{BARN}", []),
+        (f"{BARN}\na boat", []),
+        ("1girl, solo.", []),
+        ("", []),
+    ],
+)
+def test_tags_are_found_as_other_tools_separate_them(caption: str, tags: list[str]) -> None:
+    assert tags_of(caption) == tags
+
+
+@pytest.mark.parametrize(
+    ("column", "texts", "expected"),
+    [
+        ("tags", ["a cat", "a dog"], "captions"),
+        ("keywords", ["cat", "dog"], "tags"),
+        ("text", ["red_hair", "solo"], "tags"),
+        ("text", ["一只猫坐在红色的沙发上面看着窗外", "猫"], "captions"),
+        ("text", ["猫", "狗"], None),
+    ],
+)
+def test_a_list_is_read_by_its_entries_and_its_name(column: str, texts: list[str], expected: str | None) -> None:
+    assert parts_of(column, texts) == expected
+
+
+def table(captions: list[list[str]], rejected: int = 0) -> pa.Table:
+    rows = [{"item": f"{n}.jpg", "captions": [{"text": t, "weight": 1.0} for t in c]} for n, c in enumerate(captions)]
+    rows += [{"item": "r.jpg", "captions": [{"text": "[trigger]", "weight": 1.0}], "reject": "x"}] * rejected
+    return pa.Table.from_pylist([{**dict.fromkeys(SCAN.names), **each} for each in rows], schema=SCAN)
+
+
+def test_what_other_trainers_read_in_captions_is_counted_by_picture() -> None:
+    captions = [["plain"], ["[trigger] x", "[Trigger] y"], ["a ||| b", "{x|y} in <trigger>"], ["one\ntwo"]]
+    found = {sign.pattern: (sign.count, sign.item, sign.match) for sign in caption_signs.signs(table(captions, 3))}
+    assert found == {
+        caption_signs.PLACEHOLDER: (2, "1.jpg", "[trigger]"),
+        caption_signs.SEPARATOR: (1, "2.jpg", "|||"),
+        caption_signs.CHOICE: (1, "2.jpg", "{x|y}"),
+        caption_signs.LINES: (1, "3.jpg", "\n"),
+    }
+    assert not caption_signs.signs(table([["[x] {y} <z> | a trigger"]])), "brackets alone are none"
+
+
+def test_captions_are_searched_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.cache.arrow.ROWS", 2)
+    [sign] = caption_signs.signs(table([["x"]] * 5 + [["{a|b}"]] * 3))
+    assert (sign.count, sign.item) == (3, "5.jpg")
+
+
+def test_tags_that_make_no_variant_are_said(tmp_path: Path) -> None:
+    config = DataConfig(tags=TagsConfig(shuffle=2), caption_prefix="sks, ")
+
+    def said(files: Brought) -> list[str]:
+        source = opened(bring(tmp_path, files), **config.model_dump(exclude={"tags"}), tags={"shuffle": 2})
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+        made = scan(
+            source,
+            "s",
+            None,
+            max_pixels=9,
+            workers=1,
+            rehash=False,
+            progress=nothing,
+            look=lambda *_: {"digest": b"x" * 16},
+        )
+        return caption_signs.notes(made, config)
+
+    [line] = said({"a.jpg": "", "a.txt": BARN})
+    assert "data.tags" in line and "a.jpg" in line
+    [line] = said({"b.jpg": "", "b.txt": JOINED})
+    assert "1 of 2" in line
+    assert not said({"a.txt": JOINED})
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "has"),
+    [("a mask", "ask", False), ("SKS  dog, x", "sks dog", True), ("skss", "sks", False), ("(sks)", "sks", True)],
+)
+def test_a_trigger_is_found_as_whole_words(text: str, words: str, has: bool) -> None:
+    assert has_words(text, words) == has
+
+
+@pytest.mark.parametrize(
+    ("captions", "keep", "drop"),
+    [
+        (["sks, a b, c, d"] * 3, 1, 0.1),
+        (["1girl, sks, c, d"] * 3, 2, 0.1),
+        (["sks, b, c, d", "b, sks, c, d"], 0, 0.0),
+        (["b, c, d, e, sks"] * 2, 0, 0.0),
+        (["masks, c, d, e"] * 2, 0, 0.1),
+    ],
+)
+def test_the_trigger_word_among_tags_stays_in_its_place(captions: list[str], keep: int, drop: float) -> None:
+    sides = np.full(9, 1024)
+    facts = recommend.Facts(sides, sides, 9, 9, tuple(captions), 1, None, 1)
+    choices = {each.option: each.value for each in recommend.recommend(facts, "lora", "sks").choices}
+    assert choices["data.tags"] == {"shuffle": 4, "drop": drop, "keep": keep}
+    assert ("data.caption_prefix" in choices) == ("masks" in captions[0])
