@@ -861,9 +861,9 @@ class TrainConfig(_Section):
     number of steps."""
     seed: NotNegative = 0
     """Seed of the order, noise, times, caption choice and caption drop."""
-    phase: NotNegative = 0
-    """Number of this round of training: with the same seed, each has another order and other noise. `--from` counts on
-    from the last round unless this option is given; a resumed run keeps its number."""
+    phase: NotNegative | None = None
+    """Number of this round of training: with the same seed, each has another order and other noise. null: 0, with
+    `--from` that of the last round plus 1; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
     to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU. A resumed run keeps its

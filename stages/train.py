@@ -205,8 +205,6 @@ def _train(config: Config, call: _Call, snapshot: str | None, stop: StopRequest 
     start = partial(_start, config, cache, call, snapshot, is_phase=stop is not None)
     resumed, chosen = start() if stop is None else _from_rank_0(config, launch, start)
     continued = None if resumed is None or resumed.begins else resumed.document
-    if resumed is not None and "phase" not in config.train.model_fields_set:
-        config = config.with_train(phase=resumed.phase)
     opened = cache.open_snapshot(chosen)
     samples = sum(bucket.samples for bucket in opened.buckets)
     log(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
@@ -216,7 +214,7 @@ def _train(config: Config, call: _Call, snapshot: str | None, stop: StopRequest 
     if (warning := shard_prefetch.advice(opened)) is not None:
         log(warning)
     if config.train.epochs is not None:
-        config = _with_steps(config, opened)
+        config = _with_steps(config, opened, 0 if resumed is None else resumed.phase)
         log(f"{config.train.steps} steps: train.epochs of this snapshot")
     config, inputs = find_inputs(config, cache, opened, resumed, log)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
@@ -290,15 +288,16 @@ def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None,
     ]
 
 
-def _with_steps(config: Config, snapshot: Snapshot) -> Config:
-    """The configuration with the steps of `train.epochs` on a snapshot.
+def _with_steps(config: Config, snapshot: Snapshot, phase: int) -> Config:
+    """The configuration with the steps of `train.epochs` on a snapshot. phase: unless `train.phase` gives it.
 
     Raises:
         ConfigError: in so few epochs no bucket fills a batch.
     """
     train = config.train
     assert train.epochs is not None
-    steps = Schedule.of(snapshot.head, seed=train.seed, phase=train.phase).steps_upto(train.epochs)
+    phase = phase if train.phase is None else train.phase
+    steps = Schedule.of(snapshot.head, seed=train.seed, phase=phase).steps_upto(train.epochs)
     if not steps:
         raise ConfigError(
             f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} are no step: no batch fills in them",

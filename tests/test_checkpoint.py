@@ -405,10 +405,10 @@ def test_dropout_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path: Path
 
 
 def test_generators_are_seeded_by_step_and_part_of_the_batch() -> None:
-    settings = tiny_run.config().train
+    settings = tiny_run.task(tiny_run.config()).first_state
     seeds = {generator_seed(settings, step, part) for step in range(4) for part in range(4)}
     assert len(seeds) == 16
-    assert generator_seed(settings, 1, 0) != generator_seed(settings.model_copy(update={"seed": 1}), 1, 0)
+    assert generator_seed(settings, 1, 0) != generator_seed(replace(settings, seed=1), 1, 0)
     digest = hashlib.blake2b(f"{settings.seed}/{settings.phase}/3/2".encode(), digest_size=8).digest()
     assert generator_seed(settings, 3, 2) == int.from_bytes(digest, "little") >> 1, "the same in every version"
 

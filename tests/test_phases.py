@@ -235,6 +235,12 @@ def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_co
         stages.train.run(settings("one", "train.steps=4"), snapshot="latest", resume="auto", log=printed.append)
     stages.train.run(settings("three", "train.steps=1", "train.phase=7"), origin=tmp_path / "two", log=printed.append)
     assert state("three") == (new, 7, 1)
+    for run, file in (("four", tmp_path / "two/config.yaml"), ("five", tmp_path / "printed.yaml")):  # of the first round
+        if run == "five":
+            file.write_text(dump(settings("one")))
+        written = load(file, [f"train.output={tmp_path / run}", "train.steps=1"])
+        stages.train.run(written, origin=tmp_path / "two", log=printed.append)
+        assert state(run) == (new, 2, 1), "a file that was written out counts on"
 
 
 # ------------------------------------------------------------------------------------------------------------- epochs
@@ -536,7 +542,7 @@ def test_options_of_a_phase_are_validated_like_all_others(tmp_path: Path) -> Non
     config = load("tiny", ["train.phase=3", "train.epochs=7", phases(A, B, {"name": "c", "snapshot": "x"})])
     a, b, c = (config.of_phase(name).train for name in "abc")
     assert (a.phase, a.steps, a.epochs, a.optim.lr, a.output) == (3, 3, None, 1e-3, "runs/tiny/a")
-    assert "phase" not in b.model_fields_set and b.optim.lr == 5e-4 and b.ema is not None and b.ema.decay == 0.5
+    assert b.phase is None and b.optim.lr == 5e-4 and b.ema is not None and b.ema.decay == 0.5
     assert (c.steps, c.epochs) == (None, 7)
     file = tmp_path / "own.yaml"
     file.write_text(dump(config))

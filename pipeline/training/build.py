@@ -155,7 +155,7 @@ def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[st
     run.context.log(
         f"begins from {folder} (phase {state.phase}, step {state.step}): {', '.join(kept)} are kept"
         + "".join(f"; {part}" for part in lost)
-        + f"; phase {run.context.train.phase}, steps, warm-up and schedule from 0"
+        + f"; phase {run.context.task.first_state.phase}, steps, warm-up and schedule from 0"
     )
     return replace(run, resumed=resumed)
 

@@ -146,7 +146,7 @@ class Drawings:
         assert prompts is not None
         values = {
             "step": step,
-            "phase": context.train.phase,
+            "phase": context.task.first_state.phase,
             "snapshot": context.task.first_state.snapshot,
             **prompts.names,
             "prompts": list(prompts.texts),

@@ -47,7 +47,8 @@ class Inputs:
 
     Attributes:
         heldout: the samples that it is validated on. old_heldout: those of them that an earlier run was validated on,
-            too. prompts: sets of the pictures that it draws. preserved: text rows of `train.preserve.prompt`.
+            too. prompts: sets of the pictures that it draws. preserved: text rows of `train.preserve.prompt`. phase:
+            unless `train.phase` gives it.
     """
 
     snapshot: Snapshot
@@ -55,6 +56,7 @@ class Inputs:
     old_heldout: Snapshot | None = None
     prompts: Sequence[PromptSet] = ()
     preserved: list[np.ndarray] = field(default_factory=list)
+    phase: int = 0
 
     def keep(self, cache: Cache) -> None:
         """Keep the snapshots from `gc`.
@@ -78,7 +80,8 @@ def find_inputs(
     config, part = _heldout(config, cache, snapshot, kept, log)
     config, old = _old_heldout(config, cache, part, resumed, log)
     config, prompts = _prompts(config, cache, snapshot, kept, part, log)
-    return config, Inputs(snapshot, part, old, prompts, _preserved(config, cache, snapshot))
+    phase = 0 if resumed is None else resumed.phase
+    return config, Inputs(snapshot, part, old, prompts, _preserved(config, cache, snapshot), phase)
 
 
 def _heldout(
@@ -222,6 +225,7 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
     """The data of a run."""
     snapshot, part = inputs.snapshot, inputs.heldout
     train, kinds = config.train, recipe_of(config.train).pictures
+    phase = inputs.phase if train.phase is None else train.phase
 
     def check(layout: Layout) -> None:
         _check_kinds([snapshot] if part is None else [snapshot, part], kinds)
@@ -237,7 +241,7 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
     def settings(layout: Layout, start: int, stop: int) -> LoaderSettings:
         return LoaderSettings(
             seed=train.seed,
-            phase=train.phase,
+            phase=phase,
             rank=layout.data_rank(launch.rank),
             world=layout.data_world,
             microbatch=train.microbatch,
@@ -264,14 +268,14 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
 
     drawn = _pictures(config, inputs) if inputs.prompts else None
     return TrainingTask(
-        first_state=LoaderState(snapshot.id, train.seed, train.phase, 0, train.length_window),
+        first_state=LoaderState(snapshot.id, train.seed, phase, 0, train.length_window),
         channels=snapshot.recipe(LatentRecipe).channels,
         text_width=snapshot.recipe(TextRecipe).width,
         sample_size=config.data.resolution // snapshot.recipe(LatentRecipe).compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
-        epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=train.phase).steps_upto(_MANY) / _MANY,
+        epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=phase).steps_upto(_MANY) / _MANY,
         validation=None if part is None else validation,
         leaked=0 if part is None else _leaked(snapshot, part),
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),

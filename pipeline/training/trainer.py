@@ -66,7 +66,7 @@ def fit(
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
             checkpoint there or starts anew, a path continues from that checkpoint.
-        origin: a checkpoint whose weights, moments and averages a new run begins with; `config.train.phase` should be
+        origin: a checkpoint whose weights, moments and averages a new run begins with; the task's phase should be
             another than its phase. With `resume="auto"` it counts until the run has a checkpoint.
         log: prints one line; called on the first process only.
         stop: of a caller that catches the signals; None: they are caught here.
@@ -131,10 +131,10 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
     return journal
 
 
-def generator_seed(train: TrainConfig, step: int, part: int) -> int:
-    """Seed of torch's generators (dropout) before a step, for the processes that read this part of the batch. A resumed
-    run draws the values of an uninterrupted one, without stored state."""
-    key = f"{train.seed}/{train.phase}/{step}/{part}".encode()
+def generator_seed(state: LoaderState, step: int, part: int) -> int:
+    """Seed of torch's generators (a model's dropout) before a step, for the processes that read this part of the batch.
+    A resumed run draws the values of an uninterrupted one, without stored state. state: of the run."""
+    key = f"{state.seed}/{state.phase}/{step}/{part}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
@@ -221,7 +221,7 @@ class Loop:
         return optimizers.learning_rate(train.optim, self.context.task.batch, step - 1, train.steps, train.recipe)
 
     def _seed(self, step: int) -> None:
-        seed = generator_seed(self.train, step, self.part)
+        seed = generator_seed(self.context.task.first_state, step, self.part)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for every kind of device each time
         if self.context.device.type == "cuda":
             torch.cuda.manual_seed(seed)

@@ -194,11 +194,11 @@ def task(
         for step in range(start, stop):
             batch = (touch(step) if touch else None) or global_batch(step, train.seed)
             time.sleep(delay)
-            state = LoaderState(snapshot, train.seed, train.phase, step + 1, train.length_window)
+            state = LoaderState(snapshot, train.seed, train.phase or 0, step + 1, train.length_window)
             yield microbatches(batch, train.microbatch, rank, world), state
 
     return TrainingTask(
-        LoaderState(snapshot, train.seed, train.phase, 0, train.length_window),
+        LoaderState(snapshot, train.seed, train.phase or 0, 0, train.length_window),
         CHANNELS,
         TEXT_WIDTH,
         8,
