@@ -404,8 +404,8 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
-    After SIGTERM or SIGUSR1 the shards at hand are finished within encode.grace_s or dropped, and the exit code is 0;
-    the same command continues.
+    After SIGTERM, SIGUSR1 or SIGHUP the shards at hand are finished within encode.grace_s or dropped, and the exit
+    code is 0; the same command continues.
 
     Encoding waits for disk space for encode.low_disk_wait_s; --dry-run ends with 6 if there is too little.
     """

@@ -420,7 +420,7 @@ class EncodeConfig(_Section):
     claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
-    """Seconds that the current unit may take after SIGTERM or SIGUSR1; then it is dropped at its next batch."""
+    """Seconds that the current unit may take after SIGTERM, SIGUSR1 or SIGHUP; then it is dropped at its next batch."""
     min_free_gib: Annotated[float, Field(ge=0)] = 1.0
     """GiB that stay free on the cache's disk beside the next unit; below that, encoding pauses."""
     low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
@@ -675,7 +675,8 @@ class AdapterConfig(_Section):
     rank: Positive = 16
     """Rows of A and columns of B."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """The product is multiplied by alpha / rank; null: the rank."""
+    """The product is multiplied by alpha / rank; null: the rank, so that a larger one is not weaker. A fixed alpha is
+    weaker with each higher rank, which `train` says."""
     targets: Literal["attention", "all"] | Annotated[list[str], Field(min_length=1)] = "attention"
     """The matrices. attention: the eight projections of both attentions. all: the two 1x1 convolutions, too. A list:
     patterns of module names or their ends, such as `[attn2.to_k, "transformer_blocks.1?.attn1.*"]`."""

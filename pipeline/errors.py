@@ -365,7 +365,7 @@ _CACHE = (
     "view",
 )
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
-    0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1)", ()),
+    0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1, SIGHUP)", ()),
     1: (
         "records are missing (status), the snapshots differ (diff), the run does not fit (plan), another process of "
         "the launch ended, or a defect of sana-pipe with a traceback",

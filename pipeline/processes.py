@@ -81,9 +81,16 @@ def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether this is Ctrl-C or the end of the terminal, and this process ignores it: after `nohup`, or in the
+    background of a script."""
+    return number in (signal.SIGINT, signal.SIGHUP) and signal.getsignal(number) == signal.SIG_IGN
+
+
 @contextmanager
 def catching(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[bool]:
-    """Install a signal handler inside the block, and restore the earlier handlers after it.
+    """Install a signal handler inside the block, and restore the earlier handlers after it. A signal that a user has
+    let this process ignore stays ignored (`is_ignored`).
 
     Yields:
         False outside the main thread: nothing is installed.
@@ -91,7 +98,7 @@ def catching(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
     if not in_main_thread():
         yield False
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers if not is_ignored(number)}
     try:
         yield True
     finally:

@@ -153,7 +153,7 @@ def derived_lora() -> list[str]:
     """As `derived`."""
     config, shape, pictures = load(LORA), SHAPES["sana_1600m_1024"], 40
     train, adapter = config.train, config.train.adapter
-    assert adapter is not None and adapter.targets == "attention" and train.epochs is not None
+    assert adapter is not None and adapter.targets == "attention" and adapter.alpha is None and train.epochs is not None
     parameters = shape.num_layers * 8 * adapter.rank * 2 * shape.inner_dim
     trained = round(pictures * (1 - config.bucket.heldout))
     steps = train.epochs * trained // config.bucket.batch
@@ -162,8 +162,7 @@ def derived_lora() -> list[str]:
         "(predicted by sana-pipe plan --gpu 4090; bf16 base, batch of 4)",
         f"{parameters:,} parameters of the adapter: {2 * parameters / 1e6:.1f} MB exported in bf16, checkpoints of "
         f"{12 * parameters / 2**20 - 0.05:.1f} MiB (fp32, with two moments; arithmetic)",
-        f"rank {adapter.rank}, alpha {adapter.alpha:g}, {rate(train.optim.lr)} constant after "
-        f"{train.optim.warmup_steps} steps",
+        f"rank {adapter.rank}, alpha as large, {rate(train.optim.lr)} constant after {train.optim.warmup_steps} steps",
         f"{train.epochs} epochs are {train.epochs // config.bucket.batch} steps a picture at a batch of "
         f"{config.bucket.batch}: {steps:,} steps of the {trained} pictures of {pictures} that are not held out",
         f"{0.33 * steps / 60:.0f} minutes for {steps:,} steps",

@@ -313,7 +313,7 @@ def test_records_are_summed_and_what_is_left_is_not_expected(cache: Cache, todo:
 # ---------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_after_a_signal_the_unit_in_hand_is_finished(cache: Cache, todo: engine.Work, number: signal.Signals) -> None:
     stop = Stop(grace_s=60)
 
@@ -327,6 +327,21 @@ def test_after_a_signal_the_unit_in_hand_is_finished(cache: Cache, todo: engine.
     assert stop.name == number.name
     assert len(maker.done) == 1
     assert claimed(cache) == []
+
+
+def test_after_nohup_the_end_of_the_terminal_ends_nothing(cache: Cache, todo: engine.Work) -> None:
+    def hook(unit: Unit, progress: Callable[[int, int], None]) -> None:
+        stop.catch()  # as after a library has replaced handlers
+        os.kill(os.getpid(), signal.SIGHUP)
+        progress(1, 0)
+
+    before, stop, maker = signal.signal(signal.SIGHUP, signal.SIG_IGN), Stop(grace_s=60), Maker(cache, hook)
+    try:
+        with stop.signals():
+            here(maker, todo, stop=stop)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert stop.name is None and maker.done
 
 
 @pytest.mark.parametrize(("grace", "signals"), [(0, 1), (60, 2)])

@@ -235,7 +235,10 @@ def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_co
         stages.train.run(settings("one", "train.steps=4"), snapshot="latest", resume="auto", log=printed.append)
     stages.train.run(settings("three", "train.steps=1", "train.phase=7"), origin=tmp_path / "two", log=printed.append)
     assert state("three") == (new, 7, 1)
-    for run, file in (("four", tmp_path / "two/config.yaml"), ("five", tmp_path / "printed.yaml")):  # of the first round
+    for run, file in (
+        ("four", tmp_path / "two/config.yaml"),
+        ("five", tmp_path / "printed.yaml"),
+    ):  # of the first round
         if run == "five":
             file.write_text(dump(settings("one")))
         written = load(file, [f"train.output={tmp_path / run}", "train.steps=1"])

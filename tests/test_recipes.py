@@ -230,7 +230,7 @@ def test_set_is_written_into_the_file(tmp_path: Path, unplanned: None) -> None:
     overrides = ("train.adapter.rank=32", "train.optim={lr: 2e-5}", "model.weights.id=./mine", "cache=/big/cache")
     assert init.run([str(source)], Options(gpu="4090", out=out, overrides=overrides)) == 0
     config = load(out)
-    assert config.train.adapter is not None and (config.train.adapter.rank, config.train.adapter.alpha) == (32, 16.0)
+    assert config.train.adapter is not None and (config.train.adapter.rank, config.train.adapter.alpha) == (32, None)
     assert (config.train.optim.lr, config.cache) == (2e-5, "/big/cache")
     assert config.model.weights is not None and config.model.weights.id == "./mine"
     assert config.model.weights.runs_in == ["bf16", "fp32"]

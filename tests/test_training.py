@@ -832,7 +832,7 @@ def test_the_weights_of_a_checkpoint_in_one_process(finished: Path) -> None:
         load_model_state(finished)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_and_ends_the_run(
     tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -851,6 +851,18 @@ def test_a_signal_saves_and_ends_the_run(
     assert f"{number.name}: a checkpoint will be written" in capfd.readouterr().err
     assert signal.getsignal(number) is before
     assert fit_tiny(settings, resume="auto").step == 6
+
+
+def test_the_end_of_a_terminal_stays_ignored_after_nohup(tmp_path: Path) -> None:
+    def touch(step: int) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        report = fit_tiny(tiny_run.config(tmp_path / "run", steps=3), touch=touch)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (report.step, report.stopped_by) == (3, None)
 
 
 def test_a_signal_before_the_loop_promises_no_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:

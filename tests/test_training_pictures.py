@@ -259,6 +259,17 @@ def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(tmp_pa
     assert files(config) == files(whole)
 
 
+def test_a_stop_in_the_last_drawing_leaves_it_to_the_resumed_run(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", 4, every=2)
+    with at_model_call(13, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        report = run(config)
+    assert (report.step, report.stopped_by, sorted(files(config))) == (4, "SIGTERM", [0, 2])
+    run(config, resume="auto")
+    whole = settings(tmp_path / "whole", 4, every=2)
+    run(whole)
+    assert files(config) == files(whole)
+
+
 # ------------------------------------------------------------------------------------------------------------ the file
 
 

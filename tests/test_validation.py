@@ -255,6 +255,28 @@ def test_a_stop_request_ends_it_early_and_the_resumed_run_makes_up_for_it(
     assert values(config) == values(whole)
 
 
+@pytest.mark.parametrize("at", [2, None], ids=["in its validation", "before its validation"])
+def test_a_stop_at_the_last_step_leaves_its_validation_to_the_resumed_run(at: int | None, tmp_path: Path) -> None:
+    """The run was complete, so that nothing did it for ever after."""
+
+    def stop(step: int | None = None) -> None:
+        if step in (None, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    printed = list[str]()
+    config = settings(tmp_path / "run", 4, every=2)
+    task = interrupted_task(config, at, stop) if at is not None else tiny_run.task(config, touch=stop)
+    report = run(config, task=task, log=printed.append)
+    assert (report.step, report.stopped_by, list(values(config))) == (4, "SIGTERM", [0, 2])
+    assert any("--resume auto" in line and "validation" in line for line in printed)
+    resumed = run(config, resume="auto")
+    assert (resumed.step, resumed.checkpoint, resumed.stopped_by) == (4, report.checkpoint, None)
+    whole = settings(tmp_path / "whole", 4, every=2)
+    run(whole)
+    assert values(config) == values(whole)
+    assert run(config, resume="auto", log=printed.append).loss is None and "nothing to do" in printed[-1]
+
+
 def test_a_sample_that_cannot_be_read_ends_the_run_after_a_checkpoint(tmp_path: Path) -> None:
     def fail() -> None:
         raise UserError("a record is damaged")

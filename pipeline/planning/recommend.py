@@ -83,7 +83,7 @@ VALUES = (
     Value(
         LORA,
         "train.adapter",
-        {"kind": "lora", "rank": 16, "alpha": 16.0, "targets": "attention"},
+        {"kind": "lora", "rank": 16, "targets": "attention"},
         f"rank 4 in {_DIFFUSERS}, 16 in reports of users of Z-Image (2B); cosmos-rl trains all eight projections",
     ),
     Value(LORA, "train.optim.lr", 1e-4, f"{_DIFFUSERS}, cosmos-rl; 1e-6 does not learn (NVlabs/Sana #250)"),

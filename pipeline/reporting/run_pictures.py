@@ -162,7 +162,7 @@ class Watcher:
         self._described: dict[str, Any] | None = None
 
     def watch(self, *, once: bool = False, poll_s: float = POLL_S) -> None:
-        """Decode what is there and what appears, until SIGINT or SIGTERM; the drawing at hand is finished first.
+        """Decode what is there and what appears, until SIGINT, SIGTERM or SIGHUP; the drawing at hand is finished.
 
         Args:
             once: return when everything is decoded.
@@ -182,7 +182,7 @@ class Watcher:
                 raise KeyboardInterrupt
             stop.set()
 
-        with catching((signal.SIGINT, signal.SIGTERM), asked):
+        with catching((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), asked):
             made = self._pass(stop)
             if not made and not once:
                 absent = "" if self.run.is_dir() else ", which does not exist yet"

@@ -92,6 +92,13 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
         run = _restore(run, resumed)
     if train.optim.in_backward:
         in_backward.fuse(run.optimizer, run.model)
+    adapter = train.adapter
+    if adapter is not None and adapter.alpha not in (None, adapter.rank):
+        factor = adapter.alpha / adapter.rank
+        log(
+            f"note: train.adapter.alpha is {adapter.alpha:g} and the rank {adapter.rank}: the product is multiplied by "
+            f"{factor:g}; --set train.adapter.alpha=null follows the rank"
+        )
     whole, trained = sum(counts).real, sum(counts).imag
     part = "" if trained == whole else f" of {whole / 1e6:.1f}"
     log(

@@ -243,6 +243,21 @@ def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:
     return {"start": starts} | {event: [of_step[step] for step in sorted(of_step)] for event, of_step in events.items()}
 
 
+def not_looked_at(folder: Path, step: int, snapshot: str | None, *, validated: bool, drawn: bool) -> list[str]:
+    """What a run lacks after its last step, in words.
+
+    Args:
+        folder: the run directory. snapshot: of the validation.
+        validated, drawn: whether there is to be a validation, and a drawing.
+    """
+    journal = folder / "metrics.jsonl"
+    events = read_events(journal) if journal.exists() else {}
+    steps = [row["step"] for row in events.get("validation", []) if row["snapshot"] == snapshot]
+    lacking = ["validation"] if validated and step not in steps else []
+    there = step in [row["step"] for row in events.get("pictures", []) if (folder / row["file"]).exists()]
+    return lacking + (["pictures"] if drawn and not there else [])
+
+
 def _line(row: dict[str, Any]) -> str:
     height, width = row["bucket"]
     parts = [

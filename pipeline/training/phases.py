@@ -21,15 +21,15 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError, writing
 from pipeline.loader.schedule import Schedule
 from pipeline.training import checkpoint
-from pipeline.training.metrics import read_events
+from pipeline.training.metrics import not_looked_at, read_events
 
 NAME = "summary.json"
 
 
 @dataclass(frozen=True)
 class PhaseState:
-    """What the run directory of a phase says. last: its newest checkpoint, if any. finished: its steps are done, or a
-    later phase has begun."""
+    """What the run directory of a phase says. last: its newest checkpoint, if any. finished: its steps are done, with
+    the validation and the pictures after the last, or a later phase has begun."""
 
     name: str
     folder: Path
@@ -57,9 +57,18 @@ def survey(config: Config) -> list[PhaseState]:
                     fix=f"put {missing!r} behind the phases that have begun, or set another train.output",
                 )
             places = [PhaseState(place.name, place.folder, place.last, True) for place in places]
-        done = resumed is not None and resumed.done >= resumed.document.config["train"]["steps"]
-        places.append(PhaseState(phase.name, folder, resumed, done))
+        places.append(PhaseState(phase.name, folder, resumed, resumed is not None and _is_finished(folder, resumed)))
     return places
+
+
+def _is_finished(folder: Path, last: checkpoint.Resumed) -> bool:
+    train = last.document.config["train"]
+    validation, drawn = train.get("validation"), train.get("pictures") is not None
+    snapshot = validation and validation["snapshot"]
+    return last.done > train["steps"] or (
+        last.done == train["steps"]
+        and not not_looked_at(folder, last.done, snapshot, validated=validation is not None, drawn=drawn)
+    )
 
 
 def summarize(place: PhaseState, head: Head | None) -> dict[str, Any]:

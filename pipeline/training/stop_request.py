@@ -1,4 +1,4 @@
-"""End a training cleanly on SIGTERM, SIGUSR1, Ctrl-C, or when its launcher was killed.
+"""End a training cleanly on SIGTERM, SIGUSR1, SIGHUP (the end of its terminal), Ctrl-C, or the end of its launcher.
 
 The loop asks a `StopRequest` between steps, and the loader while it waits for data. A second Ctrl-C ends the process at
 once.
@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -48,15 +48,16 @@ class StopRequest:
 
 @contextmanager
 def catch_signals_of(launch: Launch) -> Iterator[StopRequest]:
-    """Inside, SIGTERM, SIGUSR1 and SIGINT request a clean end, which the first process announces on stderr. SIGINT ends
-    the process at once before the first step, and when it is the second signal. Signals are caught in the main thread
-    only; an ignored SIGINT stays ignored."""
+    """Inside, SIGTERM, SIGUSR1, SIGHUP and SIGINT request a clean end, which the first process announces on stderr.
+    SIGINT ends the process at once before the first step, and when it is the second signal. Signals are caught in the
+    main thread only; after `nohup` SIGHUP stays ignored."""
     request = StopRequest(launcher=os.getppid() if launch.kind in ("torchrun", "accelerate") else None)
 
     def announce(line: str) -> None:
         if launch.is_main:
             start = "\n" if os.isatty(2) else ""  # there a progress line may be open
-            os.write(2, f"{start}sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
+            with suppress(OSError):  # the terminal is gone
+                os.write(2, f"{start}sana-pipe: {line}\n".encode())  # a signal may come in the middle of a print
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and not request.looping:
@@ -70,8 +71,5 @@ def catch_signals_of(launch: Launch) -> Iterator[StopRequest]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    numbers = [signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        numbers.append(signal.SIGINT)
-    with catching(numbers, handle):
+    with catching([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT], handle):
         yield request

@@ -1,8 +1,8 @@
 """The training run in outline: check, build, loop.
 
-`fit` does optimizer steps until `train.steps` or a stop request (SIGTERM, SIGUSR1, Ctrl-C: save, then leave), which
-takes effect after the step in flight (on a GPU after one more). What all processes must decide alike (what to resume,
-when to stop) derives from one value that all of them have.
+`fit` does optimizer steps until `train.steps` or a stop request (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C: save, then leave),
+which takes effect after the step in flight (on a GPU after one more). What all processes must decide alike (what to
+resume, when to stop) derives from one value that all of them have.
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, and, where
 used, `prediction.json`, `pictures/`, `profile/`, `from.json` (`--from`), and `lock.json` while a training uses it.
 """
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pipeline import retrying
 from pipeline.cache.disk import replacing
-from pipeline.config import Config, TrainConfig, dump, written
+from pipeline.config import Config, dump, written
 from pipeline.errors import UserError, printed_first, writing
 from pipeline.launch import Launch, set_tf32
 from pipeline.loader.loader import Batch, LoaderState
@@ -40,11 +40,11 @@ from pipeline.training.drawings import Drawings
 from pipeline.training.feeding import Feed
 from pipeline.training.lock import Lock, run_lock
 from pipeline.training.memory import memory_errors
-from pipeline.training.metrics import Metrics, export
+from pipeline.training.metrics import Metrics, export, not_looked_at
 from pipeline.training.profiling import tracing
 from pipeline.training.step import Outcome
 from pipeline.training.stop_request import StopRequest, catch_signals_of
-from pipeline.training.task import Compare, Log, Report, TrainingTask
+from pipeline.training.task import Compare, Context, Log, Report, TrainingTask
 from pipeline.training.throughput import Throughput
 from pipeline.training.validation import Validation
 
@@ -95,8 +95,11 @@ def fit(
         trainable = run_on_all(lambda: trainable_of(config, task))
         check_start(context, trainable, resumed)
         if resumed is not None and (done := resumed.done) >= train.steps:
-            log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
-            return Report(done, resumed.folder, None, None)
+            lacking = broadcast_from_rank_0(lambda: _not_looked_at(context)) if done == train.steps else []
+            if not lacking:
+                log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
+                return Report(done, resumed.folder, None, None)
+            log(f"{done} steps are done, train.steps is {train.steps}; after the last follow: {', '.join(lacking)}")
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
         for line in optimizers.advice(train.optim, task.batch, train.steps):
@@ -104,6 +107,14 @@ def fit(
         journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if launch.is_main else None)
         with closing(journal) if journal is not None else nullcontext():
             return Loop(run, journal, stop, lock).execute()
+
+
+def _not_looked_at(context: Context) -> list[str]:
+    """What the run lacks after its last step: a signal ended it before."""
+    validation, task = context.train.validation, context.task
+    snapshot, validated = None if validation is None else validation.snapshot, task.validation is not None
+    drawn = task.pictures is not None
+    return not_looked_at(context.folder, context.train.steps, snapshot, validated=validated, drawn=drawn)
 
 
 def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: LiveLine) -> Metrics:
@@ -273,4 +284,7 @@ class Loop:
         names = [name for name in all_gather_objects(self.stop.name) if name] if stopped else []
         if names and self.done < self.train.steps:
             self.context.log(f"stopped by {names[0]} after step {self.done}; continue with --resume auto")
+        elif names and self.journal is not None and (lacking := _not_looked_at(self.context)):
+            what = ", ".join(lacking)
+            self.context.log(f"stopped by {names[0]} after the last step; --resume auto does what follows it: {what}")
         return Report(self.done, self.saved, self.loss, names[0] if names else None)

@@ -1,4 +1,5 @@
-"""Stop signals: SIGTERM and SIGUSR1, which schedulers send before they take a machine away, end encoding cleanly.
+"""Stop signals: SIGTERM and SIGUSR1, which schedulers send before they take a machine away, and SIGHUP, the end of a
+terminal or connection, end encoding cleanly.
 
 Inside `signals()` the first signal gives the current unit `grace_s` more seconds: `check` raises `Stopped` between
 units, `check_batch` between batches after the grace. A second signal ends the grace. Outside `polite()` (planning) the
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline import retrying
-from pipeline.processes import catching, in_main_thread
+from pipeline.processes import catching, in_main_thread, is_ignored
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopped(BaseException):
@@ -37,11 +38,13 @@ class Stop:
         self.name: str | None = None
         self._deadline = float("inf")
         self._polite = False
+        self._caught: list[signal.Signals] = []
 
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Catch the signals inside the block."""
-        with catching(SIGNALS, self.note) as caught:
+        self._caught = [number for number in SIGNALS if not is_ignored(number)]
+        with catching(self._caught, self.note) as caught:
             if not caught:
                 yield
                 return
@@ -51,7 +54,7 @@ class Stop:
     def catch(self) -> None:
         """Install the handlers again, after a library has replaced them."""
         if in_main_thread():
-            for number in SIGNALS:
+            for number in self._caught:
                 signal.signal(number, self.note)
 
     @contextmanager
