@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from pipeline.errors import escaped
+from pipeline.urls import strip_credentials
 
 _ROOT = Path(__file__).resolve().parent.parent
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from pipeline.cli import console; console()"
@@ -43,8 +44,8 @@ def command(*arguments: str) -> list[str]:
 
 
 def shown(*arguments: str) -> str:
-    """The same command as a user types it."""
-    return shlex.join(["sana-pipe", *arguments])
+    """The same command as a user types it, without the credentials of URLs."""
+    return shlex.join(["sana-pipe", *map(strip_credentials, arguments)])
 
 
 def end_with_parent() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from pipeline import outputs
 from pipeline.cache.disk import sync_path
 from pipeline.config import Config, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
@@ -36,6 +38,9 @@ from pipeline.urls import strip_credentials
 
 MARK = "sana_pipe.json"
 """Marks a folder as an export: what was exported, and the options that it depends on."""
+
+_FILES = (".safetensors", ".sft", ".pth", ".pt", ".ckpt", ".bin")
+"""Endings of weights: `--out lora.safetensors` would be a folder of this name."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,9 +78,9 @@ def run(
 
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
-        out: must not exist, or be empty.
+        out: must not exist, or be empty; no input of the configuration.
         ema: export the EMA weights instead of the last weights.
-        overwrite: `out` may hold an export, which is replaced.
+        overwrite: `out` may hold an export, which is replaced. Files that were added to it or changed stay.
         dtype: of the transformer's files: fp32, bf16 or fp16.
         form: `diffusers` (a whole pipeline, an adapter's file, or a ControlNet's folder), `merged` (the whole pipeline
             of an adapter), `nvlabs` (the transformer) or `comfyui` (an adapter's file).
@@ -94,8 +99,9 @@ def run(
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
     state = {"weights": name, **document.state.as_dict()}
-    _check_target(out, overwrite)
+    check_target(config, out, overwrite)
     check_same(config, document.config, folder)
+    config = _as_trained(config, document.config)
     architecture, adapter = document.architecture, adapter_from(document.adapter)
     form = _form(form, architecture, adapter)
     of_adapter = adapter is not None and form in adapter.formats
@@ -129,7 +135,8 @@ def run(
             architecture.save(weights, work / "transformer", DTYPES[dtype])
             text = readme("transformer", config, architecture, **about)
         (work / "README.md").write_text(text, encoding="utf-8")
-        _json(work / MARK, {"state": state, "config": _shown(config)})
+        record = outputs.recorded(work)
+        _json(work / MARK, {"state": state, "config": _shown(config), "files": record})
     print(f"exported {stored} to {out}; the call is in its README.md", flush=True)
     return out
 
@@ -178,8 +185,12 @@ def _published(out: Path) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             yield work
+            if (out / MARK).is_file():
+                for path, name in outputs.carry(out, work, outputs.foreign(out, _record(out), MARK)):
+                    print(f"{path} of the earlier export was changed since: it stays as {name}", flush=True)
             for path in [*work.rglob("*"), work]:
-                sync_path(path)
+                if not path.is_symlink():
+                    sync_path(path)
             _put_in_place(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -188,7 +199,20 @@ def _published(out: Path) -> Iterator[Path]:
 # ---------------------------------------------------------------------------------------------------- checks
 
 
-def _check_target(out: Path, overwrite: bool) -> None:
+def check_target(config: Config, out: Path, overwrite: bool) -> None:
+    """Refuse a folder that is an input of the configuration, or that holds anything but an export.
+
+    Raises:
+        UserError: it is one.
+    """
+    if out.suffix in _FILES:
+        what = f"--out {out}: an export is a folder, not a file"
+        raise UserError(what, fix=f"--out {shlex.quote(str(out.with_suffix('')))}")
+    earlier = out.with_name(f".{out.name}.old")
+    if not os.path.lexists(out) and (earlier / MARK).is_file():  # a kill between the two renames of `_put_in_place`
+        with writing(out, "check the rights, or give another --out"):
+            os.rename(earlier, out)
+    outputs.check(config, out, whole=True)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / MARK).is_file():
@@ -196,8 +220,21 @@ def _check_target(out: Path, overwrite: bool) -> None:
     elif not overwrite:
         what, fix = f"{out} holds an export", "--overwrite, or another --out"
     else:
+        _record(out)
         return
     raise UserError(what, expected="a folder that is new or empty", fix=fix)
+
+
+def _record(out: Path) -> dict[str, str]:
+    """The digest of each file that an export wrote."""
+    path = out / MARK
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"{path}: does not list the files of the export, so files of others cannot be told from them",
+            fix="give another --out",
+        ) from None
 
 
 def _check_dtype(config: Config, dtype: str) -> None:
@@ -229,6 +266,15 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
         if before[name] != now[name]:
             what = f"{name} was {before[name]!r} in training and is {now[name]!r} now"
             print(f"note: {what}: the export takes the current one", flush=True)
+
+
+def _as_trained(config: Config, trained: dict[str, Any]) -> Config:
+    """The configuration with the text in front of the captions of the training, whatever the file says now."""
+    before, now = str(value_at(trained, "data.caption_prefix") or ""), config.data.caption_prefix
+    if before == now:
+        return config
+    print(f"note: the captions of the training began with {before!r}; data.caption_prefix is {now!r} now", flush=True)
+    return config.model_copy(update={"data": config.data.model_copy(update={"caption_prefix": before})})
 
 
 def _parts(config: Config, architecture: ModelSpec) -> Parts:
@@ -333,8 +379,8 @@ def _json(path: Path, value: Any) -> None:
 
 def _put_in_place(work: Path, out: Path) -> None:
     old = out.with_name(f".{out.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
+    if out.exists():  # then what an earlier kill left of the old folder is in `out`, too
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(out, old)
     os.rename(work, out)
     sync_path(out.parent)

@@ -7,7 +7,6 @@ Nothing is encoded, and no model is read.
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 import textwrap
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from pipeline.cache.cache import check_source_name
 from pipeline.cache.disk import replacing
 from pipeline.cache.files import Files
 from pipeline.cache.keys import fixed
-from pipeline.config import LOCAL_NAME, Config, load, load_given, validated
+from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, validated
 from pipeline.encoding import estimate, scan_rows, survey
 from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB
@@ -38,6 +37,7 @@ from pipeline.planning import auto, extent, predict, recommend
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.recommend import Choice, Facts, Recommendation
 from pipeline.planning.search import Search
+from pipeline.processes import shown
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.selection import is_held_out
@@ -78,6 +78,7 @@ def run(data: Sequence[str], options: Options) -> int:
     """
     if options.out.exists() and not options.force:
         raise UserError(f"{options.out} exists already", fix="--force replaces it, --out FILE writes another file")
+    _check_replaced(options.out)
     with writing(options.out, _OUT), tempfile.TemporaryFile(dir=options.out.parent):
         pass  # before hours of scanning
     machine = _machine(options)
@@ -105,6 +106,17 @@ def run(data: Sequence[str], options: Options) -> int:
     for line in [*lines, *_next(options, data, machine)]:
         click.echo(line)
     return 0
+
+
+def _check_replaced(out: Path) -> None:
+    """Raise a UserError if a file is there that is no configuration: `--force` would replace it."""
+    if out.exists():
+        try:
+            if read_tree(out).keys() <= Config.model_fields.keys():
+                return
+        except UserError:
+            pass
+        raise UserError(f"{out} exists and is no configuration of sana-pipe", fix="--out FILE writes another file")
 
 
 @dataclass(frozen=True)
@@ -204,7 +216,7 @@ def _text(made: Recommendation, data: Sequence[str], options: Options) -> str:
     words += [] if options.purpose is None else ["--for", options.purpose]
     words += [] if options.trigger is None else ["--trigger", options.trigger]
     head = [
-        f"# {made.purpose} at {made.resolution} px, written by: {escaped(shlex.join(['sana-pipe', 'init', *words]))}",
+        f"# {made.purpose} at {made.resolution} px, written by: {escaped(shown('init', *words))}",
         "# A start, not an optimum: docs/recipes.md has the source of each value, sana-pipe config every option.",
     ]
     order = [name for name in Config.model_fields if name in tree]
@@ -309,4 +321,4 @@ def _next(options: Options, data: Sequence[str], machine: Machine | None) -> lis
     if machine is not None and machine.nodes > 1:
         lines.append(f"for {machine.nodes} nodes: sana-pipe encode, bucket and train, as in configs/launch")
     where = "" if machine is not None else "   # on a machine with a GPU"
-    return [*lines, f"next: {shlex.join(['sana-pipe', 'run', *data, *config])}{where}"]
+    return [*lines, f"next: {shown('run', *data, *config)}{where}"]

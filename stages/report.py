@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from PIL import Image
 
-from pipeline import processes
+from pipeline import outputs, processes
 from pipeline.amounts import amount
 from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import spread
@@ -54,6 +54,7 @@ def run(
         UserError: as `collect`; there is neither a snapshot nor a run; the page cannot be written.
         DecodeError: the decoding process failed.
     """
+    outputs.check(config, out)
     page.check_out(out)
     figures, cache, opened = collect(config, run=run, snapshot=snapshot, compare=compare)
     if opened is None and figures["run"] is None:

@@ -2,6 +2,7 @@
 
 Each command is printed as a user types it and runs in a process of its own, so no process holds two models. All of them
 continue what an earlier, killed run began. The chain ends at the first command that fails, with its exit code.
+Pictures and export go to folders of the run directory, so that no run replaces what another made.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from typing import Any
 import click
 import torch
 
+from pipeline import outputs
+from pipeline.cache.cache import Cache
 from pipeline.config import Config, Given, reads
 from pipeline.options import flat, put, value_at
 from pipeline.processes import INTERRUPTED, call, command, shown
+from pipeline.training import changes, checkpoint
 
 PROMPTS = "prompts.txt"
 STAGES = ("encode", "bucket", "train", "sample", "export")
+SAMPLES, EXPORT = "samples", "export"
+"""Folders of the results in `train.output`."""
 TORCHRUN = ("--standalone", "--nproc-per-node")
 
 
@@ -62,10 +68,18 @@ def run(
 
     Returns:
         0, or the exit code of the command that failed.
+
+    Raises:
+        UserError: results would lie over what the configuration reads; the checkpoints are of other data or weights.
     """
+    for folder in (SAMPLES, EXPORT):
+        place = Path(config.train.output, folder)
+        outputs.check(config, place, whole=folder == EXPORT, option="train.output", sources=data)
     steps = list(chain(config, given, path, overrides, data, prompts))
     for number, step in enumerate(steps, 1):
         click.echo(f"\n[{number}/{len(steps)}] $ {step}")
+        if step.words[0] == "train":
+            check_unchanged(config)
         code, stopped_by = call(step.arguments)
         if code or stopped_by is not None:
             what = f"was ended by {stopped_by.name};" if stopped_by else f"ended with {code}; when that is mended,"
@@ -86,8 +100,20 @@ def chain(
         yield Step(("encode", "--data", source, *also, *options["encode"]), encoders)
     yield Step(("bucket", *options["bucket"]))
     yield Step(("train", "--resume", "auto", *options["train"]), trainers)
-    yield Step(("sample", *options["sample"]))
-    yield Step(("export", "--overwrite", *options["export"]))
+    samples, export = (str(Path(config.train.output, folder)) for folder in (SAMPLES, EXPORT))
+    yield Step(("sample", "--out", samples, *options["sample"]))
+    yield Step(("export", "--out", export, "--overwrite", *options["export"]))
+
+
+def check_unchanged(config: Config) -> None:
+    """Refuse to go on with a run whose data or base weights have changed since it began."""
+    output = Path(config.train.output)
+    folder = None if config.phases else checkpoint.newest(output / "checkpoints")
+    if folder is not None:
+        cache = Cache.of(config)
+        changes.refuse(
+            output, changes.since(config, cache, checkpoint.read_document(folder), cache.snapshot_of("latest"))
+        )
 
 
 def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str]) -> list[str]:

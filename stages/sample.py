@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from pipeline import outputs
 from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import spread
 from pipeline.cache.snapshot import Head
@@ -80,6 +81,7 @@ def run(
     Raises:
         UserError: no checkpoint, no snapshot, or a snapshot of other encoders; a scale for a whole model.
     """
+    outputs.check(config, out)
     config, stored, controlled = _trained(config, checkpoint, ema)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
@@ -229,6 +231,7 @@ def run_prompts(
     Raises:
         UserError: no checkpoint; encoders that do not fit it; sides that the model cannot draw.
     """
+    outputs.check(config, out)
     config, stored, controlled = _trained(config, checkpoint, ema)
     if (controlled is None) != (control is None):
         held = "a ControlNet, which draws with a control picture" if control is None else "no ControlNet"

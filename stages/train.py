@@ -33,7 +33,7 @@ from pipeline.planning.expectation import Expectation, expect
 from pipeline.planning.predict import Data, Machine
 from pipeline.processes import follow_with
 from pipeline.reporting import run_pictures
-from pipeline.training import checkpoint, phases
+from pipeline.training import changes, checkpoint, phases
 from pipeline.training.build import architecture_of, with_text
 from pipeline.training.checkpoint import Document
 from pipeline.training.inputs import Inputs, find_inputs, task_of
@@ -216,6 +216,10 @@ def _train(config: Config, call: _Call, snapshot: str | None, stop: StopRequest 
     if config.train.epochs is not None:
         config = _with_steps(config, opened, 0 if resumed is None else resumed.phase)
         log(f"{config.train.steps} steps: train.epochs of this snapshot")
+    if stop is None and snapshot is None and continued is not None and continued.state.step >= config.train.steps:
+        lines = changes.since(config, cache, continued, cache.snapshot_of("latest"))
+        changes.refuse(Path(config.train.output), lines)
+    config = _as_encoded(config, cache, opened, log)
     config, inputs = find_inputs(config, cache, opened, resumed, log)
     data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
     config = with_text(config, device)
@@ -286,6 +290,17 @@ def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None,
         f"the run began with this snapshot and keeps it; the newest is {str(other)[:12]}: to train on that, sana-pipe "
         f"train {checkpoint.beginning(Path(config.train.output))}"
     ]
+
+
+def _as_encoded(config: Config, cache: Cache, snapshot: Snapshot, log: Log) -> Config:
+    """The configuration with the text that stands in front of the snapshot's captions, as the cache remembers it: the
+    file may have changed since, and checkpoints and exports name it."""
+    given, known = config.data.caption_prefix, changes.prefixes(cache, snapshot.head)
+    if not known or given in known:
+        return config
+    encoded = next(filter(None, known), "")
+    log(f"note: data.caption_prefix is {given!r} now; the captions of this snapshot were encoded with {encoded!r}")
+    return config.model_copy(update={"data": config.data.model_copy(update={"caption_prefix": encoded})})
 
 
 def _with_steps(config: Config, snapshot: Snapshot, phase: int) -> Config:

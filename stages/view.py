@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from pipeline import outputs
 from pipeline.amounts import amount
 from pipeline.cache.cache import Cache
 from pipeline.config import Config
@@ -56,6 +57,7 @@ def run(
     values["readable"] = photos.data(values["source"], values["item"]) is not None
     rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
     if out is not None:
+        outputs.check(config, out)
         captions = [Card([], caption["text"], _caption(caption)) for caption in values["captions"]]
         numbers = Table((Column("", "name"), Column("", "value")), [dict(zip(("name", "value"), row)) for row in rows])
         sections: list[tuple[Section, Sequence[Block]]] = [

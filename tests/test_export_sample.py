@@ -38,8 +38,10 @@ from pipeline.reporting.export_readme import call_arguments, readme
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.sources.source import Unreadable
+from pipeline.training import changes
 from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
+from stages import run as chain
 from tests.support.checkpoints import load_model_state
 from tests.support.messages import naming
 from tests.support.tiny_sana import load_transformer
@@ -105,6 +107,34 @@ def changed(config: Config, tmp_path: Path, *overrides: str) -> Config:
 
 
 # ---------------------------------------------------------------------------------------------------- export
+
+
+def test_a_finished_run_says_what_has_changed_since_and_keeps_its_trigger_word(
+    trained: Trained, tmp_path: Path
+) -> None:
+    for name in ("cache", "run"):
+        shutil.copytree(trained.root / name, tmp_path / name)
+    here = f"cache={tmp_path / 'cache'}", f"train.output={tmp_path / 'run'}"
+    config = changed(trained.config, tmp_path, *here, "data.caption_prefix='zwx dog, '")
+    assert train.run(config, resume="auto").step == 3, "nothing was encoded with it yet"
+    encode.run(config, str(trained.root / "photos"))
+    bucket.run(config)
+    both = naming("zwx dog, ", "--from", "train.output=DIR")
+    with pytest.raises(UserError, match=both):
+        train.run(config, resume="auto")
+    with pytest.raises(UserError, match=both):
+        chain.check_unchanged(config)
+    cache, document = Cache.of(config), checkpoints.read_document(trained.checkpoint)
+    assert changes.since(config, cache, document, document.state.snapshot) == []
+    other = changed(config, tmp_path, "model.arch=null", "model.weights={id: other}", "vae.id=gone")
+    assert "model.weights.id" in "".join(changes.since(other, cache, document, document.state.snapshot))
+
+    export.run(config, "auto", tmp_path / "export")
+    assert "zwx" not in (tmp_path / "export/README.md").read_text()
+    longer = changed(trained.config, tmp_path, *here, "data.caption_prefix='abc, '", f"train.output={tmp_path / 'new'}")
+    train.run(longer)
+    stored = checkpoints.read_document(tmp_path / "new/checkpoints/step-00000003")
+    assert stored.config["data"]["caption_prefix"] == "zwx dog, ", "as encoded, not as the file says now"
 
 
 def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, exported: Path) -> None:
@@ -366,14 +396,52 @@ def test_an_export_is_replaced_only_by_overwrite(
 ) -> None:
     out = tmp_path / "export"
     out.mkdir()
-    (out / export.MARK).write_text("{}")
+    mark = json.dumps({"files": {}})
+    (out / export.MARK).write_text(mark)
     written: list[Path] = []
     monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[2]))
     with pytest.raises(UserError, match="holds an export") as caught:
         export.run(trained.config, "auto", out)
-    assert "--overwrite" in str(caught.value.fix) and (out / export.MARK).read_text() == "{}" and not written
+    assert "--overwrite" in str(caught.value.fix) and (out / export.MARK).read_text() == mark and not written
     export.run(trained.config, "auto", out, overwrite=True)
     assert written and json.loads((out / export.MARK).read_text())["state"]["step"] == 3
+
+
+def test_what_was_added_to_an_export_or_changed_in_it_stays(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = export.run(trained.config, "auto", tmp_path / "export")
+    (out / "sks_v1.safetensors").write_text("mine")
+    (out / "README.md").write_text("edited")
+
+    def kept() -> tuple[str, str]:
+        return (out / "sks_v1.safetensors").read_text(), (out / "README.kept.md").read_text()
+
+    export.run(trained.config, "auto", out, overwrite=True)
+    assert kept() == ("mine", "edited") and "sana-pipe export" in (out / "README.md").read_text()
+    with monkeypatch.context() as patch:  # killed between the two renames
+        patch.setattr(export.os, "rename", Mock(side_effect=[None, KeyboardInterrupt]))
+        with pytest.raises(KeyboardInterrupt):
+            export.run(trained.config, "auto", out, overwrite=True)
+    out.rename(out.with_name(".export.old"))
+    export.run(trained.config, "auto", out, overwrite=True)
+    assert kept() == ("mine", "edited")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
+
+
+def test_an_export_without_a_list_of_its_files_is_not_replaced(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / export.MARK).write_text("{}")
+    with pytest.raises(UserError, match=naming(tmp_path / export.MARK, "--out")):
+        export.run(trained.config, "auto", tmp_path, overwrite=True)
+
+
+def test_no_export_takes_the_place_of_a_model_that_is_read_nor_a_files_name(trained: Trained, tmp_path: Path) -> None:
+    base = Path(trained.config.vae.id)
+    with pytest.raises(UserError, match=naming("--out")):
+        export.run(trained.config, "auto", base, overwrite=True)
+    with pytest.raises(UserError, match=naming("--out")):
+        export.run(trained.config, "auto", tmp_path / "lora.safetensors")
+    assert (base / "vae/config.json").is_file() and not [*tmp_path.iterdir()]
 
 
 def test_an_export_says_what_is_in_it_and_not_where_it_came_from(trained: Trained, tmp_path: Path) -> None:

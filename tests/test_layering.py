@@ -27,8 +27,9 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.config": "errors options urls yaml_text",
         "pipeline.launch": "config errors",
         "pipeline.gpus": "errors",
-        "pipeline.processes": "errors",
+        "pipeline.processes": "errors urls",
         "pipeline.counters": "",
+        "pipeline.outputs": "config errors options cache",
         "pipeline.retrying": "errors counters",
         "pipeline.cache": "config errors urls counters retrying",
         "pipeline.metrics": "errors options counters processes cache",
@@ -50,7 +51,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.reporting": "config errors options amounts processes cache signals sources images models snapshots"
         " loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",
-        "stages": "config errors options yaml_text gpus amounts urls launch processes retrying cache metrics signals"
+        "stages": "config errors options outputs yaml_text gpus amounts urls launch processes retrying cache metrics"
+        " signals"
         " sources images models snapshots loader work parallel encoding training planning reporting demo",
     }.items()
 }

@@ -220,6 +220,10 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path, unplanned: None, capsy
     assert init.run([str(source)], Options(gpu="4090", out=tmp_path / "b.yaml")) == 0
     kept = f"{tmp_path / 'prompts.txt'} is of before and stays as it is"
     assert (tmp_path / "prompts.txt").read_text() == "my prompt\n" and kept in capsys.readouterr().out
+    with pytest.raises(UserError, match=naming("a.yaml", "--out")):  # no configuration is in it
+        init.run([str(source)], Options(gpu="4090", out=out, force=True))
+    assert out.read_text() == "mine"
+    out.write_text("train: {steps: 3}")
     assert init.run([str(source)], Options(gpu="4090", out=out, force=True)) == 0
     assert kept not in capsys.readouterr().out
     assert load(out).bucket.batch == 4 and "my prompt" not in (tmp_path / "prompts.txt").read_text()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pipeline.config import Config, dump, load_given, option_fields, reads
+from pipeline.errors import UserError
 from pipeline.processes import command
 from stages import run as stage
 from stages.run import STAGES
@@ -36,14 +37,14 @@ def test_the_chain_is_the_single_commands_ready_to_paste() -> None:
         "sana-pipe encode --data 'a b' --config tiny",
         "sana-pipe bucket --config tiny",
         "sana-pipe train --resume auto --config tiny",
-        "sana-pipe sample --config tiny",
-        "sana-pipe export --overwrite --config tiny",
+        "sana-pipe sample --out runs/tiny/samples --config tiny",
+        "sana-pipe export --out runs/tiny/export --overwrite --config tiny",
     ]
 
 
 def test_a_setting_goes_to_the_commands_that_read_it() -> None:
-    made = lines("train.steps=7", "cache=/c", "bucket.batch=3", "metrics.textfile=/t", data=("a", "b"))
-    assert [("steps=7" in line, "/c" in line, "batch=3" in line, "/t" in line) for line in made] == [
+    made = lines("train.steps=7", "cache=/c", "bucket.batch=3", "metrics.textfile=/z", data=("a", "b"))
+    assert [("steps=7" in line, "/c" in line, "batch=3" in line, "/z" in line) for line in made] == [
         *[(False, True, False, True)] * 2,  # encode
         (False, True, True, False),
         *((True, True, False, True), (True, True, False, False), (True, False, False, False)),
@@ -53,6 +54,30 @@ def test_a_setting_goes_to_the_commands_that_read_it() -> None:
     assert made[1].endswith("""--set 'data={"resolution": 64}'""")
     unread = [name for name, _ in option_fields() if not any(reads(each, name) for each in stage.STAGES)]
     assert unread == [], "a --set that no command of the chain reads would be lost"
+
+
+def test_credentials_are_not_printed() -> None:
+    said = "\n".join(
+        lines("cache=https://ann:sesame@h/c?sig=sesame", data=("s3://key:sesame@b/x", "https://h/x?t=sesame#f"))
+    )
+    assert "sesame" not in said and "--data s3://b/x" in said
+    step = stage.Step(("encode", "--data", "s3://key:sesame@b/x"))
+    assert "s3://key:sesame@b/x" in step.arguments, "the command itself has them"
+
+
+@pytest.mark.parametrize("option", ["model.weights", "vae", "text", "train.adapter.start"])
+def test_results_never_lie_over_what_the_configuration_reads(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "call", lambda arguments: pytest.fail("began"))
+    (tmp_path / "run/export/transformer").mkdir(parents=True)
+    for place in ("run/export", "run/export/transformer"):
+        value = {"model.weights": "{{id: {}}}", "train.adapter.start": "{}"}.get(option, "{}").format(tmp_path / place)
+        setting = f"{option}={value}" if option not in ("vae", "text") else f"{option}.id={value}"
+        settings = [f"train.output={tmp_path}/run", setting, *["model.arch=null"] * option.startswith("model")]
+        config, given = load_given("tiny", settings)
+        with pytest.raises(UserError, match=r"train\.output"):
+            stage.run(config, given, None, settings, ["photos"], None)
 
 
 def test_prompts_are_encoded_where_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +208,7 @@ def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
     assert started(said) == list(STAGES)
     ended(begun(calm, photos, "log"), calm / "log")
     assert same_checkpoints(calm / last, killed / last)
-    assert (killed / "samples/contact_sheet.png").is_file() and (killed / "export/model_index.json").is_file()
+    assert (killed / "run/samples/contact_sheet.png").is_file() and (killed / "run/export/model_index.json").is_file()
 
     before = (killed / last).stat().st_mtime_ns
     again = ended(begun(killed, photos, "log4"), killed / "log4")

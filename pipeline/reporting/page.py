@@ -22,7 +22,8 @@ from pipeline.errors import UserError, writing
 from pipeline.reporting.blocks import COLUMNS, ROWS, Block, Card, Prompt, Table
 from pipeline.reporting.sections import FIRST, SECTIONS, Section, headline
 
-_BEGIN = b"<!DOCTYPE html>"
+_MARK, _HEAD = b'<meta name="generator" content="sana-pipe ', 300
+"""What marks a page as ours, within its first bytes."""
 _KINDS: dict[str, type] = {"plots": Markup, "lines": str, "tables": Table, "prompts": Prompt, "cards": Card}
 
 
@@ -104,7 +105,7 @@ def check_out(out: Path) -> None:
             return
         if out.is_file():
             with out.open("rb") as file:
-                if file.read(len(_BEGIN)) in (b"", _BEGIN):
+                if not (head := file.read(_HEAD)) or _MARK in head:
                     return
     raise UserError(f"{out} exists and is no page of sana-pipe", expected="a new file, or a page", fix="another --out")
 
