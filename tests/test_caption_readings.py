@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 
 from pipeline.cache.prompts import has_words
 from pipeline.cache.scan_table import SCAN
-from pipeline.config import DataConfig, TagsConfig
+from pipeline.config import DataConfig, TagsConfig, load_given
 from pipeline.encoding.scan import scan
+from pipeline.errors import UserError
 from pipeline.planning import recommend
 from pipeline.sources import caption_signs
+from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item
 from pipeline.sources.tag_sets import tags_of
 from pipeline.sources.text_parts import parts_of
@@ -106,6 +109,72 @@ READINGS: dict[str, tuple[Brought, dict[str, Any], list[str]]] = {
         {"caption_field": "json.prompt"},
         [BARN],
     ),
+    "a name with backslashes in csv": (
+        {"images/a.jpg": "", "metadata.csv": f"file_name,text\nimages\\a.jpg,{BARN}\n"},
+        {},
+        [BARN],
+    ),
+    "a name with backslashes in jsonl": ({"i/a.jpg": "", "a.jsonl": row("i\\a.jpg", text=BARN)}, {}, [BARN]),
+    "a name with backslashes in parquet": (
+        {"i/a.jpg": "", "t.parquet": {"file_name": ["i\\a.jpg"], "text": [BARN]}},
+        {},
+        [BARN],
+    ),
+    "a list with one picture": ({"t.parquet": {"images": [[b"\xff\xd8\xff"]], "text": [BARN]}}, {}, [BARN]),
+    "a list with one name": ({"a.jpg": "", "a.jsonl": json.dumps({"images": ["a.jpg"], "text": BARN})}, {}, [BARN]),
+    "a list of names in parquet": (
+        {"a.jpg": "", "t.parquet": {"images": [["a.jpg"]], "text": [BARN]}},
+        {},
+        [BARN],
+    ),
+    "a list with several pictures": (
+        {"t.parquet": {"images": [[b"\xff\xd8\xff"] * 2], "text": [BARN]}},
+        {},
+        ["reject: has 2 pictures: write a row for each"],
+    ),
+    "csv with spaces behind the separator": (
+        {"a.jpg": "", "a.csv": f"image_name| number| comment\na.jpg| 0| {BARN}\n"},
+        {"caption_field": "comment"},
+        [BARN],
+    ),
+    "a field with a dot in a tar": (
+        {"s.tar": {"a.jpg": "x", "a.prompt.txt": BARN, "a.other.txt": "x"}},
+        {"caption_field": "prompt.txt"},
+        [BARN],
+    ),
+    "columns of a field with a dot": (
+        {"s.tar": {"a.jpg": "x", "a.Meta.json": {"prompt": BARN}}},
+        {"caption_field": "meta.json.prompt"},
+        [BARN],
+    ),
+    "the picture's ending in a tar": ({"s.tar": {"a.jpg": "x", "a.jpg.txt": BARN}}, {}, [BARN]),
+    "kohya's meta_cap.json": (
+        {"1.jpg": "", "meta_cap.json": {"1": {"caption": BARN, "tags": "a, b"}}},
+        {},
+        [BARN],
+    ),
+    "captions.json beside c.jpg": ({"c.jpg": "", "captions.json": {"c.jpg": BARN}}, {}, [BARN]),
+    "captions.json with lists": ({"1.jpg": "", "captions.json": {"1.jpg": [BARN, BOATS]}}, {}, [BARN, BOATS]),
+    "ControlNet's prompt.json": (
+        {"t/1.png": "", "prompt.json": json.dumps({"target": "t/1.png", "prompt": BARN}) + "\n{}"},
+        {"image_field": "target", "caption_field": "prompt", "at": "prompt.json"},
+        [BARN],
+    ),
+    "Kaggle's captions.txt": (
+        {"Images/1.jpg": "", "captions.txt": f'image,caption\n1.jpg,"{BARN}"\n1.jpg,{BOATS}\n'},
+        {"image_root": "Images", "caption_field": "caption", "at": "captions.txt"},
+        [BARN, BOATS],
+    ),
+    "captions.txt beside the pictures": (
+        {"1.jpg": "", "captions.txt": f"image,text\n1.jpg,{BARN}\n"},
+        {},
+        [BARN],
+    ),
+    "a list of files beside captions": (
+        {"1.jpg": "", "1.txt": BARN, "captions.json": {"1.jpg": BOATS}},
+        {},
+        [BARN],
+    ),
     "a column with a dot in its name": ({"a.jpg": "", "a.json": {"x.y": BARN}}, {"caption_field": "x.y"}, [BARN]),
     "nested columns that are joined": (
         {"a.jpg": "", "a.json": {"t": {"who": "miku", "what": TAGS}}},
@@ -118,7 +187,63 @@ READINGS: dict[str, tuple[Brought, dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("name", READINGS)
 def test_captions_become_what_was_meant(name: str, tmp_path: Path) -> None:
     files, config, expected = READINGS[name]
-    assert list(read(bring(tmp_path, files), **config).values()) == [expected]
+    config, at = {**config}, config.get("at", "")
+    config.pop("at", None)
+    captions = list(read(bring(tmp_path, files) / at, **config).values())
+    assert [one for one in captions if not one[0].startswith("reject: names no file")] == [expected]
+
+
+LISTED: dict[str, tuple[Brought, str]] = {
+    "fill50k": (
+        {
+            **dict.fromkeys(["target/1.png", "target/2.png", "source/1.png", "source/2.png"], ""),
+            "prompt.json": "".join(
+                json.dumps({"source": f"source/{n}.png", "target": f"target/{n}.png", "prompt": BARN}) + "\n"
+                for n in (1, 2)
+            ),
+        },
+        "prompt.json",
+    ),
+    "Kaggle": ({"Images/1.jpg": "", "captions.txt": f"image,caption\n1.jpg,{BARN}\n"}, "captions.txt"),
+    "a subfolder": ({"x/1.jpg": "", "x/meta_cap.json": {"1": {"caption": BARN}}}, "x/meta_cap.json"),
+    "another column": ({"1.jpg": "", "a.csv": f"picture,prompt\n1.jpg,{BARN}\n"}, "a.csv"),
+}
+
+
+@pytest.mark.parametrize("caption", [None, "none"])
+@pytest.mark.parametrize("name", LISTED)
+def test_a_file_that_lists_the_pictures_is_named_with_the_command_that_reads_it(
+    tmp_path: Path, name: str, caption: str | None
+) -> None:
+    files, file = LISTED[name]
+    bring(tmp_path / "data", files)
+    with pytest.raises(UserError) as refused:
+        read(tmp_path / "data", caption=caption)
+    _, _, *words = shlex.split((refused.value.fix or "").partition(", or move")[0])
+    assert words[:2] == ["--data", str(tmp_path / "data" / file)]
+    config = load_given(None, words[3::2])[0].data
+    captions = [
+        [text for text, _ in one.captions] for one in open_source(words[1], config).items() if isinstance(one, Item)
+    ]
+    assert captions and all(texts == [BARN] for texts in captions)
+    read(tmp_path / "data", caption="a photo")
+
+
+def test_caption_columns_that_differ_between_files_are_read_by_the_advice(tmp_path: Path) -> None:
+    bring(tmp_path, {"a.parquet": {"jpg": [b"x"], "text": [BARN]}, "b.parquet": {"jpg": [b"x"], "caption": [BOATS]}})
+    for given in ({}, {"caption_field": "caption"}):
+        with pytest.raises(UserError) as refused:
+            read(tmp_path, **given)
+        [_, option] = shlex.split(refused.value.fix or "")
+        name, _, value = option.partition("=")
+        assert name == "data.caption_weights"
+        assert list(read(tmp_path, caption_weights=json.loads(value)).values()) == [[BARN], [BOATS]]
+
+
+def test_empty_cells_of_csv_are_null(tmp_path: Path) -> None:
+    bring(tmp_path, {"a.jpg": "", "metadata.csv": f"file_name,text,score\na.jpg,{BARN},\n"})
+    [item] = opened(tmp_path).items()
+    assert isinstance(item, Item) and item.meta == {"score": None}
 
 
 @pytest.mark.parametrize("texts", [["red barn", "old barn"], ["cat", "dog", "bird"]])

@@ -212,7 +212,7 @@ MISTAKES = [
     ({"file_name": "/etc/passwd", "text": "x"}, "absolute"),
     ({"file_name": "../out.png", "text": "x"}, "'..'"),
     ({"file_name": "sub/../a.png", "text": "x"}, "'..'"),
-    ({"file_name": "sub\\a.png", "text": "x"}, "backslash"),
+    ({"file_name": "sub\\a.png", "text": "x"}, "does not exist as a picture under sub"),
     ({"file_name": "a\n.png", "text": "x"}, "control"),
     ({"file_name": "a\u0000.png", "text": "x"}, "control"),
     ({"file_name": "", "text": "x"}, "names no file"),

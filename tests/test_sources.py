@@ -1246,7 +1246,7 @@ def test_listings_of_other_programs(tmp_path: Path, name: str) -> None:
         ('[{"file_name": "0.jpg", "text": "a"}][{"file_name": "1.jpg", "text": "b"}]', 0),
         ('[{"file_name": "0.jpg", "text": "a"}, 7]', 1),
         ('[{"file_name": "0.jpg", "text": "\\ud83d"}, {"file_name": "1.jpg", "text": "b"}]', 1),
-        ('{"0.jpg": ["a", "b"], "1.jpg": "b"}', 1),
+        ('{"0.jpg": ["a", 1], "1.jpg": "b"}', 1),
         ("[]", 0),
         ("", 0),
         ("7", 0),

@@ -356,6 +356,12 @@ def has_column(columns: Collection[str], column: str) -> bool:
     )
 
 
+def text_columns(row: dict[str, Any]) -> list[str]:
+    """The columns of a row that hold text and are called like captions, the best names first."""
+    columns = [column for column in columns_of(row) if _has_text(value_of(row, column))]
+    return [column for word in CAPTION_WORDS for column in sorted(columns, key=len) if word in column.lower()]
+
+
 def _has_part(row: dict[str, Any], field: str) -> bool:
     return any(value_of(row, part) is not _ABSENT for part in _parts(field))
 

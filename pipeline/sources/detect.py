@@ -16,6 +16,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,17 @@ from pipeline.errors import UserError, alternatives, not_permitted
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources import further
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, error_text, extension, is_url, kind_of_file
+from pipeline.sources.filenames import EXTENSIONS, base, error_text, extension, is_url, kind_of_file
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, mode_of, refuse_surrogates, suggestion
 from pipeline.sources.formats import FORMATS, formats
 from pipeline.sources.metadata_files import METADATA_NAMES
 from pipeline.sources.remote import RemoteFilesystem, last_part
+from pipeline.sources.sidecars import CAPTION_ENDINGS
 from pipeline.sources.source import Format, Given, Source, divided
 from pipeline.sources.unread import explain
+
+MAX_LOOSE = 8
+"""Files at the top of a folder that may list its pictures."""
 
 MAX_EXAMINED = 10_000
 """Files of a folder that are examined at least, if it has so many."""
@@ -73,11 +78,14 @@ def open_source(
     if settle is not None:
         config, format = settle(name)
     given = Given(filesystem, files, CaptionRule(config, raw), config, name, patience_s)
+    listings = list[str]()
     if format is not None:
         chosen = formats()[format]
+    elif files is None:
+        chosen, listings = _format_of_folder(given, data)
     else:
-        chosen = _format_of_folder(given, data) if files is None else _format_of_files(filesystem, files, data)
-    files_of_format, left_out = chosen.files(given)
+        chosen = _format_of_files(filesystem, files, data)
+    files_of_format, left_out = divided(filesystem, listings.__contains__) if listings else chosen.files(given)
     source = chosen.source(given, files_of_format)
     pictures = _PICTURES & left_out.counts.keys()
     if pictures and source.uses_files:
@@ -208,9 +216,10 @@ def _matches(file: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def _format_of_folder(given: Given, data: str) -> Format:
+def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
+    """The format of a folder, and its files where their names alone do not show it."""
     every, shown, compressed = formats(), dict[str, list[str]](), list[str]()
-    decided = False
+    decided, beside = False, _Beside()
     for examined, file in enumerate(given.filesystem.find_top_first()):
         if decided and examined >= MAX_EXAMINED:
             break
@@ -220,6 +229,9 @@ def _format_of_folder(given: Given, data: str) -> Format:
         elif format := next((format for format in every.values() if format.shows(file)), None):
             shown.setdefault(format.name, []).append(file)
             decided |= not format.is_listing
+            beside.pictures |= {base(file)} if extension(file) in EXTENSIONS else set()
+        elif extension(file) in CAPTION_ENDINGS:
+            beside.captions[file] = base(file)
     for name in list(shown):
         shown.pop(every[name].replaces, None)
     if compressed and not shown:
@@ -227,14 +239,19 @@ def _format_of_folder(given: Given, data: str) -> Format:
     listings = {name: shown.pop(name) for name in list(shown) if every[name].is_listing}
     if not shown:
         files = [file for some in listings.values() for file in some]
-        return _format_of_files(given.filesystem, files, data) if files else every[Source.format]
+        return _format_of_files(given.filesystem, files, data) if files else every[Source.format], []
     pictures = shown.get(Source.format, ())
     if not any(posixpath.basename(file).lower() in METADATA_NAMES for file in pictures):
         for name, files in listings.items():
             if about := [file for file in files if every[name].names(given, file)]:
                 shown[name] = about
         if naming := _naming(given, shown):
-            return every[naming]
+            return every[naming], []
+        if [*shown] == [Source.format] and (loose := beside.loose):
+            for format in every.values():
+                named = [file for file in loose if format.may_list(file) and format.names(given, file) == "files"]
+                if named:
+                    return format, named
     if len(shown) > 1:
         raise UserError(
             f"{data}: holds data of several kinds",
@@ -242,7 +259,29 @@ def _format_of_folder(given: Given, data: str) -> Format:
             found="; ".join(f"{kind} ({min(files)})" for kind, files in sorted(shown.items())),
             fix=alternatives("--format", sorted(shown)),
         )
-    return every[next(iter(shown))]
+    return every[next(iter(shown))], []
+
+
+@dataclass
+class _Beside:
+    """Of the files of a folder that are examined: the `base` of pictures, and of files that may have captions."""
+
+    pictures: set[str] = field(default_factory=set)
+    captions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def loose(self) -> list[str]:
+        """The few files at the top that may have the captions of all pictures, where none has a file beside it."""
+        if not self.pictures.isdisjoint(self.captions.values()):
+            return []
+        files = sorted(file for file in self.captions if "/" not in file)
+        if len(files) > MAX_LOOSE:
+            return []
+        return [file for file in files if not any(self._is_about(file, name) for name in self.pictures)]
+
+    def _is_about(self, file: str, name: str) -> bool:
+        """Whether a file is about a single picture: `X_more.json` about X."""
+        return file.startswith(name) and not file[len(name) :][:1].isalnum()
 
 
 def _naming(given: Given, shown: Mapping[str, list[str]]) -> str | None:

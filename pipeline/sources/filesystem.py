@@ -103,11 +103,12 @@ class Filesystem(ABC):
 
     def key(self, name: str, folder: str) -> str:
         """The name within the root of a file that a table names: relative to `folder`, or absolute and below the root.
+        It may have the backslashes of Windows.
 
         Raises:
             ValueError: it must not be used; the message is the reason.
         """
-        path = name.removeprefix("file://")
+        path = name.removeprefix("file://").replace("\\", "/")
         roots = [f"{root.rstrip('/')}/" for root in self.roots]
         named = ((full, root) for full in (path, posixpath.join(folder, path)) for root in roots)
         inside = next((full.removeprefix(root) for full, root in named if full.startswith(root)), None)

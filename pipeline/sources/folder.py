@@ -19,6 +19,7 @@ from pipeline.cache.keys import ItemRows
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError
+from pipeline.sources import listing_hints
 from pipeline.sources.caption_columns import CaptionRule, PictureCaptions
 from pipeline.sources.filenames import (
     EXTENSIONS,
@@ -333,8 +334,8 @@ class FolderSource(Source):
                 found=": ".join(filter(None, [what, kinds])),
                 fix=way,
             )
-        if not found.metadata and not listing.has_captions and self.rule.config.caption is None:
-            self._refuse_annotations()
+        if not found.metadata and not listing.has_captions and self.rule.config.caption in (None, "none"):
+            self._refuse_annotations(listing)
         rows = ItemRows(listing.pictures, self.scratch) if found.metadata else None
         for file in sorted(found.metadata):
             assert rows is not None
@@ -344,11 +345,13 @@ class FolderSource(Source):
         listing.reject(chain(texts(found.rejects.finish()), texts(rejects)))
         return listing
 
-    def _refuse_annotations(self) -> None:
-        """Raises a UserError if captions of another form lie among the pictures, which have none."""
+    def _refuse_annotations(self, listing: Listing) -> None:
+        """Raises a UserError if captions of another form, or a listing, lie among the pictures, which have none."""
         for file in chain.from_iterable(self.ignored.examples.values()):
-            if form := form_of_annotations(self.filesystem, file):
+            wanted = self.rule.config.caption is None
+            if wanted and (form := form_of_annotations(self.filesystem, file)):
                 raise annotations_refused(self.filesystem, file, form)
+            listing_hints.refuse(self.filesystem, file, listing.pictures.column("item"), self.rule)
 
     def _walk(self, disk: LocalFilesystem, found: _Found) -> Iterator[tuple[str, str | None]]:
         """The files that are not hidden, and why each must not be used, or None."""
@@ -412,7 +415,7 @@ class FolderSource(Source):
             fix = f"rename the column that names the pictures to {FILE_COLUMN!r} in {path}"
             raise no_column(self.filesystem, file, repr(FILE_COLUMN), columns, fix)
         alternative = f", or remove {path} if the captions are in .txt files"
-        check_caption_columns(self.filesystem, file, self.rule, columns, FILE_COLUMN, alternative)
+        check_caption_columns(self.filesystem, file, self.rule, columns, FILE_COLUMN, alternative, self.rule.seen)
 
     # ------------------------------------------------------------ items
 

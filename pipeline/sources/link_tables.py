@@ -26,7 +26,14 @@ from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.filenames import escaped, has_surrogates, is_url, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable, unreadable_reason
 from pipeline.sources.links import REQUESTS, Links
-from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, RowReader, check_caption_columns, no_column
+from pipeline.sources.metadata_files import (
+    LINK_COLUMNS,
+    NAME_COLUMNS,
+    RowReader,
+    check_caption_columns,
+    no_column,
+    only,
+)
 from pipeline.sources.range_prefetch import FileRange, RangePrefetch
 from pipeline.sources.source import FilesSource, Fragment, Given, Item, ListedItems, Part, Place, Reject
 
@@ -170,7 +177,7 @@ class LinkListing(LinkTables):
     def _item(
         self, key: str, part: str, place: str, row: dict[str, Any], column: str, rule: CaptionRule
     ) -> Iterator[Item | Reject]:
-        url = row.get(column)
+        url = only(row.get(column))
         if not isinstance(url, str) or not url.strip():
             yield Reject(key, "has no picture")
             return
@@ -214,7 +221,7 @@ class LinkListing(LinkTables):
         """The link of each line of a file, from line 0 on; None where no row with a link ends."""
         lines = 0
         for line, row in RowReader(part, self.filesystem.open(part, spool=True)):
-            url = row.get(self.image_field or link_column(row) or "") if isinstance(row, dict) else None
+            url = only(row.get(self.image_field or link_column(row) or "")) if isinstance(row, dict) else None
             if isinstance(url, str) and not has_surrogates(url):
                 yield from repeat((None,), line - lines)
                 yield (url,)
@@ -226,13 +233,18 @@ def link_column(row: dict[str, Any]) -> str | None:
     return next((column for column in (*NAME_COLUMNS, *LINK_COLUMNS) if column in row), None)
 
 
-def first_row(filesystem: Filesystem, file: str, image_field: str | None) -> tuple[str, dict[str, Any]]:
-    """The first picture that a listing names, and its row; ("", {}) if none of the first rows does."""
+def first_row(
+    filesystem: Filesystem, file: str, image_field: str | None, any_row: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """The first picture that a listing names, and its row; ("", {}) if none of the first rows does. any_row: the first
+    row, also if it names none."""
     try:
         for _, row in islice(RowReader(file, filesystem.open(file)), FIRST_ROWS):
-            name = row.get(image_field or link_column(row) or "") if isinstance(row, dict) else None
+            name = only(row.get(image_field or link_column(row) or "")) if isinstance(row, dict) else None
             if isinstance(name, str) and name and isinstance(row, dict):
                 return name, row
+            if any_row and isinstance(row, dict):
+                return "", row
     except OSError:  # is reported by the listing
         pass
     return "", {}

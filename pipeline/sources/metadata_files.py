@@ -21,7 +21,7 @@ from pipeline.cache.keys import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionRule, PictureCaptions
+from pipeline.sources.caption_columns import CaptionRule, PictureCaptions, columns_of, has_column
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.further import Further
@@ -30,7 +30,10 @@ from pipeline.sources.unread import TURNS, annotations_refused
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
-NAME_COLUMNS = (FILE_COLUMN, "image_path", "path", "image", "img", "file", "filename", "file_path", "filepath")
+NAME_COLUMNS = (
+    *(FILE_COLUMN, "image_path", "path", "image", "img", "file", "filename", "file_path", "filepath"),
+    *("image_name", "images"),
+)
 LINK_COLUMNS = ("url", "URL", "image_url", "img_url", "image_link", "link")
 _CAPTION = "caption"
 """The column of a caption in a JSON object {picture: caption}."""
@@ -113,13 +116,13 @@ class MetadataReader:
     def key(self, where: str, row: dict[str, Any], picture: str, folder: str) -> str | None:
         """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used. Names
         of further pictures become keys in the row. picture: the column."""
-        name = row.get(picture)
+        name = row[picture] = only(row.get(picture))
         if not isinstance(name, str) or not name:
             self.reject(where, f"names no file ({picture} is {short_repr(name)})")
             return None
         try:
             for column in self.column_names:
-                name = row.get(column)
+                name = only(row.get(column))
                 row[column] = self.filesystem.key(name, folder) if isinstance(name, str) and name else None
                 if row[column] is not None:
                     self.others.add(row[column])
@@ -136,17 +139,33 @@ class MetadataReader:
         self._named.add(key, pickle.dumps((said.candidates, said.problems, said.meta)))
 
 
+def only(value: Any) -> Any:
+    """The value, or that of a list with a single one, as data sets for vision-language models have it."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
 def check_caption_columns(
-    filesystem: Filesystem, file: str, rule: CaptionRule, columns: Collection[str], picture: str, alternative: str = ""
+    filesystem: Filesystem,
+    file: str,
+    rule: CaptionRule,
+    columns: Collection[str],
+    picture: str,
+    alternative: str = "",
+    others: Collection[str] = (),
 ) -> None:
     """Raises a UserError if a table has no caption column. picture: the column of the picture, or of its file;
-    alternative: appended to the fix."""
+    alternative: appended to the fix; others: columns of other tables, whose captions the fix must keep."""
     if not columns or not rule.lacks_captions(columns):
         return
     if TURNS in columns:
         raise annotations_refused(filesystem, file, "LLaVA")
     likely = rule.likely(column for column in columns if column != picture)
-    fix = setting("data.caption_field", likely) if likely else f"add a caption column to {filesystem.full_name(file)}"
+    fix = f"add a caption column to {filesystem.full_name(file)}"
+    if likely:
+        used = {column: weight for column, weight in rule.fields if has_column(others, column)}
+        fix = setting("data.caption_field", likely)
+        if used:
+            fix = setting("data.caption_weights", {**used, likely: 1.0})
     expected = f"the columns {picture!r} and {' or '.join(map(repr, rule.columns))} ({rule.setting})"
     raise no_column(filesystem, file, repr(rule.columns[0]), columns, fix + alternative, expected)
 
@@ -166,9 +185,9 @@ Rows = Iterator[tuple[int, dict[str, Any] | str]]
 class RowReader:
     """The rows of a JSONL or CSV file, one at a time, or of a JSON file, which is read as a whole.
 
-    A JSON file is an array of objects, or an object {picture: its columns, or its caption}; JSON and JSONL are told
-    apart by the first line, since either is found under the other's name. The separator of a CSV file is found in its
-    header. UTF-16 is read where its mark begins the file, as Excel and PowerShell write it.
+    A JSON file is an array of objects, or an object {picture: its columns, caption or captions}; JSON and JSONL are
+    told apart by the first lines, since either is found under the other's name. The separator of a CSV file is found in
+    its header; empty cells are None. UTF-16 is read where its mark begins the file, as Excel and PowerShell write it.
 
     Args:
         file: its name, which decides the format.
@@ -192,24 +211,28 @@ class RowReader:
             try:
                 for line, row in self._rows(text):
                     if isinstance(row, dict):
-                        self.columns.update(dict.fromkeys(row))
+                        self.columns.update(dict.fromkeys(columns_of(row)))
                     yield line, row
             except UnicodeDecodeError:
                 yield line + 1, "is not UTF-16; what follows is not read"
 
     def _rows(self, text: io.TextIOWrapper) -> Rows:
-        first = text.readline(MAX_JSON)
-        lines = chain([first] if first else [], text)
-        if self._ending in ("csv", "tsv"):
+        first, second = text.readline(MAX_JSON), text.readline(MAX_JSON)
+        lines = chain(filter(None, [first, second]), text)
+        if self._ending in ("csv", "tsv") or (self._ending == "txt" and first.strip()[:1] not in ("[", "{")):
             return self._csv(lines)
-        return _json(first + text.read(MAX_JSON)) if self._is_json(first) else _jsonl(lines)
+        if self._is_json(first, second):
+            return _json(first + second + text.read(MAX_JSON))
+        return _jsonl(lines)
 
-    def _is_json(self, first: str) -> bool:
-        """Whether the file is one JSON value, and not one in each line. first: its first line."""
+    def _is_json(self, first: str, second: str) -> bool:
+        """Whether the file is one JSON value, and not one in each line. first, second: its lines."""
         if self._ending != "json":
             return first.lstrip().startswith("[")
         row = parse_json(first) if len(first) <= MAX_CAPTION_BYTES else ""
-        return isinstance(row, str) or row.keys().isdisjoint((*NAME_COLUMNS, *LINK_COLUMNS))
+        if isinstance(row, str) or second.lstrip().startswith("{"):
+            return isinstance(row, str)
+        return row.keys().isdisjoint((*NAME_COLUMNS, *LINK_COLUMNS))
 
     def _csv(self, lines: Iterator[str]) -> Rows:
         csv.field_size_limit(max(csv.field_size_limit(), MAX_CAPTION_BYTES))
@@ -231,7 +254,7 @@ class RowReader:
             if not fields:
                 continue
             if not header:
-                header = fields
+                header = [name.strip() for name in fields]
                 if any(map(has_surrogates, header)):
                     yield line, "the header is not UTF-8"
                     return
@@ -244,7 +267,7 @@ class RowReader:
             elif any(map(has_surrogates, fields)):
                 yield line, "is not UTF-8"
             else:
-                yield line, dict(zip(header, fields, strict=True))
+                yield line, dict(zip(header, (value or None for value in fields), strict=True))
 
 
 def _jsonl(lines: Iterator[str]) -> Rows:
@@ -277,9 +300,14 @@ def _separator(header: str) -> str:
     return max(_SEPARATORS, key=header.count)
 
 
+def _all_text(values: list[Any]) -> bool:
+    """Whether a list has texts alone, one at least."""
+    return bool(values) and all(isinstance(value, str) for value in values)
+
+
 def _json_row(key: Any, value: Any) -> dict[str, Any] | str:
     """The row of a value in a JSON file, or the reason why it is none. key: of the value in an object."""
-    if key is not None and isinstance(value, str):
+    if key is not None and (isinstance(value, str) or (isinstance(value, list) and _all_text(value))):
         value = {_CAPTION: value}
     if not isinstance(value, dict):
         where = "" if key is None else f"under {short_repr(key)} "

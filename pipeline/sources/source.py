@@ -410,6 +410,10 @@ class Format(ABC):
     def __init__(self, name: str):
         self.name = name
 
+    def may_list(self, file: str) -> bool:
+        """Whether a file at the top of a folder of pictures without captions may list them; `names` tells."""
+        return self.is_listing and "/" not in file and extension(file) in self.named_endings
+
     def shows(self, file: str) -> bool:
         """Whether a file of a folder shows by its name that the folder is of this format."""
         return extension(file) in self.endings and not (self.is_listing and "/" in file)

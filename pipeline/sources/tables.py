@@ -26,13 +26,20 @@ from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.config import setting
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionRule
+from pipeline.sources.caption_columns import CaptionRule, text_columns
 from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, shown, stem
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.further import Further
 from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
-from pipeline.sources.metadata_files import LINK_COLUMNS, NAME_COLUMNS, MetadataReader, check_caption_columns, no_column
+from pipeline.sources.metadata_files import (
+    LINK_COLUMNS,
+    NAME_COLUMNS,
+    MetadataReader,
+    check_caption_columns,
+    no_column,
+    only,
+)
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source
 from pipeline.sources.unread import annotations_refused, form_of_annotations
@@ -48,6 +55,9 @@ PICTURE_COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "we
 
 SNIFFED = 16
 """Rows of a column that are looked at to find out whether it holds pictures."""
+
+MAX_BESIDE = 64
+"""Other files of a source whose columns are looked at for a message."""
 
 JSON_CAPTIONS = ("caption", "tags")
 """Caption columns of .json listings without the configured one."""
@@ -116,7 +126,7 @@ class ListingSource(FolderSource):
                 f"one of {', '.join(NAME_COLUMNS)}, or the value of data.image_field",
             )
         other = ", or write a .jsonl with it, one object for each picture in a line" if is_json else ""
-        check_caption_columns(self.filesystem, file, self.rule, metadata.columns, column, other)
+        check_caption_columns(self.filesystem, file, self.rule, metadata.columns, column, other, self.rule.seen)
         self.picture_columns |= {column}
 
     @property
@@ -263,9 +273,19 @@ class ParquetSource(LinkTables):
             UserError: there is no column of pictures, or none of captions.
         """
         column = self._layout(name).column
-        others = [f.name for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)]
-        check_caption_columns(self.filesystem, name, self._rule_of(name, others), [*others], column)
-        return others
+        schema = pa.schema([f for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)])
+        rule, columns = self._rule_of(name, schema.names), _columns_of(schema)
+        if rule.lacks_captions(columns):
+            check_caption_columns(self.filesystem, name, rule, columns, column, others=self._columns_beside(name))
+        return list(schema.names)
+
+    def _columns_beside(self, name: str) -> set[str]:
+        """The columns of some of the other files."""
+        columns = set[str]()
+        for file in [file for file in self.files if file != name][:MAX_BESIDE]:
+            with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
+                columns.update(_columns_of(self._file(file).schema_arrow))
+        return columns
 
     def _rule_of(self, name: str, columns: list[str]) -> CaptionRule:
         """The rule for a file with these columns beside the picture."""
@@ -317,7 +337,8 @@ class ParquetSource(LinkTables):
         if data is not None:
             where = f"{where}+{len(data)}"
         elif file is None:
-            return Reject(key, "has no picture")
+            several = len(picture) if isinstance(picture, list) else 0
+            return Reject(key, f"has {several} pictures: write a row for each" if several else "has no picture")
         elif self._layout(part).has_links:
             if not is_link(file):
                 return Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
@@ -437,7 +458,7 @@ class ParquetSource(LinkTables):
         return data
 
     def _url(self, place: Place) -> str | None:
-        url = self._value_at(place)
+        url = only(self._value_at(place))
         return url if isinstance(url, str) else None
 
     def _value_at(self, place: Place) -> Any:
@@ -502,11 +523,14 @@ class Jsonl(Format):
     is_listing = True
 
     def names(self, given: Given, file: str) -> str:
+        if extension(file) in self.named_endings and form_of_annotations(given.filesystem, file):
+            return ""
         name, row = first_row(given.filesystem, file, given.config.image_field)
         if is_link(name):
             return "links" if not row.keys().isdisjoint((*given.rule.columns, *LINK_CAPTIONS)) else ""
-        has_caption = name and not row.keys().isdisjoint(given.rule.columns)
-        return "files" if has_caption and is_file(given.filesystem, name, given.config.image_root or "") else ""
+        named = extension(file) in self.named_endings  # such a file is looked at where nothing else has captions
+        has_caption = given.rule.has_caption_column(row) or (named and bool(text_columns(row)))
+        return "files" if name and has_caption and names_picture(given, name) else ""
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
         filesystem, files = given.filesystem, sorted(set(files))
@@ -518,10 +542,17 @@ class Jsonl(Format):
 
 
 class Csv(Jsonl):
-    """The same, separated by commas, semicolons, tabs or `|`."""
+    """The same, separated by commas, semicolons, tabs or `|`; also in a .txt file whose header names a column of files
+    or links."""
 
     endings = ("csv", "tsv")
-    named_endings = ()
+    named_endings = ("txt",)
+
+    def has(self, filesystem: Filesystem, file: str) -> bool:
+        if extension(file) not in self.named_endings:
+            return super().has(filesystem, file)
+        name, row = first_row(filesystem, file, None)  # such as Kaggle's captions.txt
+        return bool(name) and len(row) > 1
 
 
 class Linked(Jsonl):
@@ -531,6 +562,16 @@ class Linked(Jsonl):
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
         return LinkListing(given, files)
+
+
+def _columns_of(schema: pa.Schema) -> list[str]:
+    """The columns, those of structures behind a dot."""
+
+    def every(field: pa.Field, name: str) -> list[str]:
+        inner = field.type if pa.types.is_struct(field.type) else ()
+        return [name, *(each for one in inner for each in every(one, f"{name}.{one.name}"))]
+
+    return [name for field in schema for name in every(field, field.name)]
 
 
 def _folder(table: str, image_root: str | None) -> str:
@@ -576,7 +617,12 @@ def _rows(table: pa.Table) -> list[dict[str, Any]]:
     return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
+
+
 def _bytes_and_name(picture: Any) -> tuple[bytes | None, str | None]:
+    picture = only(picture)
     if isinstance(picture, dict):
         data, named = picture.get("bytes"), picture.get("path")
         return (data if isinstance(data, bytes) and data else None), (
@@ -608,11 +654,23 @@ def is_file(filesystem: Filesystem, name: str, folder: str) -> bool:
         return False
 
 
+def names_picture(given: Given, name: str) -> bool:
+    """Whether a name in a listing at the top, maybe without its ending, is that of a picture of the data."""
+    folder = given.config.image_root or ""
+    if extension(name) in EXTENSIONS:
+        return is_file(given.filesystem, name, folder)
+    with suppress(ValueError):
+        key = given.filesystem.key(name, folder)
+        files = given.filesystem.names(posixpath.dirname(key))
+        return any(stem(file) == key and extension(file) in EXTENSIONS for file in files)
+    return False
+
+
 def _has_pictures(table: ParquetFile, column: str) -> bool:
     """Whether the first values of a column are pictures, or it is not known because they are missing."""
     try:
         batch = next(table.iter_batches(SNIFFED, columns=[column]), None)
-        values = [] if batch is None else [_bytes_and_name(_value(value))[0] for value in batch.column(0)]
+        values = [] if batch is None else [_bytes_and_name(_first(_value(value)))[0] for value in batch.column(0)]
     except (pa.ArrowException, OSError):  # is reported where the rows are read
         return True
     present = [value for value in values if value]
@@ -625,6 +683,7 @@ def _binary(kind: pa.DataType) -> bool:
 
 
 def _text(kind: pa.DataType) -> bool:
+    kind = _entry(kind)
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
@@ -634,7 +693,14 @@ def _image_struct(kind: pa.StructType) -> bool:
     return "bytes" in names and _binary(names["bytes"])
 
 
+def _entry(kind: pa.DataType) -> pa.DataType:
+    """The type of a list's entries, or the type itself."""
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return kind.value_type if any(is_one(kind) for is_one in lists) else kind
+
+
 def _holds_bytes(kind: pa.DataType) -> bool:
+    kind = _entry(kind)
     return _binary(kind) or (pa.types.is_struct(kind) and _image_struct(kind))
 
 
@@ -661,7 +727,8 @@ def _nulls(table: ParquetFile, column: str) -> bool:
     """Whether a row may hold no bytes (and so name a file)."""
     for group in range(table.metadata.num_row_groups):
         for path, chunk in _columns(table, group, column):
-            if path in (column, f"{column}.bytes"):
+            inner = path.removeprefix(column)
+            if inner in ("", ".bytes") or (inner and path.rpartition(".")[2] in ("bytes", "element", "item", "array")):
                 statistics = chunk.statistics
                 if statistics is None or not statistics.has_null_count or statistics.null_count:
                     return True

@@ -38,6 +38,8 @@ from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.sidecars import (
     CAPTION_ENDINGS,
     MAX_CAPTION_BYTES,
+    TEXT_ENDINGS,
+    Content,
     SampleColumns,
     captions_of,
     parse_json,
@@ -56,6 +58,7 @@ INDEXES = (WIDS, "meta_data.json")
 _INDEX_BYTES = 1 << 16
 """Bytes of a .json file that say whether it is an index."""
 
+_NAMED = {ending: place for place, ending in enumerate(CAPTION_ENDINGS)}
 _FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
@@ -238,10 +241,17 @@ class TarSource(FilesSource):
         if key in sample.fields:
             sample.problems.append(f"has two members .{escaped(key)}")
         sample.fields[key] = (name, member.offset_data, member.size)
-        if key in CAPTION_ENDINGS:
+        if self._is_caption(key):
             stream.seek(member.offset_data)
             sample.texts[key] = stream.read(min(member.size, MAX_CAPTION_BYTES + 1))
         return prefix
+
+    def _is_caption(self, key: str) -> bool:
+        """Whether a field is read: `txt`, `jpg.txt`, or one that a caption column names: `prompt.txt`, `meta.json`."""
+        name, ending = stem(key), extension(f"x.{key}")
+        if ending not in CAPTION_ENDINGS or key in CAPTION_ENDINGS or name in EXTENSIONS:
+            return ending in CAPTION_ENDINGS
+        return any(f"{column.lower()}.".startswith(f"{key}.") for column in self.rule.columns)
 
     def _take_further(self, tar: _Tar) -> dict[tuple[Further, str], list[Place]]:
         """Take the further pictures out of the samples: by kind and the name of the sample that they belong to."""
@@ -277,7 +287,7 @@ class TarSource(FilesSource):
             tar.reject(f"{tar.name}/{prefix}", "; ".join(sample.problems))
             return
         lost = False
-        for key in sorted(sample.fields.keys() - set(pictures) - {*CAPTION_ENDINGS}):
+        for key in sorted(sample.fields.keys() - set(pictures) - {*CAPTION_ENDINGS} - sample.texts.keys()):
             name = f"{tar.name}/{sample.fields[key][0]}"
             problem = _lost_picture(key, sample.fields.keys(), bool(pictures))
             if problem is None:
@@ -291,8 +301,14 @@ class TarSource(FilesSource):
             return
         beside = columns.get(prefix) or columns.get(posixpath.basename(prefix)) or SampleColumns()
         usable = CAPTION_ENDINGS if self.rule.text_weight is not None else ("json",)
-        endings = [ending for ending in usable if ending in sample.texts]
-        contents = {f"its .{end}": read_sidecar(f"its .{end}", sample.texts[end]) for end in endings}
+        contents, named = dict[str, Content](), dict[str, Any]()
+        for key, data in sorted(sample.texts.items(), key=lambda each: (_NAMED[extension(f"x.{each[0]}")], each[0])):
+            content = read_sidecar(f"its .{key}", data)
+            if "." in key and stem(key) not in EXTENSIONS and not isinstance(content, Reject):
+                named[key] = content
+            elif extension(f"x.{key}") in usable:
+                contents[f"its .{key}"] = content
+        beside = SampleColumns({**beside.captions, **named}, beside.scores)
         said, row = captions_of(self.rule, contents, beside, "its .json")
         otherwise = f"has no caption: no .txt, and {f'its .json {self.rule.lacking(row)}' if row else 'no .json'}"
         for key in pictures:
@@ -304,7 +320,8 @@ class TarSource(FilesSource):
                 entry = self._with_further(entry, owned)
             elif entry.reason == otherwise:
                 tar.without_caption.append(otherwise)
-                tar.advice = tar.advice or self.rule.advice(row)
+                others = [each for each in sample.fields if "." in each and extension(each) in TEXT_ENDINGS]
+                tar.advice = tar.advice or self.rule.advice({**row, **dict.fromkeys(others, "text")})
             if isinstance(entry, Item):
                 tar.items.append(entry)
             else:
