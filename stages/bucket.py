@@ -66,9 +66,9 @@ def run(
             err=True,
         )
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
-    made, heldout_made, note = make(config, inputs, _comparing)
+    made, heldout_made = make(config, inputs, _comparing)
     joined = made.joined
-    report |= {"note": note} if note else {}
+    report["notes"] = joined.notes
     report |= publish(made, inputs, dry_run, name, move)
     if heldout_made is not None:
         report["heldout"] = publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
@@ -143,8 +143,8 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
             click.echo(f"{'':18}{reject_kinds.examples(entry['examples'], entry['samples'])}")
     for file in report["reports"]:
         click.echo(f"each reject with its reason: {file}")
-    if "note" in report:
-        click.echo(report["note"])
+    for note in report["notes"]:
+        click.echo(f"note: {note}")
     _print_id(report)
     if "heldout" in report:
         click.echo("held out:")

@@ -16,6 +16,7 @@ from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
 from pipeline.reporting.blocks import Block, Card, Column, Table
+from pipeline.reporting.further_figures import further_recipes
 from pipeline.reporting.sections import Section
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.snapshots import near_samples
@@ -58,10 +59,11 @@ def run(
     rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
     if out is not None:
         outputs.check(config, out)
+        shown = sample_view.pictures(photos, values, records, further_recipes(opened))
         captions = [Card([], caption["text"], _caption(caption)) for caption in values["captions"]]
         numbers = Table((Column("", "name"), Column("", "value")), [dict(zip(("name", "value"), row)) for row in rows])
         sections: list[tuple[Section, Sequence[Block]]] = [
-            (Section("pictures", "Pictures"), [Card(sample_view.pictures(photos, values, records), "")]),
+            (Section("pictures", "Pictures"), [Card(shown, "")]),
             (Section("captions", "Captions"), captions),
             (Section("numbers", "Numbers"), [numbers]),
         ]

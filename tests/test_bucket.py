@@ -183,6 +183,7 @@ def test_many_keys_are_the_keys_of_each() -> None:
         ("aspect >= 1.5", lambda p: p.width / p.height >= 1.5),
         ("pixels / 2 - 100 < abs(-200)", lambda p: p.width * p.height / 2 - 100 < 200),
         ("captions = 2", lambda p: len(p.texts) == 2),
+        ("caption LIKE '%1%'", lambda p: any("1" in text for text, _ in p.texts)),
         ("item LIKE '0000%' OR ends_with(item, '9.png')", lambda p: p.item[:4] == "0000" or p.item[-5] == "9"),
         ("regexp_matches(item, '^0+[13]')", lambda p: p.item.lstrip("0")[0] in "13"),
         ("contains(tag, 've') AND source = 'one'", lambda p: p.meta["tag"] == "even"),
@@ -287,7 +288,7 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
         ("scroe > 3", "did you mean 'score'"),
         ("Width > 3", "did you mean 'width'"),
         ("WIDTH > 3", "did you mean 'width'"),
-        ("nothing > 3", "expected: aspect, bytes, captions, height, item, pixels, score, source, tag, width"),
+        ("nothing > 3", "expected: aspect, bytes, caption, captions, height, item, pixels, score, source, tag, width"),
         ('tag = "even"', "text stands in single quotes: 'even'"),
         ("score.x = 1", "names the column 'score.x'"),
         ("score >", 'syntax error at or near ")"'),
@@ -297,6 +298,12 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
         ("'yes'", "width >= 512"),
         ("tag > 3", "TRY_CAST(column AS DOUBLE)"),
         ("tag > 3", "tag is VARCHAR"),
+        ("tag > DATE '2024-03-01'", "TRY_CAST(column AS DATE)"),
+        ("len(range(1000000000)) > 0", "calls 'range', which is no function of a row's values alone"),
+        ("length(repeat(item, 1000000000)) > 0", "calls 'repeat'"),
+        ("lpad(item, 1000000000, 'x') > 'y'", "calls 'lpad'"),
+        ("len(list_resize([1], 1000000000)) > 0", "calls 'list_resize'"),
+        ("len(generate_series(1, 1000000000)) > 0", "calls 'generate_series'"),
         ("score = 'high'", "Could not convert string 'high' to DOUBLE"),
         ("starts_with(score, 'a')", "cannot be computed"),
         ("regexp_matches(tag, '(')", "cannot be computed"),
@@ -341,6 +348,40 @@ def test_a_wrong_filter_says_what_is_wrong(root: Path, expression: str, named: s
     assert files(root) == before
 
 
+def test_an_odd_value_is_missing_and_named_with_its_item(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = {3: [4.5], 5: "n/a", 6: {"x": 1}, 7: True}
+    add(config(root), "one", [dataclasses.replace(p, meta={"clip": odd.get(i, i)}) for i, p in enumerate(pictures(10))])
+    kept = config(root, "bucket.filter='clip >= 2'")
+    assert items(made(kept)) == {f"one/0000{i}.png" for i in (2, 4, 8, 9)}
+    [note] = report(kept, capsys)["notes"]
+    assert all(word in note for word in ("'one'", "4 of 10", "'clip'", "[4.5]", "00003.png"))
+    assert items(made(config(root, "bucket.filter='clip IS NULL'"))) == {f"one/0000{i}.png" for i in odd}
+
+
+def test_a_source_without_a_filters_column_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(config(root), "one", [dataclasses.replace(p, meta={"clip": i}) for i, p in enumerate(pictures(4))])
+    add(config(root), "two", pictures(4, "two-"))
+    [note] = report(config(root, "bucket.filter='clip >= 1'"), capsys)["notes"]
+    assert all(word in note for word in ("'two'", "4 items", "clip", "bucket.filter"))
+    assert report(config(root, "bucket.filter='width >= 1'"), capsys)["notes"] == []
+
+
+def test_a_process_that_forks_after_a_filter_has_a_child_that_ends() -> None:
+    code = (
+        "import os, signal\n"
+        "from pipeline.snapshots.filters import Filter\n"
+        "Filter('width > 1', 'bucket.filter')\n"
+        "if not os.fork():\n    signal.alarm(20)\n    raise SystemExit\n"
+        "raise SystemExit(os.WIFSIGNALED(os.wait()[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_engines_memory_is_limited() -> None:
+    limit = filters.engine().execute("SELECT current_setting('memory_limit')").fetchone()
+    assert limit == ("1.0 GiB",)
+
+
 def test_no_filter_reads_a_file() -> None:
     """Beside the refusal of its syntax, the engine itself is closed."""
     with pytest.raises(duckdb.Error, match="disabled"):
@@ -372,12 +413,25 @@ def test_no_filter_reads_a_file() -> None:
         ([True, 1], UserError),
         ([[1], 2], UserError),
         ([{"x": 1}, "text"], UserError),
+        ([{"x": 1}, {"x": 2}, 3], UserError),
+        ([[1], 2, 3.5], "DOUBLE"),
+        ([[1], "x", 3.5], "VARCHAR"),
+        ([[1], "x", "y"], "VARCHAR"),
+        ([True, False, "n/a"], "BOOLEAN"),
+        ([["a"], ["b"], "a"], "VARCHAR[]"),
+        ([4, 5, "n/a"], "DOUBLE"),
+        ([2**53 + 1, 5, "n/a"], "HUGEINT"),
+        (["4", "5", "n/a"], "VARCHAR"),
+        ([*map(str, range(99)), "n/a"], "DOUBLE"),
     ],
 )
 def test_fields_have_one_type_each(values: list[Any], kind: Any) -> None:
     path = ("a.b/~", "c'd")
     rows = ["", *(json.dumps({"a.b/~": {"c'd": value}}) for value in values), json.dumps({"a.b/~": 1})]
-    parts = [pa.table({"meta": pa.array(part, pa.large_string())}) for part in (rows[:2], rows[2:])]
+    tables = [
+        {"item": ["x.png"] * len(part), "meta": pa.array(part, pa.large_string())} for part in (rows[:2], rows[2:])
+    ]
+    parts = [pa.table(columns) for columns in tables]
     metadata = filters.Metadata(parts, {path, ("absent",), ("width",)})
     assert metadata.known == {path, ("width",)}
     assert metadata.valid == [*filters.BUILTIN, "a.b/~"]
@@ -483,7 +537,7 @@ def test_a_subset_grows_at_its_end(root: Path, capsys: pytest.CaptureFixture[str
         before = rows
     summary = report(config(root, "bucket.subset=500"), capsys)
     assert summary["samples"] == 120
-    assert summary["note"] == "bucket.subset = 500, but there are only 120 pictures"
+    assert summary["notes"] == ["bucket.subset = 500, but there are only 120 pictures"]
     # More data: without `grow` new pictures may take places, with it the earlier ones stay first.
     add(config(root), "two", pictures(200, "two-"))
     again = made(config(root, "bucket.subset=60"), "again")

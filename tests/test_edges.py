@@ -497,10 +497,13 @@ def test_a_field_is_no_value_and_object_at_once() -> None:
 
 
 def test_the_value_that_a_filter_cannot_use_is_shown() -> None:
-    scan = with_meta({"n": 4.5}, {"n": "many"}, {"n": 3}, {"n": [7]})
-    with pytest.raises(UserError) as caught:
-        selection.filtered(Joined(), {"one": scan}, Filter("n > 1", "f"), {})
-    assert caught.value.found == "[7]"
+    scan, joined = with_meta({"n": 4.5}, {"n": "many"}, {"n": 3}, {"n": [7]}), Joined()
+    selected = selection.filtered(joined, {"one": scan}, Filter("n > 1", "f"), {})
+    assert selected["one"].column("item").to_pylist() == ["0", "2"]
+    [note] = joined.notes
+    assert "2 of 4" in note and "'1'" in note and "many" in note
+    with pytest.raises(UserError, match=naming("'n'", "[7]", "'3'")):
+        selection.filtered(Joined(), {"one": scan.slice(2)}, Filter("n > 1", "f"), {})
 
 
 def test_rejects_of_several_sources_have_as_many_examples_as_those_of_one() -> None:

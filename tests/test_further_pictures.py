@@ -572,6 +572,8 @@ def test_view_shows_further_pictures(
     stages.view.run(config, "00.png", out=tmp_path / "page.html")
     printed, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
     assert "control, its three main components" in page and "mask, from 0 to 1" in page
+    for kind in ("control", "mask"):
+        assert re.search(rf'<img src="data:[^>]* alt="{kind} at \d+x\d+"', page), kind
     mask = from_bits(values(config, "mask")["00.png"]).float().numpy()
     assert re.search(rf"^mask: +1 x \d+ x \d+, mean {mask.mean(dtype=np.float64):.4g}, ", printed, re.M)
     assert re.search(r"^control: +\d+ x \d+ x \d+, mean ", printed, re.M)

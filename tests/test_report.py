@@ -37,7 +37,7 @@ from pipeline.reporting.sections import SECTIONS
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
-from tests.support import drawings, tiny_cache
+from tests.support import drawings, synthetic, tiny_cache
 from tests.support.messages import naming
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=http://evil.example/x.png onerror=alert(1)>"
@@ -870,6 +870,21 @@ def test_an_ambiguous_name_lists_the_samples(made: Made, capsys: pytest.CaptureF
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 130})
     snapshot = cache.open_snapshot()
     assert snapshot.source_item(sample_view.find(cache, snapshot, "12")) == ("item", "12")
+
+
+def test_a_file_name_finds_its_only_picture_in_any_folder(tmp_path: Path) -> None:
+    of = synthetic.config(tmp_path / "cache")
+    names = ["cats/1.png", "dogs/1.png", "dogs/2.png", "2.png.jpg", "dogs/big-3.png"]
+    synthetic.add(of, "one", [synthetic.Picture(name, name) for name in names])
+    bucket.run(of)
+    cache = Cache.of(of)
+    snapshot = cache.open_snapshot()
+    for text in ("2.png", "one: 2.png"):
+        assert snapshot.source_item(sample_view.find(cache, snapshot, text)) == ("one", "dogs/2.png")
+    with pytest.raises(UserError, match=naming("cats/1.png", "dogs/1.png")):
+        sample_view.find(cache, snapshot, "1.png")
+    with pytest.raises(UserError, match=naming("3.png")):
+        sample_view.find(cache, snapshot, "3.png")
 
 
 def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

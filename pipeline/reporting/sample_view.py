@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.images.resize import cover_box
 from pipeline.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
+from pipeline.signals import PictureSignal
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 
@@ -45,12 +46,15 @@ def find(cache: Cache, snapshot: Snapshot, text: str) -> int:
     """The row of a sample.
 
     Args:
-        text: an id, a name (`item` or `source: item`), the key of a latent (hex), or the beginning of one.
+        text: an id, a name (`item` or `source: item`), a file name in any folder, the key of a latent (hex), or the
+            beginning of a name, id or key.
 
     Raises:
         UserError: no sample has it, or several; the message names the nearest.
     """
-    matches = _rows(snapshot, text, pc.equal) or _rows(snapshot, text, pc.starts_with)
+    matches = (
+        _rows(snapshot, text, pc.equal) or _rows(snapshot, text, _in_a_folder) or _rows(snapshot, text, pc.starts_with)
+    )
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -68,8 +72,12 @@ def find(cache: Cache, snapshot: Snapshot, text: str) -> int:
     )
 
 
+def _in_a_folder(items: Any, name: str) -> Any:
+    return pc.ends_with(items, f"/{name}")
+
+
 def _rows(snapshot: Snapshot, text: str, compare: Callable[[Any, str], Any]) -> list[int]:
-    """The first rows that a text names. compare: a column with a text, `pc.equal` or `pc.starts_with`."""
+    """The first rows that a text names. compare: `pc.equal`, `_in_a_folder` or `pc.starts_with`."""
     source, colon, item = text.partition(": ")
     is_long = len(text) >= HEX_DIGITS
     digits = text.lower() if is_long and set(text) <= set(string.hexdigits) else ""
@@ -217,8 +225,14 @@ def _picture(row: dict[str, Any] | None, size: tuple[int, int]) -> dict[str, Any
 # ---------------------------------------------------------------- pictures
 
 
-def pictures(photos: SourcePictures, values: dict[str, Any], records: dict[str, np.ndarray]) -> list[Embedded]:
-    """The original with its crop, the crop as the VAE gets it, and the records. values, records: of `describe`."""
+def pictures(
+    photos: SourcePictures,
+    values: dict[str, Any],
+    records: dict[str, np.ndarray],
+    further: Mapping[str, PictureSignal],
+) -> list[Embedded]:
+    """The original with its crop, the crop as the VAE gets it, the further pictures as their encoders get them, and the
+    records. values, records: of `describe`. further: recipes of the further pictures by kind."""
     bucket, picture = values["bucket"], values["picture"]
     original = photos.thumbnail(values["source"], values["item"], LARGE)
     if original is not None and picture is not None:
@@ -226,10 +240,13 @@ def pictures(photos: SourcePictures, values: dict[str, Any], records: dict[str, 
         left, top, right, bottom = (side * scale[i % 2] for i, side in enumerate(picture["crop"]))
         box = (left, top, max(left, right - 1), max(top, bottom - 1))
         ImageDraw.Draw(original).rectangle(box, outline=(255, 64, 0), width=3)
-    cropped = photos.cropped(values["source"], values["item"], (bucket["height"], bucket["width"]))
+    size = bucket["height"], bucket["width"]
+    cropped = photos.cropped(values["source"], values["item"], size)
+    beside = {kind: photos.further(values["source"], values["item"], recipe, size) for kind, recipe in further.items()}
     return [
         embedded(original, "original, with the crop as a frame", LARGE),
         embedded(cropped, f"crop at {bucket['height']}x{bucket['width']}", LARGE),
+        *(embedded(picture, f"{kind} at {size[0]}x{size[1]}", LARGE) for kind, picture in beside.items()),
         *(embedded(projected(record), _title(kind, record), SIDE) for kind, record in records.items()),
     ]
 

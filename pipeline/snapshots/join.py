@@ -211,6 +211,7 @@ class Joined:
         keep: reason -> the change that would keep these items; None where the reason says it.
         examples: reason -> a few of the items, where the reason is of single items.
         scratch: temporary storage.
+        notes: what the user is to know of the choice.
         repeats: source -> {visits: items}, where the numbers of its folders multiply the visits (`folder_repeats`).
     """
 
@@ -220,6 +221,7 @@ class Joined:
     examples: dict[str, list[str]] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)
     scratch: Scratch = field(default_factory=Scratch)
+    notes: list[str] = field(default_factory=list)
     repeats: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def leave(self, reason: str, count: int, keep: str | None = None) -> None:

@@ -47,8 +47,8 @@ Comparing = Callable[[int], AbstractContextManager[Report]]
 """Shows how far the comparison of so many hashes is."""
 
 
-def make(config: Config, inputs: Inputs, comparing: Comparing) -> tuple[Made, Made | None, str]:
-    """The snapshot to train on, the held-out part if there is one, and a note for the user.
+def make(config: Config, inputs: Inputs, comparing: Comparing) -> tuple[Made, Made | None]:
+    """The snapshot to train on, and the held-out part if there is one.
 
     Raises:
         CacheError: `bucket.dedup: near` in a cache without hashes.
@@ -75,7 +75,7 @@ def made_again(config: Config, cache: Cache, head: Head, comparing: Comparing) -
     config = config.model_copy(update={"bucket": bucket, "data": data})
     recipes = {kind: recipe.name for kind, recipe in head.recipes_by_kind.items()}
     scans = {source: Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
-    made, heldout, _ = make(config, read_inputs(config, [cache], scans), comparing)
+    made, heldout = make(config, read_inputs(config, [cache], scans), comparing)
     side = head.policies.heldout
     assembled = (heldout or made).assembled if side is not None and side.side == "heldout" else made.assembled
     return replace(assembled.written(cache.files), options=head.options)
@@ -116,8 +116,8 @@ class _Maker:
             for resolution in self.inputs.resolutions:
                 join(joined, source, table, self.inputs.records, resolution)
 
-    def make(self) -> tuple[Made, Made | None, str]:
-        settings, joined, note, visits = self.settings, self.joined, "", [Fraction(1)]
+    def make(self) -> tuple[Made, Made | None]:
+        settings, joined, visits = self.settings, self.joined, [Fraction(1)]
         frame = joined.frame()
         if settings.dedup == "image":
             frame = self._deduplicated(frame)
@@ -131,12 +131,12 @@ class _Maker:
         if settings.subset is not None:
             frame, pictures = selection.subset(joined, frame, settings.subset, self.earlier)
             if pictures < settings.subset:
-                note = f"bucket.subset = {settings.subset}, but there are only {pictures} pictures"
+                joined.notes.append(f"bucket.subset = {settings.subset}, but there are only {pictures} pictures")
         if settings.balance is not None and len(frame):
             frame, visits = self._balanced(settings.balance, frame)
         made = self._assembled(joined, frame, "train", distance, visits)
         clusters = _clusters(joined, frame, visits)
-        return replace(made, balance=clusters, near=near, leaked=self._leaked(frame)), heldout, note
+        return replace(made, balance=clusters, near=near, leaked=self._leaked(frame)), heldout
 
     def _deduplicated(self, frame: Frame, keys: np.ndarray | None = None, better: Better | None = None) -> Frame:
         order, keeps = list(self.settings.sources), self.settings.dedup_captions == "keep"

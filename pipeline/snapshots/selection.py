@@ -38,7 +38,7 @@ def filtered(
     rules = {source: [rule for rule in (common, by_source.get(source)) if rule is not None] for source in scans}
     metadata = {
         source: filters.Metadata(
-            batches(scan.select(["meta"])), {path for rule in rules[source] for path in rule.paths}
+            batches(scan.select(["item", "meta"])), {path for rule in rules[source] for path in rule.paths}
         )
         for source, scan in scans.items()
     }
@@ -49,6 +49,13 @@ def filtered(
         rule.check_columns(metadata[source].known, sorted(metadata[source].valid))
     text = {path for here in metadata.values() for path in here.text}
     types = {source: here.types(text) for source, here in metadata.items()}
+    for source, here in metadata.items():
+        joined.notes += [f"source {source!r}: {line}" for line in here.odd(types[source])]
+        if lacking := sorted({".".join(path) for rule in rules[source] for path in rule.paths - here.known}):
+            joined.notes.append(
+                f"source {source!r}: none of its {len(scans[source])} items has {', '.join(lacking)}, so bucket.filter "
+                f"takes it as missing; bucket.sources.NAME.filter is a condition for another source alone"
+            )
     elsewhere: dict[filters.Path, str] = {path: kind for here in types.values() for path, kind in here.items()}
 
     def chosen(source: str, scan: pa.Table) -> Iterator[pa.Table]:
