@@ -34,6 +34,7 @@ from pipeline.encoding import prompts as prompting
 from pipeline.encoding import rejects as rejecting
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
+from pipeline.encoding import understood as understanding
 from pipeline.encoding.fragments import Fragments, ScanSuperseded
 from pipeline.encoding.reading import Reading
 from pipeline.encoding.rejects import Rejects
@@ -44,7 +45,6 @@ from pipeline.metrics import trackers
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
-from pipeline.sources import caption_signs
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, ray_engine
@@ -151,15 +151,19 @@ def dry_run(
         reserve = int(config.encode.min_free_gib * 2**30)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(source, work, sizes, free, reserve, times)
-        fit = surveying.fit_notes(survey.scan, survey.table, config.data)
-        fit += caption_signs.notes(survey.scan, config.data)
+        taken = understanding.of(source, survey.scan, config.data)
+        fit = [
+            *taken.lines(config.data, caption_of(survey.recipes).normalisation),
+            *surveying.fit_notes(survey.scan, survey.table, config.data),
+        ]
         for line in [*estimate.lines(report, config.cache), *fit]:
             click.echo(line)
     if as_json:
         click.echo(json.dumps(report))
     most, rejects = config.encode.max_reject_rate, work.rejects
     if rejecting.too_many(report["items"], rejects.total, rejecting.faults(survey.scan), most):
-        rejecting.refuse(source, report["items"], rejects, most, "look at the reasons above", None)
+        rejecting.refuse(source, report["items"], rejects, most, "look at the reasons above", None, taken.remedy)
+    understanding.refuse(taken, config, survey.scan, survey.cache)
     return NoSpaceError.exit_code if report["enough_space"] is False else 0
 
 
@@ -216,7 +220,7 @@ class _Planned:
         ignored: as `Source.ignored`, its fields by name.
         new, reused: records by noun.
         plans: number of plans by recipe.
-        fit: as `surveying.fit_notes` and `caption_signs.notes`.
+        fit: as `Understood.lines` and `surveying.fit_notes`.
     """
 
     table: str
@@ -462,7 +466,9 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     faults = rejecting.faults(table)
     rejects = len(table) - table.column("reject").null_count
     most = config.encode.max_reject_rate
-    rejecting.check(cache, source, table.num_rows, Rejects(work.table, rejects), faults, most)
+    taken = understanding.of(source, table, config.data)
+    rejecting.check(cache, source, table.num_rows, Rejects(work.table, rejects), faults, most, taken.remedy)
+    understanding.refuse(taken, config, table, cache)
     digest = cache.put_table(table)
     cache.add_scan(
         source.name,
@@ -493,7 +499,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         new={noun: missing for noun, (missing, _) in counts.items()},
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
-        fit=surveying.fit_notes(table, run.table, config.data) + caption_signs.notes(table, config.data),
+        fit=[*taken.lines(config.data, run.text.normalisation), *surveying.fit_notes(table, run.table, config.data)],
     )
 
 

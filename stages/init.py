@@ -26,8 +26,9 @@ from pipeline.cache.cache import check_source_name
 from pipeline.cache.disk import replacing
 from pipeline.cache.files import Files
 from pipeline.cache.keys import fixed
-from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, validated
-from pipeline.encoding import estimate, scan_rows, survey
+from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, setting, validated
+from pipeline.encoding import estimate, scan_rows, survey, understood
+from pipeline.encoding.understood import Understood
 from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB
 from pipeline.images import buckets
@@ -41,6 +42,7 @@ from pipeline.processes import shown
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.selection import is_held_out
+from pipeline.sources import name_patterns
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Place, Source
 from pipeline.yaml_text import as_yaml, from_yaml
@@ -83,26 +85,32 @@ def run(data: Sequence[str], options: Options) -> int:
         pass  # before hours of scanning
     machine = _machine(options)
     config = load(recommend.BASES[1024], ["data.caption=none", *options.overrides])
-    sources = [open_source(each, config.data, patience_s=config.patience_s) for each in data]
-    names = [source.name for source in sources]
+    names = [open_source(each, config.data, patience_s=config.patience_s).name for each in data]
     for name in names:
         check_source_name(name)
         if names.count(name) > 1:
             raise UserError(
                 "two sources have the same name", found=name, fix="rename a folder; its name is the source's"
             )
-    looked = [_Looked.of(config, source) for source in sources]
+    looked = [_Looked.of(config, each) for each in data]
     for line in [*_sources(looked), *_card(machine)]:
         click.echo(line)
+    for each in looked:
+        _refuse(config, each, data, options)
     trigger = None if options.trigger is None else " ".join(options.trigger.split())
-    made = recommend.recommend(_facts(config, looked, machine, options.gpus or 1), options.purpose, trigger or None)
+    subject = _subject(looked, trigger)
+    made = recommend.recommend(_facts(config, subject, machine, options.gpus or 1), options.purpose, trigger or None)
+    _add_reading(made, looked, data)
     _override(made, options.overrides)
     text = _text(made, data, options)
     written = validated(from_yaml(text), options.out, {text.partition("=")[0]: text for text in options.overrides})
-    lines = list(made.notes)
+    regularisation = [each for each in looked if each not in subject]
+    lines = [line for each in looked if each in subject for line in _taken(each, written)]
+    lines += made.notes
     lines += [_line(choice) for choice in made.choices if choice.option != "text"]  # its models are the VAE's
     lines += expected(written, made, looked, machine)
     lines += _write(options, text, made)
+    lines += [line for each in regularisation for line in _regularisation(each, written, options)]
     for line in [*lines, *_next(options, data, machine)]:
         click.echo(line)
     return 0
@@ -121,17 +129,36 @@ def _check_replaced(out: Path) -> None:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A source and its scan by headers. The caption of a picture without one is empty."""
+    """A source and its scan by headers. The caption of a picture without one is empty.
 
+    Attributes:
+        data: as `--data` names it.
+        field: the column of its captions, where it is not that of the configuration.
+        taken: what the scan was taken for.
+    """
+
+    data: str
     source: Source
     table: pa.Table
+    taken: Understood
+    field: str | None = None
 
     @classmethod
-    def of(cls, config: Config, source: Source) -> _Looked:
-        shapes = buckets.table(config.data, predict.COMPRESSION)
-        with survey.scanning_of(config, source, None, shapes, False, scan_rows.from_header) as (scanned, _):
-            table = scanned.table()
-        return cls(source, table)
+    def of(cls, config: Config, data: str, field: str | None = None) -> _Looked:
+        """Scan a source; again, if its captions are in another column."""
+        of_source = config.data if field is None else config.data.model_copy(update={"caption_field": field})
+        source = open_source(data, of_source, patience_s=config.patience_s)
+        offered, shapes = source.rule.offered, buckets.table(config.data, predict.COMPRESSION)
+        try:
+            with survey.scanning_of(config, source, None, shapes, False, scan_rows.from_header) as (scanned, _):
+                table = scanned.table()
+        except UserError:
+            if field is not None or not offered or not source.rule.is_default:
+                raise
+        else:
+            if field is not None or not offered or not source.rule.is_default:
+                return cls(data, source, table, understood.of(source, table, of_source), field)
+        return cls.of(config, data, source.rule.likely(sorted(offered)))
 
     @property
     def usable(self) -> pa.Table:
@@ -140,6 +167,84 @@ class _Looked:
     def captions(self) -> pa.Array:
         """The first caption of each usable picture."""
         return pc.struct_field(pc.list_element(self.usable.column("captions").combine_chunks(), 0), "text")
+
+
+def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options) -> None:
+    """Raises a UserError for pictures that are likely masks, control pictures or regularisation pictures."""
+    if understood.settles(config, "pictures"):
+        return
+
+    def command(settings: Sequence[str], places: Sequence[str] = data) -> str:
+        words = _words(places, options)
+        words += [word for text in (*options.overrides, *settings) for word in ("--set", text)]
+        machine = (("--gpu", options.gpu), ("--gpu-memory", options.gpu_memory), ("--gpus", options.gpus))
+        words += [word for name, value in machine if value is not None for word in (name, str(value))]
+        words += ["--force"] * options.force
+        return shown("init", *words, *(["--out", str(options.out)] if _config(options) else []))
+
+    understood.check(each.taken, command)
+    if each.taken.regularisation and (options.trigger is not None or not each.taken.captioned):
+        subject, other = understood.places_of(each.taken)
+        apart = [place for one in data for place in ([subject, other] if one == each.data else [one])]
+        found = [f"{one.count} such as {escaped(one.example)}" for one in each.taken.regularisation]
+        raise UserError(
+            f"the folder {each.taken.regularisation[0].value!r} of {each.data!r} is called like regularisation "
+            "pictures, which would be learned as the subject",
+            expected="a source for the subject, and another for the regularisation pictures",
+            found="; ".join(found),
+            fix=f"two sources: {command([], apart)}; all are of the subject: {command([understood.ALL_PICTURES])}",
+        )
+
+
+def _subject(looked: Sequence[_Looked], trigger: str | None) -> list[_Looked]:
+    """The sources that get the trigger word: all but those of regularisation pictures."""
+    others = [each for each in looked if not name_patterns.is_regularisation(each.source.name)]
+    needs_word = trigger is not None or not any(each.taken.captioned for each in others)
+    return others if others and needs_word else list(looked)
+
+
+def _regularisation(each: _Looked, config: Config, options: Options) -> list[str]:
+    """How to encode a source of regularisation pictures: without the trigger word."""
+    trigger = config.data.caption_prefix or config.data.caption or ""
+    settings = ["data.caption_prefix=''"] if config.data.caption_prefix else []
+    if each.taken.captioned < each.taken.usable:
+        settings.append(f"data.caption={understood.class_of(trigger)}")
+    words = ["encode", "--data", each.data, *_config(options)]
+    words += [word for text in settings for word in ("--set", text)]
+    return [
+        f"source {each.source.name!r} is called like regularisation pictures: without the trigger word. First: "
+        f"{shown(*words)}"
+    ]
+
+
+def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence[str]) -> None:
+    """Put the column of the captions among the choices, and what uses the masks.
+
+    Raises:
+        UserError: sources have their captions in different columns.
+    """
+    fields = {each.field for each in looked if each.taken.captioned or each.field}
+    if len(fields) > 1:
+        first = next(each for each in looked if each.field)
+        raise UserError(
+            "the sources have their captions in different columns",
+            found="; ".join(f"{each.data}: {each.field or each.source.rule.columns[0]}" for each in looked),
+            fix=f"sana-pipe init without {first.data}, and then {shown('encode', '--data', first.data)} "
+            f"{setting('data.caption_field', first.field)}, which it remembers",
+        )
+    for field in filter(None, fields):
+        made.add("data.caption_field", field, "the column that holds the captions")
+    if any(each.taken.further.get(name_patterns.MASK) for each in looked):
+        made.add("train.mask", {}, "the pictures have masks: what is white in them is learned")
+    if any(each.taken.further.get(name_patterns.CONTROL) for each in looked):
+        made.notes.append(
+            f"control pictures are encoded, and {made.purpose} training does not use them: docs/guides/controlnet.md"
+        )
+
+
+def _taken(each: _Looked, config: Config) -> list[str]:
+    """What a source was taken for, with captions as the file makes them."""
+    return each.taken.lines(config.data, config.text.recipe)
 
 
 def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, gpus: int) -> Facts:
@@ -212,15 +317,20 @@ def _text(made: Recommendation, data: Sequence[str], options: Options) -> str:
     tree: dict[str, Any] = {}
     for choice in made.choices:
         put(tree, choice.option, choice)
-    words = [word for each in data for word in ("--data", each)]
-    words += [] if options.purpose is None else ["--for", options.purpose]
-    words += [] if options.trigger is None else ["--trigger", options.trigger]
+    words = shown("init", *_words(data, options))
     head = [
-        f"# {made.purpose} at {made.resolution} px, written by: {escaped(shown('init', *words))}",
+        f"# {made.purpose} at {made.resolution} px, written by: {escaped(words)}",
         "# A start, not an optimum: docs/recipes.md has the source of each value, sana-pipe config every option.",
     ]
     order = [name for name in Config.model_fields if name in tree]
     return "\n".join([*head, *(line for name in order for line in ["", *_yaml({name: tree[name]}, "")])]) + "\n"
+
+
+def _words(data: Sequence[str], options: Options) -> list[str]:
+    """The words of the command that say what to make of what."""
+    words = [word for each in data for word in ("--data", each)]
+    words += [] if options.purpose is None else ["--for", options.purpose]
+    return words + ([] if options.trigger is None else ["--trigger", options.trigger])
 
 
 def _yaml(tree: dict[str, Any], indent: str) -> list[str]:
@@ -314,9 +424,13 @@ def _cache_bytes(config: Config, looked: _Looked) -> int:
     return estimate.sizes(work, config, text, count).total
 
 
+def _config(options: Options) -> list[str]:
+    return [] if options.out == Path(LOCAL_NAME) else ["--config", str(options.out)]
+
+
 def _next(options: Options, data: Sequence[str], machine: Machine | None) -> list[str]:
     """Where the file is, and the command that uses it."""
-    config = [] if options.out == Path(LOCAL_NAME) else ["--config", str(options.out)]
+    config = _config(options)
     lines = [f"written: {options.out}"]
     if machine is not None and machine.nodes > 1:
         lines.append(f"for {machine.nodes} nodes: sana-pipe encode, bucket and train, as in configs/launch")

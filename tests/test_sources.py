@@ -1087,7 +1087,7 @@ def test_a_picture_that_is_lost_for_its_name_is_a_reject(tmp_path: Path, kind: s
     others = ["b.jpg~", "c.jpg.xmp", "d.jpg.bak"]
     for number, name in enumerate([*LOST, *others, "last.jpg"]):
         (tmp_path / name).write_bytes(JPEG)
-        (tmp_path / f"{name.partition('.')[0]}.txt").write_text(str(number))
+        (tmp_path / f"{name.partition('.')[0]}.txt").write_text(f"picture {number}")
     if kind == "tar":
         tar = tmp_path / "x" / "a.tar"
         make_tar(tar, [(path.name, path.read_bytes()) for path in sorted(tmp_path.iterdir())])

@@ -17,9 +17,11 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.disk import cache_errors
 from pipeline.cache.index import RecordReject
 from pipeline.cache.recipes import Recipe
+from pipeline.config import setting
 from pipeline.encoding import estimate
 from pipeline.errors import RejectRateError
 from pipeline.sources import reject_kinds
+from pipeline.sources.caption_columns import TEXT_FILE
 from pipeline.sources.filenames import is_url
 from pipeline.sources.filesystem import let_read
 from pipeline.sources.further import remedy
@@ -78,17 +80,25 @@ def write(cache: Cache, name: str, rejects: Rejects) -> str:
     return path
 
 
-def check(cache: Cache, source: Source, items: int, rejects: Rejects, faults: int, most: float) -> None:
+def check(
+    cache: Cache,
+    source: Source,
+    items: int,
+    rejects: Rejects,
+    faults: int,
+    most: float,
+    advice: str | None = None,
+) -> None:
     """RejectRateError, after the report is written, if there are too many rejects, or nothing but rejects.
 
     Args:
-        faults: rejects that no setting asked for.
+        faults: rejects that no setting asked for. advice: as of `refuse`.
         most: the largest share of `items` that may be faults.
     """
     if too_many(items, len(rejects), faults, most):
         where, kinds = cache.files.where(write(cache, source.name, rejects)), Kinds.of(rejects)
         found = "\n" + "\n".join([*kinds.lines(), *estimate.ignored_lines(source.ignored)])
-        refuse(source, items, kinds, most, f"look at {where}", found)
+        refuse(source, items, kinds, most, f"look at {where}", found, advice)
 
 
 def too_many(items: int, rejects: int, faults: int, most: float) -> bool:
@@ -96,11 +106,14 @@ def too_many(items: int, rejects: int, faults: int, most: float) -> bool:
     return bool(items) and (faults / items > most or rejects == items)
 
 
-def refuse(source: Source, items: int, kinds: Kinds, most: float, look: str, found: str | None) -> NoReturn:
-    """Raises the error for too many rejects. look: where they are listed, as a part of the fix."""
+def refuse(
+    source: Source, items: int, kinds: Kinds, most: float, look: str, found: str | None, advice: str | None = None
+) -> NoReturn:
+    """Raises the error for too many rejects. look: where they are listed, as a part of the fix; advice: what the names
+    of pictures without a caption say."""
     if kinds.total < items:
         expected = f"at most {most:.1%} (encode.max_reject_rate)"
-        fix = f"{look}, or raise encode.max_reject_rate"
+        fix = f"{look}, or raise encode.max_reject_rate" if advice is None else look
     else:
         expected = "some that can be used; the source is left as it was"
         fix = look
@@ -108,8 +121,12 @@ def refuse(source: Source, items: int, kinds: Kinds, most: float, look: str, fou
             fix = let_read(source.location)
         elif found_by := remedy(source.further, kinds.counts):
             fix = found_by
+        elif source.rule.offered and source.rule.config.caption is not None:
+            field = setting("data.caption_field", source.rule.likely(sorted(source.rule.offered)))
+            fix = f"{field}; {setting('data.caption_weights', {TEXT_FILE: 1})} leaves it out: all get data.caption"
         elif any("caption" in kind for kind in kinds.counts):
             fix = "put the caption of X.jpg into X.txt, name its column (--set data.caption_field=COLUMN), or give all "
             fix += "pictures one caption: --set 'data.caption=a photo of sks dog' (or filename, folder, none)"
+    fix = fix if advice is None else f"{advice}; else {fix}"
     what = f"{kinds.total} of {items} items of source {source.name!r} were rejected"
     raise RejectRateError(what, expected=expected, found=found, fix=fix)

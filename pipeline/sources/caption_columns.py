@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import posixpath
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,9 @@ SHOWN = 10
 CAPTION_WORDS = ("caption", "text", "prompt", "descri", "tags", "tag_string", "alt", "title", "label")
 """Parts of the names of caption columns, the best first."""
 
+_SURE = ("caption", "captions", "text", "texts", "prompt", "prompts", "description", "tag", "tags")
+"""Words in the names of columns that hold captions and nothing else."""
+
 TEXT_FILE = "txt"
 """In a list of columns: the text file beside a picture, or the .txt member of a tar."""
 
@@ -56,15 +60,18 @@ class PictureCaptions:
 
     problems: captions that cannot be used: (file, line or "", reason).
     meta: the other columns; of several values of a column the first counts.
+    hidden: a column with a caption that the rule does not read, where a default caption would take its place.
     """
 
     candidates: list[CaptionCandidate] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
+    hidden: str | None = None
 
     def add(self, other: PictureCaptions) -> None:
         self.candidates += other.candidates
         self.problems += other.problems
+        self.hidden = self.hidden or other.hidden
         for column, value in other.meta.items():
             self.meta.setdefault(column, value)
 
@@ -84,12 +91,15 @@ class CaptionRule:
     raw: use captions of columns unchanged, and null as the empty caption.
     fallback: for a row without any of `fields`, the first of these columns that is not empty is used.
     seen: columns of the rows read so far (at most `MAX_COLUMNS`), and `txt`.
+    offered: columns of captions that rows have in place of `fields`, and of which a default caption would take the
+        place; of tables that were refused also columns that likely hold captions.
     """
 
     config: DataConfig = field(default_factory=DataConfig)
     raw: bool = False
     fallback: tuple[str, ...] = ()
     seen: set[str] = field(default_factory=set, compare=False, repr=False)
+    offered: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def column(cls, name: str) -> CaptionRule:
@@ -138,6 +148,8 @@ class CaptionRule:
             UserError: such a column was in no row.
         """
         fields = [] if self.is_default else [field for field, _ in self.fields if field not in self.seen]
+        if self.config.caption is not None:  # text files alone count, and there is none
+            fields = [field for field in fields if field != TEXT_FILE]
         listed = [(self.setting, column) for field in fields for column in _parts(field)]
         listed += [("data.caption_scores", column) for column in self.config.caption_scores.values()]
         for option, column in listed:
@@ -168,10 +180,18 @@ class CaptionRule:
         matches = (min((c for c in columns if word in c.lower()), key=len, default=None) for word in CAPTION_WORDS)
         return next(filter(None, matches), next(iter(columns), None))
 
+    def hides(self, columns: Iterable[str]) -> str | None:
+        """The column of captions that a default caption would take the place of, unless the user named a column."""
+        if self.config.caption is None or not self.is_default:
+            return None
+        sure = [column for column in columns if not {*_SURE}.isdisjoint(re.findall("[a-z]+", column.lower()))]
+        return self.likely(sure) if sure else None
+
     def lacks_captions(self, columns: Collection[str]) -> bool:
-        """Whether a table with these columns cannot have any caption."""
+        """Whether a table with these columns cannot have any caption, or a default caption would hide those it has."""
         usable = {*self.columns, *self.fallback}
-        return self.config.caption is None and bool(self.columns) and not any(has_column(columns, c) for c in usable)
+        lacks = bool(self.columns) and not any(has_column(columns, c) for c in usable)
+        return lacks and (self.config.caption is None or self.hides(columns) is not None)
 
     def has_caption_column(self, row: dict[str, Any]) -> bool:
         """Whether a row has any of the caption columns."""
@@ -196,6 +216,11 @@ class CaptionRule:
             captions.candidates += self._read_column(row, column, weight, scores or {}, problems)
         if not captions.candidates and not problems and self.config.caption is None:
             problems = [f"has an empty {column!r}" for column, _ in present] or [self.lacking(row)]
+        if (
+            not present
+            and (hidden := self.hides(c for c in columns_of(row) if _has_text(value_of(row, c)))) is not None
+        ):
+            captions.hidden = hidden
         captions.problems = [(where, problem) for problem in problems]
         return captions
 

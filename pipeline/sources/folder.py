@@ -35,7 +35,7 @@ from pipeline.sources.filenames import (
     unsafe_reason,
 )
 from pipeline.sources.filesystem import LEADS_OUT, Filesystem, LocalFilesystem, Unreadable, mode_of
-from pipeline.sources.further import Further
+from pipeline.sources.further import Further, sisters
 from pipeline.sources.metadata_files import (
     FILE_COLUMN,
     METADATA_NAMES,
@@ -71,6 +71,7 @@ from pipeline.sources.source import (
 )
 from pipeline.sources.unread import annotations_refused, explain, form_of_annotations
 
+SHARED = "caption file of several pictures"
 METADATA_BATCH = 4096
 """Rows of a metadata file whose pictures are looked up at once."""
 
@@ -110,6 +111,7 @@ class Listing:
     Attributes:
         others: pictures that rows name as further pictures.
         rejects: columns `item` and `reason`, ascending by item. orphans: files beside no picture.
+        shared: caption files of several pictures.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class Listing:
         self.others: ItemRows | None = None
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
-        self.orphans = Kinds()
+        self.orphans, self.shared = Kinds(), Kinds()
         self._scratch, self._further = scratch, {one.kind: one for one in further}
         files = beside()
         self._beside = ItemRows(scratch.rows(_BESIDE, self._owned(files) if len(files) else ()), scratch)
@@ -167,20 +169,20 @@ class Listing:
         yield from map(Reject, *(column.to_pylist() for column in columns))
 
     def _owned(self, beside: pa.Table) -> Iterator[tuple[str, str, str]]:
-        """(picture, kind, file): a file goes to the pictures of its name, a .json file without any to those with the
-        longest name that it begins with."""
+        """(picture, kind, file): a file goes to the pictures of its name, in any case, a .json file without any to
+        those with the longest name that it begins with."""
         above: list[tuple[str, list[str]]] = []  # names that the next ones may begin with, the longest last
         for name, files in groupby(self._scratch.sorted_rows(self._by_base(beside)), itemgetter(0)):
             while above and not name.startswith(above[-1][0]):
                 above.pop()
-            pictures, sisters = list[str](), list[str]()
+            pictures, below = list[str](), list[str]()
             for _, kind, file in files:
                 one, owners = self._further.get(kind), list[str]()
                 if kind in (_PICTURE, _SISTER):
-                    (pictures if kind == _PICTURE else sisters).append(file)
+                    (pictures if kind == _PICTURE else below).append(file)
                     continue
                 if one is not None:
-                    owners = pictures + (sisters if one.folder is not None else [])
+                    owners = _of_further(one, file, pictures + (below if one.folder is not None else []))
                 elif pictures:
                     owners = _owners(file, pictures)
                 elif kind == OBJECT and above and "/" not in name.removeprefix(above[-1][0]):
@@ -188,6 +190,8 @@ class Listing:
                 if not owners:
                     what = f".{extension(file)} file without a" if one is None else f"{one.kind} picture of no"
                     self.orphans.note(f"{what} picture", 1, [file])
+                elif one is None and len(owners) > 1:
+                    self.shared.note(SHARED, 1, [f"{file} of {' and '.join(owners)}"])
                 yield from ((picture, kind, file) for picture in owners)
             if pictures:
                 above.append((name, pictures))
@@ -196,11 +200,11 @@ class Listing:
         """Rows of `FILES` for all files."""
         has_sisters = any(one.folder is not None for one in self._further.values())
         for (name,) in texts(self.pictures):
-            yield base(name), _PICTURE, name
-            _, _, below = base(name).partition("/") if has_sisters else ("", "", "")
-            if below:
-                yield below, _SISTER, name
-        yield from texts(beside)
+            yield base(name).lower(), _PICTURE, name
+            for below in sisters(name) if has_sisters else ():
+                yield below.lower(), _SISTER, name
+        for name, kind, file in texts(beside):
+            yield name.lower(), kind, file
 
 
 @dataclass(frozen=True)
@@ -324,6 +328,7 @@ class FolderSource(Source):
         pictures = (key for key, problem in files if self._is_picture(key, problem, found))
         listing = Listing(self.scratch, pictures, found.beside.finish, self.further)
         self.ignored.merge(listing.orphans)
+        self.shared = listing.shared
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
         if not len(listing) and not found.refused:
             what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
@@ -457,7 +462,7 @@ class FolderSource(Source):
         for file, content in contents.items():
             if isinstance(content, dict) and isinstance(content.get(name), dict):
                 columns.add(content[name])
-            elif base(file) == base(key):
+            elif base(file).lower() == base(key).lower():
                 own[file] = content
             else:
                 self._ignore(".json file without a picture", 1, [file])
@@ -495,16 +500,24 @@ def _is_data(name: str, kind: str) -> bool:
 
 
 def _owners(file: str, pictures: list[str]) -> list[str]:
-    """The pictures that a caption file with the same `base` belongs to: `X.jpg.txt` to X.jpg, else to those whose name
-    it has up to the ending, as written or in another Unicode form; else to all."""
+    """The pictures that a caption file with the same `base` in some case belongs to: `X.jpg.txt` to X.jpg, else to
+    those whose name it has up to the ending, as written or in another Unicode form; else to all."""
     if len(pictures) == 1:
         return pictures
     name = stem(file)
+    pictures = [picture for picture in pictures if base(picture) == base(file)] or pictures
     for form in (str, composed):
         owners = [picture for picture in pictures if form(name) in (form(picture), form(stem(picture)))]
         if owners:
             return owners
     return pictures
+
+
+def _of_further(one: Further, file: str, pictures: list[str]) -> list[str]:
+    """The pictures that a further picture belongs to: of some whose names differ in case those that it has."""
+    if len(pictures) == 1:
+        return pictures
+    return [picture for picture in pictures if one.owner(file) in one.owners(picture)] or pictures
 
 
 def _problem(entry: os.DirEntry[str], key: str, disk: LocalFilesystem) -> str | None:

@@ -52,16 +52,23 @@ class Further:
     def owner(self, name: str) -> str | None:
         """The `base` of the pictures that a file is the further picture of; None: it is none by its name."""
         if self.folder is not None:
-            rest = name.removeprefix(f"{self.folder.strip('/')}/")
-            return base(rest) if rest != name else None
+            above, inside, below = f"/{name}".partition(f"/{self.folder.strip('/')}/")
+            return base(f"{above}/{below}"[1:]) if inside else None
         stem, suffix = base(name), composed(self.suffix or "")
-        picture = stem.removesuffix(suffix)
-        return base(f"{picture}.png") if suffix and picture not in (stem, "") else None
+        picture = stem[: -len(suffix)]
+        is_further = suffix and picture and stem[len(picture) :].lower() == suffix.lower()
+        return base(f"{picture}.png") if is_further else None
 
     def owners(self, key: str) -> list[str]:
         """What `owner` may give for the further picture of a picture."""
-        _, _, rest = base(key).partition("/")
-        return [base(key), rest] if self.folder is not None and rest else [base(key)]
+        return [base(key), *(sisters(key) if self.folder is not None else ())]
+
+
+def sisters(key: str) -> list[str]:
+    """The `base` of a picture without one of the folders that it is in: what it shares with `masks/x.png` as
+    `images/x.jpg`, and with `train/masks/x.png` as `train/images/x.jpg`."""
+    parts = base(key).split("/")
+    return ["/".join([*parts[:place], *parts[place + 1 :]]) for place in range(len(parts) - 1)]
 
 
 def wanted(pictures: FurtherPictures) -> tuple[Further, ...]:

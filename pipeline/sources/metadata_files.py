@@ -21,7 +21,7 @@ from pipeline.cache.keys import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionRule, PictureCaptions, columns_of, has_column
+from pipeline.sources.caption_columns import TEXT_FILE, CaptionRule, PictureCaptions, columns_of, has_column
 from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.further import Further
@@ -136,7 +136,7 @@ class MetadataReader:
         """Add a row to the picture `key`. column: names the file."""
         said = self.rule.read(row, where=where)
         said.meta.pop(column, None)
-        self._named.add(key, pickle.dumps((said.candidates, said.problems, said.meta)))
+        self._named.add(key, pickle.dumps((said.candidates, said.problems, said.meta, said.hidden)))
 
 
 def only(value: Any) -> Any:
@@ -166,6 +166,10 @@ def check_caption_columns(
         fix = setting("data.caption_field", likely)
         if used:
             fix = setting("data.caption_weights", {**used, likely: 1.0})
+        else:
+            rule.offered.add(likely)
+    if rule.config.caption is not None:
+        alternative += f"; {setting('data.caption_weights', {TEXT_FILE: 1})} leaves it out: all get data.caption"
     expected = f"the columns {picture!r} and {' or '.join(map(repr, rule.columns))} ({rule.setting})"
     raise no_column(filesystem, file, repr(rule.columns[0]), columns, fix + alternative, expected)
 

@@ -81,7 +81,9 @@ def read_sidecar(name: str, data: bytes | Unreadable) -> Content:
     except UnicodeDecodeError as error:
         return Reject(name, f"is not UTF-8 (byte {error.start})")
     if extension(name) != "json":
-        return text.strip()
+        text = text.strip()
+        is_caption = not text or any(map(str.isalpha, text))
+        return text if is_caption else Reject(name, "holds no letter, so no caption (numbers of boxes?)")
     value = parse_json(text)
     return value if isinstance(value, dict) else Reject(name, value)
 

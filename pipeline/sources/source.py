@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
-from pipeline.config import DataConfig
+from pipeline.config import DataConfig, setting
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule, PictureCaptions
 from pipeline.sources.filenames import escaped, extension, kind_of_file
@@ -147,6 +147,9 @@ class Source(ABC):
     picture_columns: frozenset[str] = frozenset()
     """The columns of tables that the last listing took pictures from."""
 
+    unused_columns: frozenset[str] = frozenset()
+    """The columns of tables that hold pictures, too, and are not used."""
+
     has_links: bool = False
     """Whether the last listing may have links (see `links`): items of which only the address is known, so that their
     `stat` is (-1, a number derived from the address)."""
@@ -162,6 +165,9 @@ class Source(ABC):
 
     further_by: frozenset[str] = frozenset()
     """How it can find them: names of fields of `Further`."""
+
+    shared: Kinds = Kinds()
+    """Files of the last listing that are the caption of several pictures each."""
 
     left_out: Kinds = Kinds()
     """Files beside the source that are not part of it, by kind."""
@@ -320,6 +326,10 @@ class Source(ABC):
         captions, never_drawn = self.rule.weigh(said.candidates, key, self.name)
         if never_drawn:
             self._ignore("caption that is never drawn (its score is below data.score_threshold)", never_drawn, [key])
+        if said.hidden is not None and not said.candidates:
+            self.rule.offered.add(said.hidden)
+            advice = setting("data.caption_field", said.hidden)
+            return Reject(key, f"has a caption in another column: {said.hidden!r} ({advice})")
         if not captions:
             return Reject(key, f"has no usable caption: {'; '.join(problems)}" if problems else otherwise)
         for problem in problems:

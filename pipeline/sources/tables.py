@@ -40,6 +40,7 @@ from pipeline.sources.metadata_files import (
     no_column,
     only,
 )
+from pipeline.sources.name_patterns import kind_of
 from pipeline.sources.range_prefetch import FileRange
 from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source
 from pipeline.sources.unread import annotations_refused, form_of_annotations
@@ -146,11 +147,13 @@ class ListingSource(FolderSource):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parquet file holds its pictures: in which column, whether as bytes, and whether as links."""
+    """How a parquet file holds its pictures: in which column, whether as bytes, and whether as links. unused: other
+    columns of pictures."""
 
     column: str
     holds_bytes: bool
     has_links: bool
+    unused: frozenset[str]
 
 
 class ParquetSource(LinkTables):
@@ -182,6 +185,7 @@ class ParquetSource(LinkTables):
         parts = super().parts()
         self.has_links = any(layout.has_links for layout in self._layouts.values())
         self.picture_columns = frozenset(layout.column for layout in self._layouts.values())
+        self.unused_columns = frozenset().union(*(layout.unused for layout in self._layouts.values()))
         return parts
 
     def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
@@ -362,7 +366,10 @@ class ParquetSource(LinkTables):
                 holds_bytes, links = _holds_bytes(table.schema_arrow.field(column).type), False
                 with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
                     links = not holds_bytes and is_link(_first_name(table, column))
-                self._layouts[part] = _Layout(column, holds_bytes, links)
+                used = {column, *(one.column for one in self.further)}
+                others = (f for f in table.schema_arrow if f.name not in used and _holds_bytes(f.type))
+                unused = (f.name for f in others if pa.types.is_struct(f.type) or kind_of(f.name))
+                self._layouts[part] = _Layout(column, holds_bytes, links, frozenset(unused))
             return self._layouts[part]
 
     def _picture_column(self, part: str, table: ParquetFile) -> str:

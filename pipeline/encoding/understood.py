@@ -1,0 +1,343 @@
+"""What a source is taken for: captions, masks, control pictures, in a few lines for people, for `init` and `encode`.
+
+Law: nothing that could be a caption, a mask, a control picture or a trigger word is silently taken for something else
+or ignored. `Understood.lines` say what was taken for what, with a caption as the model reads it, and what else a name
+may mean. Where a default caption or a trigger word would reach pictures that are likely something else, `check` refuses
+with both readings; `data.pictures: {}` says that all are pictures of their own.
+Price: captions are looked at in a sample of `SHOWN`, names as `pipeline.sources.name_patterns` does.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.cache import Cache
+from pipeline.cache.scan_table import ABSENT, places
+from pipeline.config import Config, DataConfig, setting
+from pipeline.errors import UserError, escaped
+from pipeline.sources import caption_rules, caption_signs, name_patterns
+from pipeline.sources.caption_columns import TEXT_FILE, CaptionCandidate, CaptionRule
+from pipeline.sources.filenames import shortened
+from pipeline.sources.name_patterns import CONTROL, MASK, Pattern
+from pipeline.sources.reject_kinds import examples
+from pipeline.sources.source import Source
+
+SHOWN = 256
+"""Captions of a source that are looked at."""
+LENGTH = 160
+"""Characters of a caption that are printed."""
+ALL_PICTURES = "data.pictures={}"
+"""The setting that says that all pictures are pictures of their own."""
+
+_OF_FILES = {"image", "images", "file", "path", "mask", "masks", "control", "conditioning", "canny", "depth"}
+"""Words in the names of columns that hold pictures, where only their names are known."""
+
+
+@dataclass(frozen=True)
+class Understood:
+    """What a scan was taken for.
+
+    Attributes:
+        usable: pictures. captioned: those with a caption of their own, usable or not.
+        origins: where captions were read from, as far as this scan read any.
+        captions: some of them, as the scan has them, with their items; those of pictures with a caption of their own.
+        further: usable pictures with a further picture, by kind.
+        patterns: what names say of pictures without a caption. regularisation: folders of such pictures.
+        notes: what else should be looked at, for people.
+    """
+
+    source: Source
+    data: DataConfig
+    usable: int
+    captioned: int
+    origins: tuple[str, ...]
+    captions: tuple[tuple[str, str], ...]
+    further: dict[str, int]
+    patterns: tuple[Pattern, ...]
+    regularisation: tuple[Pattern, ...]
+    notes: tuple[str, ...]
+
+    def lines(self, data: DataConfig, normalisation: str) -> list[str]:
+        """For people. data: the settings that the captions will be made with; normalisation: of the text recipe."""
+        return [*self._captions(data, normalisation), *self._pictures(), *self.notes]
+
+    @property
+    def remedy(self) -> str | None:
+        """What a user can do where pictures without a caption are too many; None: their names say nothing."""
+        if not self.patterns or self.data.caption is not None:
+            return None
+        lines = _commands(self.patterns, lambda settings: " ".join(f"--set {shlex.quote(each)}" for each in settings))
+        return "; ".join(lines)
+
+    def _captions(self, data: DataConfig, normalisation: str) -> list[str]:
+        lacking = self.usable - self.captioned
+        origin = f" ({' and '.join(self.origins)})" if self.origins else ""
+        what = f"captions: {self.captioned} of {self.usable} pictures{origin}"
+        if lacking > 0 and data.caption is not None:
+            what += f"; the other {lacking} get " + setting("data.caption", data.caption).removeprefix("--set ")
+        elif lacking > 0:
+            what += f"; the other {lacking} are left out"
+        lines = [what]
+        if self.captions:
+            item, text = self.captions[0]
+            if data != self.data:
+                text = _made(data, text, item, self.source.name)
+            seen = escaped(shortened(caption_rules.normalise(text, normalisation), LENGTH))
+            lines.append(f"  as the model reads one: {seen!r} ({escaped(item)})")
+        elif lacking > 0 and data.caption is not None and data.caption not in ("none", "filename", "folder"):
+            text = caption_rules.normalise(_made(data, "", "", self.source.name), normalisation)
+            lines.append(f"  as the model reads it: {escaped(shortened(text, LENGTH))!r}")
+        return lines
+
+    def _pictures(self) -> list[str]:
+        further = [f"{kind} pictures: {count} of {self.usable}" for kind, count in self.further.items()]
+        return [*further, *map(_said, self.patterns)]
+
+
+def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
+    """What a scan was taken for. data: the settings that it was made with."""
+    usable = pc.is_null(scan.column("reject"))
+    has_caption = _has_caption(scan, data, source.name)
+    items, both = scan.column("item"), pc.and_(usable, has_caption)
+    chosen = scan.select(["item", "captions"]).filter(both)
+    rows = np.unique(np.linspace(0, len(chosen) - 1, SHOWN).astype(np.int64)) if len(chosen) else None
+    some = [] if rows is None else chosen.take(pa.array(rows)).to_pylist()
+    captions = tuple((row["item"], row["captions"][0]["text"]) for row in some)
+    by_name = source.further_by & {"suffix", "folder"}
+    patterns = name_patterns.further(items, has_caption) if by_name else []
+    labelled = bool(data.caption_prefix.strip()) or data.caption is not None
+    number = _true(usable)
+    return Understood(
+        source,
+        data,
+        number,
+        _true(both),
+        _origins(source.rule),
+        captions,
+        _further(scan, data),
+        tuple(pattern for pattern in patterns if not _is_used(pattern, data)),
+        tuple(name_patterns.regularisation(items)) if by_name and labelled else (),
+        (*_notes(source, data, number, _true(both)), *caption_signs.notes(scan, data)),
+    )
+
+
+def check(understood: Understood, command: Callable[[Sequence[str]], str], accepted: Iterable[Pattern] = ()) -> None:
+    """Refuse pictures that are likely something else.
+
+    Args:
+        command: settings -> the command that uses them.
+        accepted: patterns of pictures that an earlier scan took for pictures of their own.
+
+    Raises:
+        UserError: with both readings as commands.
+    """
+    old = {(pattern.way, pattern.value) for pattern in accepted}
+    new = [pattern for pattern in understood.patterns if (pattern.way, pattern.value) not in old]
+    if new:
+        raise UserError(
+            f"{sum(pattern.count for pattern in new)} pictures of source {understood.source.name!r} without a caption "
+            "look like masks or control pictures of the others",
+            expected="pictures that are to be learned, or the setting that says what the others are",
+            found="; ".join(f"{pattern.count} such as {escaped(pattern.example)}" for pattern in new),
+            fix="; ".join([*_commands(new, command), f"all are pictures of their own: {command([ALL_PICTURES])}"]),
+        )
+
+
+def settles(config: Config, option: str) -> bool:
+    """Whether the user gives an option of `data`, or of a section of this name."""
+    given = config._data_given
+    return option in {name.partition(".")[0] for name in (*given.overridden, *given.named)}
+
+
+def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache | None) -> None:
+    """`check` for `encode`, where a default caption or a prefix reaches pictures that are likely something else.
+
+    Args:
+        config: with which the source is read. cache: which knows what an earlier scan accepted.
+    """
+    data, source = config.data, understood.source
+
+    def command(settings: Sequence[str]) -> str:
+        return "the same command with " + " ".join(f"--set {shlex.quote(each)}" for each in settings)
+
+    document = None if cache is None else cache.last_scan(source.name)
+    if (
+        data.caption is not None
+        and not settles(config, "pictures")
+        and understood.patterns
+        and not any(each is not None for _, each in data.pictures)
+    ):
+        accepted: list[Pattern] = []
+        if cache is not None and document is not None:
+            before = cache.table(document["table"], ["item", "captions", "reject"])
+            before = before.filter(pc.is_null(before.column("reject")))
+            accepted = name_patterns.further(before.column("item"), _has_caption(before, data, source.name))
+        check(understood, command, accepted)
+    option = "caption_prefix" if data.caption_prefix.strip() else "caption"
+    word = getattr(data, option) or ""
+    reached = understood.usable - (understood.captioned if option == "caption" else 0)
+    if document is not None or not reached or word in ("", "none", "filename", "folder"):
+        return
+    if name_patterns.is_regularisation(source.name):
+        if option not in config._data_given.overridden:
+            other = "''" if option == "caption_prefix" else class_of(word)
+            raise UserError(
+                f"source {source.name!r} is called like regularisation pictures, and its captions would get "
+                f"{word!r} (data.{option}) like those of the subject",
+                expected="captions without the trigger word for regularisation pictures",
+                fix=f"without it: {command([f'data.{option}={other}'])}; with it: {command([f'data.{option}={word}'])}",
+            )
+    elif understood.regularisation and not settles(config, "pictures"):
+        raise UserError(
+            f"the folder {understood.regularisation[0].value!r} of source {source.name!r} is called like "
+            f"regularisation pictures, and its captions would get {word!r} (data.{option}) like those of the subject",
+            expected="a source for the subject, and another for the regularisation pictures",
+            found=_reg_found(understood),
+            fix=f"two commands, with --data {shlex.quote(places_of(understood)[0])} and with --data "
+            f"{shlex.quote(places_of(understood)[1])}; with it: {command([ALL_PICTURES])}",
+        )
+
+
+def places_of(understood: Understood) -> tuple[str, str]:
+    """Where the pictures of the subject and the regularisation pictures are, if two folders have them."""
+    root, [first, *_] = understood.source.location.rstrip("/"), understood.regularisation
+    return f"{root}/{first.of}".rstrip("/"), f"{root}/{first.value}"
+
+
+def class_of(trigger: str) -> str:
+    """A caption for regularisation pictures: the trigger word without its first word."""
+    words = trigger.strip().rstrip(",;:. ").split()
+    return " ".join(words[1:]) or "a picture"
+
+
+def _reg_found(understood: Understood) -> str:
+    return "; ".join(f"{each.count} such as {escaped(each.example)}" for each in understood.regularisation)
+
+
+def settings_of(pattern: Pattern) -> list[str]:
+    """The settings of the readings of a pattern."""
+    kinds = [pattern.kind] if pattern.kind else [MASK, CONTROL]
+    return [f"data.pictures.{kind}.{pattern.way}={pattern.value}" for kind in kinds]
+
+
+def _commands(patterns: Sequence[Pattern], command: Callable[[Sequence[str]], str]) -> list[str]:
+    """A command for each choice of one mask and one control picture."""
+    masks: list[Pattern | None] = [each for each in patterns if each.kind == MASK]
+    controls: list[Pattern | None] = [each for each in patterns if each.kind == CONTROL]
+    lines = []
+    for mask in masks or [None]:
+        for control in controls or [None]:
+            chosen = [settings_of(each)[0] for each in (mask, control) if each is not None]
+            if chosen:
+                names = " and ".join(name for name, each in ((MASK, mask), (CONTROL, control)) if each is not None)
+                lines.append(f"as {names}: {command(chosen)}")
+    for pattern in patterns:
+        if not pattern.kind:
+            lines += [
+                f"as {kind}: {command([each])}"
+                for kind, each in zip((MASK, CONTROL), settings_of(pattern), strict=True)
+            ]
+    return lines
+
+
+def _said(pattern: Pattern) -> str:
+    what = {MASK: "masks", CONTROL: "control pictures"}.get(pattern.kind, "masks or control pictures")
+    ways = " or ".join(f"--set {each}" for each in settings_of(pattern))
+    return (
+        f"{pattern.count} pictures without a caption look like {what} and are not used as such: "
+        f"{escaped(pattern.example)} of {escaped(pattern.of)} ({ways})"
+    )
+
+
+def _is_used(pattern: Pattern, data: DataConfig) -> bool:
+    return any(each is not None and getattr(each, pattern.way, None) == pattern.value for _, each in data.pictures)
+
+
+def _made(data: DataConfig, text: str, item: str, source: str) -> str:
+    """A caption as a source makes it; of no text the default caption."""
+    candidates = [CaptionCandidate(text)] if text else []
+    made, _ = CaptionRule(data).weigh(candidates, item, source)
+    return made[0][0] if made else ""
+
+
+def _has_caption(scan: pa.Table, data: DataConfig, source: str) -> pa.ChunkedArray:
+    """Whether each item has a caption that is not the default."""
+    chunks = []
+    for batch in scan.select(["item", "captions"]).to_batches():
+        captions = batch.column("captions")
+        there = pc.fill_null(pc.greater(pc.list_value_length(captions), 0), False)
+        if data.caption is not None:
+            filled = pc.if_else(there, captions, pa.scalar([{"text": "", "weight": 0.0}], captions.type))
+            texts = pc.struct_field(pc.list_element(filled, 0), "text")
+            default = _default(batch.column("item"), data, source)
+            wrapped = pc.binary_join_element_wise(data.caption_prefix, default, data.caption_suffix, "")
+            there = pc.and_(there, pc.not_equal(texts, wrapped))
+        chunks.append(there)
+    return pa.chunked_array(chunks, pa.bool_())
+
+
+def _default(items: pa.Array, data: DataConfig, source: str) -> pa.Array | pa.Scalar:
+    """What `CaptionRule` gives items without a caption."""
+    if data.caption == "none":
+        return pa.scalar("")
+    if data.caption == "filename":
+        names = pc.replace_substring_regex(pc.replace_substring_regex(items, r"\.[^./]*$", ""), "^.*/", "")
+    elif data.caption == "folder":
+        names = pc.replace_substring_regex(items, "(?:^|/)[^/]*$", "")
+        names = pc.replace_substring_regex(names, "^.*/", "")
+        names = pc.if_else(pc.equal(names, ""), source, names)
+        names = pc.replace_substring_regex(names, r"\.(?:tar|parquet)$", "")
+        names = pc.replace_substring_regex(names, "^[1-9][0-9]{0,2}_([^_])", r"\1")
+    else:
+        return pa.scalar(data.caption or "")
+    return pc.utf8_trim_whitespace(pc.replace_substring(names, "_", " "))
+
+
+def _origins(rule: CaptionRule) -> tuple[str, ...]:
+    columns = [column for column in (*rule.columns, *rule.fallback) if column in rule.seen]
+    files = ["text files"] if TEXT_FILE in rule.seen else []
+    return (*files, *(f"column {escaped(column)!r}" for column in dict.fromkeys(columns)))
+
+
+def _further(scan: pa.Table, data: DataConfig) -> dict[str, int]:
+    usable = scan.select(["pictures", "reject"]).filter(pc.is_null(scan.column("reject")))
+    counts = {}
+    for kind, each in data.pictures:
+        if each is not None and not each.made:
+            digests = places(usable, kind).column("digest")
+            counts[kind] = _true(pc.and_(pc.is_valid(digests), pc.not_equal(digests, pa.scalar(ABSENT, pa.binary(16)))))
+    return counts
+
+
+def _notes(source: Source, data: DataConfig, usable: int, captioned: int) -> Iterator[str]:
+    for what, count in source.shared.counts.items():
+        yield f"{count} times a {what}: {examples(source.shared.examples[what], count)}"
+    rule, taken = source.rule, {each.column for _, each in data.pictures if each is not None}
+    named = {
+        c for c in rule.seen if name_patterns.kind_of(c) and not _OF_FILES.isdisjoint(re.findall("[a-z]+", c.lower()))
+    }
+    for column in sorted({*source.unused_columns, *named} - taken - {*rule.columns}):
+        kinds = [kind] if (kind := name_patterns.kind_of(column)) else [CONTROL, MASK]
+        ways = " or ".join(setting(f"data.pictures.{kind}.column", column) for kind in kinds)
+        yield f"the column {escaped(column)!r} of pictures is not used ({ways})"
+    if usable and not captioned:
+        rest = sorted(rule.seen - {*rule.columns, TEXT_FILE})
+        likely = rule.likely(rest) if rest else None
+        if likely is not None:
+            names = ", ".join(map(repr, map(escaped, rest[:10])))
+            yield f"no picture has a caption; other columns: {names} ({setting('data.caption_field', likely)})"
+        for kind, count in source.ignored.counts.items():
+            if "file without a picture" in kind:
+                shown = examples(source.ignored.examples[kind], count)
+                yield f"no picture has a caption, and {count} times there is a {kind}: {shown}"
+
+
+def _true(values: pa.ChunkedArray) -> int:
+    return pc.sum(values).as_py() or 0

@@ -1,0 +1,199 @@
+"""What the names of pictures say: masks, control pictures, and regularisation pictures among the pictures of a source.
+
+`x-masklabel.png` beside `x.jpg` and `masks/x.png` beside `images/x.jpg` are further pictures of `x.jpg`, if they have
+no caption themselves. Folders called `reg` hold pictures that keep what a class looks like (kohya's sd-scripts).
+Price: of pictures without a caption that may be further ones `SAMPLED` are compared with the others' names; whatever
+the number of pictures, that takes a few passes of Arrow over the names, and none where every picture has a caption.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.sources.filenames import stem
+
+SAMPLED = 500
+"""Pictures whose names are compared with all others."""
+SIBLINGS = 50
+"""Folders beside a folder that are compared with it."""
+
+MASK, CONTROL, REGULARISATION, UNKNOWN = "mask", "control", "regularisation", ""
+
+_WORDS = {
+    MASK: "mask masks masklabel masklabels seg segs segm segmentation segmentations matte mattes trimap trimaps label "
+    "labels annotation annotations gt groundtruth segmentationclass segmentationobject segmentationmask",
+    CONTROL: "control controls controlnet conditioning conditionings condition conditions cond hint hints canny edge "
+    "edges depth depths normal normals normalmap normalmaps depthmap depthmaps pose poses openpose dwpose scribble "
+    "scribbles lineart linearts hed pidinet sketch sketches softedge mlsd",
+}
+_KINDS = {word: kind for kind, words in _WORDS.items() for word in words.split()}
+_LIKELY = rf"(?i)(?:^|[^a-z])(?:{'|'.join(sorted(_KINDS))}|sources?)(?:[^a-z]|$)"
+_REGULARISATION = (
+    r"(?i)(?:\d+_)?(?:regs?|regulari[sz]ation)(?:[-_ ]?(?:images?|imgs?|data|dir|pictures?|set))?"
+    r"|class[-_](?:images?|data|dir|pictures?)"
+)
+_SUFFIX = re.compile(r"[-_. ](?=[A-Za-z])")
+_ENDING = r"\.[^./]*$"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Pictures that are something else by their names.
+
+    Attributes:
+        kind: `MASK`, `CONTROL`, `REGULARISATION`, or `UNKNOWN` for further pictures of either kind.
+        way: `suffix` or `folder`. value: as `data.pictures` takes it.
+        count: how many. example: such a picture. of: the picture that it belongs to; of a regularisation picture the
+            folder of all others, "" if there is none.
+    """
+
+    kind: str
+    way: str
+    value: str
+    count: int
+    example: str
+    of: str = ""
+
+
+def kind_of(name: str) -> str:
+    """What a folder, a suffix or a column of this name holds: `MASK`, `CONTROL`, or `UNKNOWN`."""
+    return next((_KINDS[word] for word in re.findall("[a-z]+", name.lower()) if word in _KINDS), UNKNOWN)
+
+
+def is_regularisation(folder: str) -> bool:
+    """Whether a folder of this name holds regularisation pictures."""
+    return re.fullmatch(_REGULARISATION, folder) is not None
+
+
+def regularisation(items: pa.ChunkedArray) -> list[Pattern]:
+    """The folders of regularisation pictures of a source that holds others, too."""
+    matches = pc.match_substring_regex(items, f"{_REGULARISATION.replace('(?i)', '(?i)(?:^|/)(?:', 1)})/")
+    chosen = items.filter(matches)
+    if not 0 < len(chosen) < len(items):
+        return []
+    folders = Counter[str]()
+    for item in _spread(chosen, SAMPLED):
+        parts = item.split("/")[:-1]
+        place = next((n for n, part in enumerate(parts) if is_regularisation(part)), None)
+        if place is not None:
+            folders["/".join(parts[: place + 1])] += 1
+    others = _spread(items.filter(pc.invert(matches)), SAMPLED)
+    subject = os.path.commonpath([f"/{item}".rpartition("/")[0] or "/" for item in others]).strip("/")
+    subject = subject.partition("/")[0]
+    return [
+        Pattern(REGULARISATION, "folder", folder, _count_below(chosen, folder), _below(chosen, folder), subject)
+        for folder, _ in folders.most_common(SIBLINGS)
+    ]
+
+
+def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Pattern]:
+    """The patterns of further pictures, those of the most pictures first.
+
+    Args:
+        items: names of all pictures. has_caption: booleans.
+    """
+    bare = items.filter(pc.invert(has_caption))
+    if not len(bare):
+        return []
+    likely = bare.filter(pc.match_substring_regex(bare, _LIKELY))
+    captioned = len(bare) < len(items)
+    samples = [*_spread(likely, SAMPLED), *(_spread(bare, SAMPLED) if captioned else ())]
+    if not samples:
+        return []
+    stems = pc.replace_substring_regex(items, _ENDING, "")
+    folders = _folders(stems)
+    readings = {item: list(_readings(item, folders)) for item in dict.fromkeys(samples)}
+    wanted = pa.array({picture for each in readings.values() for *_, picture in each}, pa.string())
+    matches = pc.is_in(stems, value_set=wanted)
+    there = dict(zip(stems.filter(matches).to_pylist(), items.filter(matches).to_pylist(), strict=True))
+    with_caption = set(stems.filter(pc.and_(matches, has_caption)).to_pylist())
+    found = Counter[tuple[str, str, str]]()
+    examples = dict[tuple[str, str, str], tuple[str, str]]()
+    for item, each in readings.items():
+        usable = (
+            (kind, way, value, picture)
+            for kind, way, value, picture in each
+            if picture in with_caption or (kind and picture in there)
+        )
+        if (reading := next(usable, None)) is not None:
+            found[reading[:3]] += 1
+            examples.setdefault(reading[:3], (item, there[reading[3]]))
+    patterns = []
+    for (kind, way, value), paired in found.items():
+        similar = [item for item in readings if _fits(item, way, value)]
+        count = _count_ending(bare, value) if way == "suffix" else _count_below(bare, value)
+        if 2 * paired >= len(similar) and (kind or 2 * count >= max(4, len(items) - len(bare))):
+            patterns.append(Pattern(kind, way, value, count, *examples[kind, way, value]))
+    return sorted(patterns, key=lambda pattern: (-pattern.count, pattern.way, pattern.value))
+
+
+def _readings(item: str, folders: dict[str, list[str]]) -> Iterator[tuple[str, str, str, str]]:
+    """(kind, way, value, stem of the picture) of what a picture's name may mean. folders: below each folder."""
+    name = stem(item)
+    folder, slash, file = name.rpartition("/")
+    for place in [match.start() for match in _SUFFIX.finditer(file, 1)][-3:]:
+        yield kind_of(file[place:]), "suffix", file[place:], f"{folder}{slash}{file[:place]}"
+    parts = name.split("/")
+    for place, part in enumerate(parts[:-1]):
+        above, below = parts[:place], parts[place + 1 :]
+        kind = kind_of(part)
+        if kind:
+            yield kind, "folder", part, "/".join([*above, *below])
+        for sibling in folders.get("/".join(above), ())[:SIBLINGS]:
+            if sibling == part or (kind and kind_of(sibling)):
+                continue
+            paired = {part.lower().rstrip("s"), sibling.lower().rstrip("s")} == {"source", "target"}
+            if paired and part.lower().startswith("target"):
+                continue
+            yield CONTROL if paired else kind, "folder", part, "/".join([*above, sibling, *below])
+
+
+def _folders(stems: pa.ChunkedArray) -> dict[str, list[str]]:
+    """The names of the folders in each folder."""
+    inside = stems.filter(pc.match_substring(stems, "/"))
+    every = pc.unique(pc.replace_substring_regex(inside, "/[^/]*$", "")).to_pylist()
+    children: dict[str, dict[str, None]] = {}
+    for folder in every:
+        parts = folder.split("/")
+        for place, part in enumerate(parts):
+            children.setdefault("/".join(parts[:place]), {}).setdefault(part)
+    return {folder: sorted(names) for folder, names in children.items()}
+
+
+def _fits(item: str, way: str, value: str) -> bool:
+    return stem(item).endswith(value) if way == "suffix" else f"/{value}/" in f"/{item}"
+
+
+def _count_ending(items: pa.ChunkedArray, suffix: str) -> int:
+    return _true(pc.match_substring_regex(items, re.escape(suffix) + _ENDING))
+
+
+def _below(items: pa.ChunkedArray, folder: str) -> str:
+    return next(iter(items.filter(_is_below(items, folder)).slice(0, 1).to_pylist()), folder)
+
+
+def _count_below(items: pa.ChunkedArray, folder: str) -> int:
+    return _true(_is_below(items, folder))
+
+
+def _is_below(items: pa.ChunkedArray, folder: str) -> pa.ChunkedArray:
+    return pc.or_(pc.starts_with(items, f"{folder}/"), pc.match_substring(items, f"/{folder}/"))
+
+
+def _true(values: pa.ChunkedArray) -> int:
+    return pc.sum(values).as_py() or 0
+
+
+def _spread(items: pa.ChunkedArray, count: int) -> list[str]:
+    """Up to `count` items at equal distances."""
+    if not len(items):
+        return []
+    return items.take(pa.array(np.unique(np.linspace(0, len(items) - 1, count).astype(np.int64)))).to_pylist()

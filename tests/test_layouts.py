@@ -1,0 +1,203 @@
+"""Public layouts of pictures and captions: what `init` makes of each, what `encode` refuses, and the page's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import stages.encode
+from pipeline.config import Config
+from pipeline.errors import UserError
+from pipeline.options import value_at
+from pipeline.sources import name_patterns
+from pipeline.sources.name_patterns import CONTROL, MASK, REGULARISATION, UNKNOWN
+from tests.support.layouts import (
+    BEGIN,
+    COUNT,
+    END,
+    LAYOUTS,
+    PAGE,
+    TRIGGER,
+    hub_csv,
+    made,
+    one_trainer,
+    picture,
+    pictures,
+    table,
+    text,
+)
+from tests.support.messages import naming
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_init_takes_each_layout_as_it_was_meant(name: str, tmp_path: Path) -> None:
+    """A layout with two readings is refused with both as commands; the first of them works when pasted."""
+    layout = LAYOUTS[name]
+    outcome = made(layout, tmp_path)
+    tree = outcome.config.model_dump()
+    assert {option: value_at(tree, option) for option in layout.config} == layout.config
+    assert (outcome.error is not None) == bool(layout.asks)
+    fix = str(outcome.error.fix).replace(f"{tmp_path}/data/", "") if outcome.error is not None else ""
+    assert [each for each in layout.asks if each not in fix] == []
+    assert layout.caption is None or layout.caption in outcome.prompts
+    assert [each for each in layout.says if each not in outcome.said] == []
+
+
+def test_the_page_has_the_table(tmp_path: Path) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    shown = page.partition(BEGIN)[2].partition(END)[0].strip()
+    assert shown == table(tmp_path).strip(), "python -m tests.support.layouts"
+
+
+NAMES: dict[str, tuple[list[str], list[str], list[tuple[str, str, str]]]] = {
+    "a suffix": (["{}.jpg"], ["{}-masklabel.png"], [(MASK, "suffix", "-masklabel")]),
+    "a suffix with a dot, no captions": ([], ["{}.jpg", "{}.control.png"], [(CONTROL, "suffix", ".control")]),
+    "a folder below": ([], ["a/{}.jpg", "a/masks/{}.png"], [(MASK, "folder", "masks")]),
+    "folders of a split": ([], ["train/images/{}.jpg", "train/masks/{}.png"], [(MASK, "folder", "masks")]),
+    "source and target": ([], ["source/{}.png", "target/{}.png"], [(CONTROL, "folder", "source")]),
+    "an unknown suffix": (["{}.jpg"], ["{}_m.png"], [(UNKNOWN, "suffix", "_m")]),
+    "an unknown folder": (["a/{}.jpg"], ["b/{}.png"], [(UNKNOWN, "folder", "b")]),
+    "classes": ([], ["cats/{}.jpg", "dogs/{}.jpg"], []),
+    "numbers": ([], ["{}.jpg", "{}1.jpg", "{}_1.jpg"], []),
+    "a word in a name": ([], ["woman with mask {}.jpg"], []),
+    "masks with captions": (["{}.jpg", "{}-masklabel.png"], [], []),
+    "captions of all": (["images/{}.jpg", "masks/{}.jpg"], [], []),
+    "a class of masks": ([], ["masks/{}.jpg", "hats/x{}.jpg"], []),
+}
+"""Names with a caption, names without, and what is seen in them."""
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_say_what_pictures_are_further_pictures(case: str) -> None:
+    captioned, bare, expected = NAMES[case]
+    rows = [
+        (name.format(n), has) for has, names in ((True, captioned), (False, bare)) for name in names for n in "abcd"
+    ]
+    rows = sorted(rows) if case != "numbers" else [(name.format(n), False) for name in bare for n in range(4)]
+    items, has = (pa.chunked_array([list(column)]) for column in zip(*rows, strict=True))
+    found = name_patterns.further(items, has)
+    assert [(each.kind, each.way, each.value) for each in found] == expected
+    assert [each.count for each in found] == [4] * len(expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "folders"),
+    [
+        (["img/10_sks dog/a.jpg", "reg/1_dog/b.jpg"], ["reg"]),
+        (["a.jpg", "regularization_images/b.jpg"], ["regularization_images"]),
+        (["x/img/a.jpg", "x/Reg/b.jpg"], ["x/Reg"]),
+        (["a.jpg", "class_images/b.jpg"], ["class_images"]),
+        (["a.jpg", "region/b.jpg", "classes/c.jpg", "reg.jpg"], []),
+        (["reg/a.jpg"], []),
+    ],
+)
+def test_folders_of_regularisation_pictures_are_seen(names: list[str], folders: list[str]) -> None:
+    found = name_patterns.regularisation(pa.chunked_array([names]))
+    assert [(each.kind, each.value) for each in found] == [(REGULARISATION, folder) for folder in folders]
+
+
+def dry(make_config: MakeConfig, place: Path, *overrides: str) -> int:
+    return stages.encode.dry_run(make_config(place.parent, *overrides), str(place), probe=False)
+
+
+def test_encode_refuses_a_default_caption_for_masks_until_it_is_said_what_they_are(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_trainer(data := tmp_path / "data")
+    mask = "data.pictures.mask.suffix=-masklabel"
+    assert dry(make_config, data) == 0, "masks have no caption, so they are rejects"
+    assert mask in capsys.readouterr().out
+    with pytest.raises(UserError, match=naming(mask, "data.pictures={}")):
+        dry(make_config, data, "data.caption=sks")
+    capsys.readouterr()
+    assert dry(make_config, data, "data.caption=sks", mask) == 0
+    said = capsys.readouterr().out
+    assert f"mask pictures: {COUNT} of {COUNT}" in said and "look like" not in said
+    assert dry(make_config, data, "data.caption=sks", "data.pictures={}") == 0
+    assert f"captions: {COUNT} of {2 * COUNT}" in capsys.readouterr().out
+
+
+def test_what_an_encode_accepted_is_not_asked_again(tmp_path: Path, make_config: MakeConfig) -> None:
+    for number in range(2):
+        picture(tmp_path / f"data/{number}.png", (32, 32))
+        picture(tmp_path / f"data/{number}_mask.png", (32, 32))
+    config = make_config(tmp_path, "data.caption=sks", "data.pictures={}")
+    assert stages.encode.run(config, str(tmp_path / "data"))["items"] == 4
+    config = make_config(tmp_path, "data.caption=sks")
+    assert stages.encode.run(config, str(tmp_path / "data"))["items"] == 4
+    for number in range(2):
+        picture(tmp_path / f"data/edges/{number}.png", (32, 32))
+    with pytest.raises(UserError, match=naming("data.pictures.control.folder=edges")):
+        stages.encode.run(config, str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("option", ["caption_prefix", "caption"])
+def test_regularisation_pictures_do_not_get_the_trigger_word_silently(
+    option: str, tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures(tmp_path / "reg", caption="{}.txt" if option == "caption_prefix" else None)
+    config = make_config(tmp_path)
+    file = config.model_copy(update={"data": config.data.model_copy(update={option: "sks dog"})})
+    other = "data.caption_prefix=" if option == "caption_prefix" else "data.caption=dog"
+    with pytest.raises(UserError, match=naming("reg", "sks dog", f"data.{option}")) as refused:
+        stages.encode.dry_run(file, str(tmp_path / "reg"), probe=False)
+    assert other in str(refused.value.fix)
+    capsys.readouterr()
+    assert dry(make_config, tmp_path / "reg", other.replace("prefix=", "prefix=''")) == 0
+    assert "sks" not in capsys.readouterr().out
+
+
+def test_a_default_caption_does_not_hide_a_column_of_captions(tmp_path: Path, make_config: MakeConfig) -> None:
+    hub_csv(tmp_path / "table")
+    pictures(tmp_path / "json", caption="{}.json", more='{{"prompt": "{}"}}')
+    for name, column in (("table", "caption"), ("json", "prompt")):
+        with pytest.raises(UserError, match=naming(f"data.caption_field={column}", "data.caption_weights")):
+            dry(make_config, tmp_path / name, "data.caption=sks")
+        assert dry(make_config, tmp_path / name, "data.caption=sks", f"data.caption_field={column}") == 0
+        assert dry(make_config, tmp_path / name, "data.caption=sks", "data.caption_weights={txt: 1}") == 0
+
+
+def test_a_caption_file_of_two_pictures_is_named(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures(tmp_path / "data")
+    pictures(tmp_path / "data", "{}.jpg", None)
+    assert dry(make_config, tmp_path / "data") == 0
+    assert "0.txt of 0.jpg and 0.png" in capsys.readouterr().out
+
+
+def test_names_in_another_case_find_their_captions_and_masks_and_exact_names_come_first(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("A.png", "a.png", "B.PNG", "A-Mask.png", "a-MASK.png", "b-mask.png"):
+        picture(tmp_path / "data" / name)
+    for name in ("A", "a", "b"):
+        text(tmp_path / f"data/{name}.txt", f"a picture of {name}")
+    assert dry(make_config, tmp_path / "data", "data.pictures.mask.suffix=-mask") == 0
+    said = capsys.readouterr().out
+    assert "captions: 3 of 3" in said and "mask pictures: 3 of 3" in said and "of several pictures" not in said
+
+
+def test_init_takes_regularisation_pictures_for_none_of_the_subject(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefix is the subject's alone; the command for the others comes before `run`."""
+    from pipeline.config import load
+    from stages import init
+
+    monkeypatch.setattr(init, "expected", lambda *arguments: [])
+    pictures(tmp_path / "dog")
+    pictures(tmp_path / "reg", caption=None)
+    sources, out = [str(tmp_path / "dog"), str(tmp_path / "reg")], tmp_path / "a.yaml"
+    assert init.run(sources, init.Options(gpu="4090", out=out, **TRIGGER)) == 0
+    data = load(out).data
+    assert (data.caption_prefix, data.caption) == ("sks dog, ", None)
+    lines = capsys.readouterr().out.splitlines()
+    first = next(line for line in lines if "sana-pipe encode" in line and str(tmp_path / "reg") in line)
+    assert "data.caption_prefix=" in first and "data.caption=dog" in first
+    assert lines[-1].startswith("next: sana-pipe run ")
