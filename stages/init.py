@@ -229,7 +229,7 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
         raise UserError(
             "the sources have their captions in different columns",
             found="; ".join(f"{each.data}: {each.field or each.source.rule.columns[0]}" for each in looked),
-            fix=f"sana-pipe init without {first.data}, and then {shown('encode', '--data', first.data)} "
+            fix=f"leave {first.data} out, and then {shown('encode', '--data', first.data)} "
             f"{setting('data.caption_field', first.field)}, which it remembers",
         )
     for field in filter(None, fields):
