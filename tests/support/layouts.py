@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import shutil
 import tarfile
 import tempfile
@@ -96,6 +97,7 @@ class Layout:
 TRIGGER = {"trigger": "sks dog"}
 NONE = {"data.caption": None, "data.caption_prefix": ""}
 FIRST = SENTENCES[0]
+OPTIONS = ("--data", "--set")
 
 
 def kohya(folder: Path) -> None:
@@ -173,6 +175,31 @@ def cvat(folder: Path) -> None:
     pictures(folder, "JPEGImages/{}.png", None)
     pictures(folder, "SegmentationClass/{}.png", None)
     text(folder / "labelmap.txt", "# label:color_rgb:parts:actions\ncat:1,2,3::\n")
+
+
+def controlnet(folder: Path) -> None:
+    for kind in ("source", "target"):
+        pictures(folder, f"{kind}/{{}}.png", None)
+    rows(
+        folder,
+        "prompt.json",
+        lambda n, text: json.dumps({"source": f"source/{n}.png", "target": f"target/{n}.png", "prompt": text}),
+    )
+
+
+def kaggle(folder: Path) -> None:
+    pictures(folder, caption=None)
+    rows(folder, "captions.txt", lambda number, sentence: f"{number}.png,{sentence}", "image,caption\n")
+
+
+def captions_json(folder: Path) -> None:
+    pictures(folder, caption=None)
+    text(folder / "captions.json", {f"{n}.png": [sentence, "a picture"] for n, sentence in enumerate(SENTENCES)})
+
+
+def meta_cap(folder: Path) -> None:
+    pictures(folder, caption=None)
+    text(folder / "meta_cap.json", {f"{n}": {"caption": s, "tags": "a, b"} for n, s in enumerate(SENTENCES)})
 
 
 def yolo(folder: Path) -> None:
@@ -262,6 +289,36 @@ LAYOUTS: dict[str, Layout] = {
         {"data.caption": "sks dog"},
         "sks dog",
         says=("captions: 0 of 8",),
+    ),
+    "ControlNet": Layout(
+        "ControlNet's `prompt.json`",
+        "`source/x.png`, `target/x.png`, `prompt.json`",
+        controlnet,
+        TRIGGER,
+        {"data.pictures.control.column": "source", "data.image_field": "target", "data.caption_field": "prompt"},
+        f"sks dog, {FIRST}",
+        asks=("prompt.json",),
+    ),
+    "Kaggle": Layout(
+        "Kaggle (Flickr8k)",
+        "`x.png`, `captions.txt` (`image,caption`)",
+        kaggle,
+        config=NONE,
+        caption=FIRST,
+    ),
+    "captions.json": Layout(
+        "diffusion-pipe",
+        "`x.png`, `captions.json` (`{picture: [captions]}`)",
+        captions_json,
+        config=NONE,
+        caption=FIRST,
+    ),
+    "meta_cap.json": Layout(
+        "kohya's sd-scripts",
+        "`x.png`, `meta_cap.json`",
+        meta_cap,
+        config=NONE,
+        caption=FIRST,
     ),
     "fill50k": Layout(
         "fill50k",
@@ -380,20 +437,18 @@ def made(layout: Layout, folder: Path) -> Outcome:
         try:
             init.run([str(data)], init.Options(gpu="4090", out=out, **layout.options))
         except UserError as refusal:
-            error, first = refusal, str(refusal.fix).partition("; ")[0]
-            places = [folder / "data" / name for name in ("img", "reg")] if "/reg" in first else [data]
-            chosen = tuple(re.findall(r"--set '?([^ ']+)", first))
-            init.run(
-                [str(place) for place in places],
-                init.Options(gpu="4090", out=out, overrides=chosen, **layout.options),
-            )
+            error, first = refusal, re.split("; |, or ", str(refusal.fix))[0]
+            words = shlex.split(first)
+            given = {option: [words[n + 1] for n, word in enumerate(words) if word == option] for option in OPTIONS}
+            options = init.Options(gpu="4090", out=out, overrides=tuple(given["--set"]), **layout.options)
+            init.run(given["--data"], options)
     prompts = (folder / "prompts.txt").read_text(encoding="utf-8").splitlines()
     return Outcome(load(out), said.getvalue(), prompts, error)
 
 
 def table(folder: Path) -> str:
     """The table of the page."""
-    lines = ["| tool | files | `sana-pipe init` |", "|---|---|---|"]
+    lines = ["| tool | files | what `init` makes of it |", "|---|---|---|"]
     for number, layout in enumerate(LAYOUTS.values()):
         place = folder / str(number)
         place.mkdir()
