@@ -93,6 +93,22 @@ READINGS: dict[str, tuple[Brought, dict[str, Any], list[str]]] = {
         [JOINED, BARN],
     ),
     "a tag in each line": ({"a.jpg": "", "a.jpg.txt": "\n".join(TAGS)}, {"caption_parts": "tags"}, [JOINED]),
+    "a list as JSON in csv": (
+        {"a.jpg": "", "a.csv": f"""filename,raw\na.jpg,"[""{BARN}"", ""{BOATS}""]"\n"""},
+        {"caption_field": "raw"},
+        [BARN, BOATS],
+    ),
+    "a list as Python prints it": (
+        {"a.jpg": "", "metadata.csv": f"""file_name,tags\na.jpg,"{TAGS}"\n"""},
+        {"caption_field": "tags"},
+        [JOINED],
+    ),
+    "a list as NumPy prints it": (
+        {"t.parquet": {"jpg": [b"x"], "tags": ["['1girl' 'solo'\n 'red_hair']"]}},
+        {"caption_field": "tags"},
+        ["1girl, solo, red_hair"],
+    ),
+    "brackets that are no list": ({"a.jpg": "", "a.json": {"text": "[a sign] says [b]"}}, {}, ["[a sign] says [b]"]),
     "nested objects": ({"a.jpg": "", "a.json": {"json": {"prompt": BARN}}}, {"caption_field": "json.prompt"}, [BARN]),
     "nested in a tar": (
         {"s.tar": {"a.jpg": "x", "a.json": {"json": {"prompt": BARN}}}},

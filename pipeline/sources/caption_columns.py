@@ -24,7 +24,7 @@ from pipeline.config import DataConfig, setting
 from pipeline.errors import UserError
 from pipeline.sources.filenames import REPEATS, escaped, short_repr, stem
 from pipeline.sources.tag_sets import joined, variants
-from pipeline.sources.text_parts import CAPTIONS, TAGS, lines_of, parts_of
+from pipeline.sources.text_parts import CAPTIONS, TAGS, lines_of, parts_of, unpacked
 
 MAX_COLUMNS = 1000
 """Limit on the columns that are remembered; a source with more has rows with arbitrary keys, not columns."""
@@ -207,9 +207,11 @@ class CaptionRule:
         captions = PictureCaptions(meta={name: value for name, value in row.items() if name not in self.columns})
         problems = list[str]()
         if len(self.seen) < MAX_COLUMNS:
-            self.seen.update(columns_of(row))
+            self.seen.update(columns_of(row) if dict in map(type, row.values()) else row)
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
-        present = [(f, weight) for f, weight in fields if _ABSENT is not value_of(row, f) or _has_part(row, f)]
+        present = [
+            (f, weight) for f, weight in fields if f in row or value_of(row, f) is not _ABSENT or _has_part(row, f)
+        ]
         if not present:
             present = sorted(((c, 1.0) for c in self.fallback if c in row), key=lambda field: not row[field[0]])[:1]
         for column, weight in present:
@@ -241,7 +243,7 @@ class CaptionRule:
     def _read_column(
         self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], problems: list[str]
     ) -> list[CaptionCandidate]:
-        value = value_of(row, column)
+        value = value_of(row, column) if self.raw else unpacked(value_of(row, column))
         given = scores.get(column)
         if given is None:
             given = row.get(self.config.caption_scores.get(column, ""))
@@ -403,7 +405,7 @@ def _has_text(value: Any) -> bool:
 
 def _joined(row: dict[str, Any], field: str) -> str:
     """The values of several columns, and the entries of lists among them, with commas between."""
-    values = [value for part in _parts(field) if (value := value_of(row, part)) is not _ABSENT]
+    values = [unpacked(value) for part in _parts(field) if (value := value_of(row, part)) is not _ABSENT]
     entries = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
     texts = (str(entry).strip() for entry in entries if entry is not None)
     return ", ".join(text for text in texts if text)

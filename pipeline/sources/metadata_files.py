@@ -215,7 +215,7 @@ class RowReader:
             try:
                 for line, row in self._rows(text):
                     if isinstance(row, dict):
-                        self.columns.update(dict.fromkeys(columns_of(row)))
+                        self.columns.update(dict.fromkeys(columns_of(row) if dict in map(type, row.values()) else row))
                     yield line, row
             except UnicodeDecodeError:
                 yield line + 1, "is not UTF-16; what follows is not read"
@@ -271,7 +271,10 @@ class RowReader:
             elif any(map(has_surrogates, fields)):
                 yield line, "is not UTF-8"
             else:
-                yield line, dict(zip(header, (value or None for value in fields), strict=True))
+                yield (
+                    line,
+                    dict(zip(header, [value or None for value in fields] if "" in fields else fields, strict=True)),
+                )
 
 
 def _jsonl(lines: Iterator[str]) -> Rows:

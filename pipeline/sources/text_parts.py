@@ -6,7 +6,12 @@ underscores, or `MANY` short entries make tags. A list that shows none of these 
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 CAPTIONS, TAGS = "captions", "tags"
 TAG_COLUMNS = ("tag", "keyword", "label", "categor")
@@ -17,6 +22,7 @@ MANY = 5
 TAG_WORDS = 4
 """Words of a tag, at most."""
 _ARTICLES = {"a", "an", "the", "there", "this", "these"}
+_NO_COMMA = re.compile(r"(['\"])\s+(['\"])")
 _ENDS = (".", "!", "?", "。", "！", "？")
 
 
@@ -26,6 +32,19 @@ def parts_of(column: str, texts: Sequence[str]) -> str | None:
         return CAPTIONS
     named = any(word in column.lower() for word in TAG_COLUMNS)
     return TAGS if named or len(texts) >= MANY or any("_" in text for text in texts) else None
+
+
+def unpacked(value: Any) -> Any:
+    """The list of texts that a text holds as JSON or as Python or NumPy print it, such as in a cell of a CSV file; any
+    other value as it is."""
+    if not isinstance(value, str) or not (value := value.strip()).startswith("[") or not value.endswith("]"):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            texts = read(value if read is json.loads else _NO_COMMA.sub(r"\1, \2", value))
+            if texts and isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+                return texts
+    return value
 
 
 def lines_of(text: str) -> list[str]:
