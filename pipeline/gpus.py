@@ -52,11 +52,31 @@ class Card:
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
+        Card("3060-ti", "RTX 3060 Ti", 7.7, 32.4, 16.2, 448, 12),
+        Card("3060", "RTX 3060", 11.7, 25.5, 12.7, 360, 12),
+        Card("3070", "RTX 3070", 7.7, 40.6, 20.3, 448, 12),
+        Card("3070-ti", "RTX 3070 Ti", 7.7, 43.5, 21.7, 608, 12),
+        Card("3080", "RTX 3080", 9.7, 59.5, 29.8, 760, 12),
+        Card("3080-12", "RTX 3080", 11.7, 61.3, 30.6, 912, 12),
+        Card("3080-ti", "RTX 3080 Ti", 11.7, 68.2, 34.1, 912, 12),
         Card("3090", "RTX 3090", 23.7, 71.0, 35.6, 936, 12),
         Card("3090-ti", "RTX 3090 Ti", 23.7, 80.0, 40.0, 1008, 12),
+        Card("4060-ti", "RTX 4060 Ti", 15.6, 44.1, 22.1, 288, 6),
+        Card("4070", "RTX 4070", 11.6, 58.3, 29.1, 504, 12),
+        Card("4070-super", "RTX 4070 SUPER", 11.6, 70.9, 35.5, 504, 12),
+        Card("4070-ti", "RTX 4070 Ti", 11.6, 80.2, 40.1, 504, 12),
+        Card("4070-ti-super", "RTX 4070 Ti SUPER", 15.6, 88.2, 44.1, 672, 12),
         Card("4080", "RTX 4080", 15.7, 97.5, 48.7, 717, 12),
+        Card("4080-super", "RTX 4080 SUPER", 15.7, 104.4, 52.2, 736, 12),
         Card("4090", "RTX 4090", 23.6, 165.2, 82.6, 1008, 12),
+        Card("5060-ti", "RTX 5060 Ti", 15.4, 47.4, 23.7, 448, 12),
+        Card("5070", "RTX 5070", 11.4, 61.7, 30.9, 672, 25),
+        Card("5070-ti", "RTX 5070 Ti", 15.4, 87.9, 43.9, 896, 25),
+        Card("5080", "RTX 5080", 15.4, 112.6, 56.3, 960, 25),
         Card("5090", "RTX 5090", 31.4, 209.5, 104.8, 1792, 25),
+        Card("t4", "T4", 14.5, 65.0, 8.1, 320, 6),
+        Card("a2000", "RTX A2000 12GB", 11.6, 31.9, 8.0, 288, 12),
+        Card("a4000", "RTX A4000", 15.6, 76.7, 19.2, 448, 12),
         Card("a5000", "RTX A5000", 23.7, 111.1, 27.8, 768, 12),
         Card("a6000", "RTX A6000", 47.4, 154.8, 38.7, 768, 12),
         Card("6000-ada", "RTX 6000 Ada", 47.5, 364.2, 91.1, 960, 12),
@@ -86,14 +106,24 @@ CARDS: dict[str, Card] = {
 }
 """The cards by name. Sources of those that no data sheet gives per GPU, with the sizes that PyTorch prints for them:
 
+GeForce below the 3090, 4090 and 5090: fp32 and memory rate of NVIDIA's tables of specifications; the 16-bit peak is
+twice fp32, the ratio that the whitepapers give for the largest card of each generation. 3080-12: with 12 GB.
+4060-ti, 5060-ti: with 16 GB.
+t4: the peak is that of fp16; it has no bf16 units (`train.precision: fp16`).
 a10g (22.06 GiB): AWS's variant of the A10; its peaks as third parties quote them.
 pro-6000 (94.97 GiB): the Workstation Edition, as third parties quote NVIDIA.
 gh200 (94.50 or 94.88 GiB, by the driver): the version with 96 GB.
 b300 (267.69 GiB): an eighth of HGX B300, which has 36 PFLOPS with sparsity and 600 TFLOPS of fp32.
 gb200 (184.31 GiB): half of a superchip of GB200 NVL72, which has 5 PFLOPS dense and 16 TB/s.
 """
-UNNAMED = "a100-80"
-"""The card whose speed is assumed where only a memory size is given."""
+
+
+def like(memory: int) -> Card:
+    """The card whose speed is assumed where only a memory size (bytes) is given: the slowest of those that are nearest
+    to it, within 1 GiB."""
+    nearest = min(abs(card.memory - memory) for card in CARDS.values())
+    near = [card for card in CARDS.values() if abs(card.memory - memory) <= nearest + GIB]
+    return min(near, key=lambda card: card.bf16_tflops)
 
 
 def card(name: str) -> Card:
@@ -127,7 +157,10 @@ def of_device(device: torch.device) -> Card | None:
 
 
 def of_name(name: str, memory: int) -> Card | None:
-    """The card of a name as torch gives it, and of so many bytes."""
+    """The card of a name as torch gives it, and of so many bytes; None: not in the table, as the cards of laptops,
+    which are slower than those of the same name."""
+    if "Laptop" in name or "Max-Q" in name:
+        return None
     parts = [card.part for card in CARDS.values() if re.search(rf"\b{re.escape(card.part)}\b", name)]
     if not parts:
         return None

@@ -181,6 +181,21 @@ def test_devices_are_cards_by_name_and_memory() -> None:
     pcie = gpus.of_name("NVIDIA H100 PCIe", 85_000_000_000)
     assert pcie is not None and (pcie.name, pcie.bf16_tflops) == ("h100-pcie", 756.0)
     assert gpus.of_name("Tesla V100-SXM2-32GB", 1 << 35) is None
+    geforce = {"3060": 12, "3060 Ti": 8, "4070 Ti SUPER": 16, "4070 SUPER": 12, "4060 Ti": 16, "5070 Ti": 16}
+    for name, gib in geforce.items():
+        found = gpus.of_name(f"NVIDIA GeForce RTX {name}", int(gib * 0.97 * 2**30))
+        assert found is not None and found.name == name.lower().replace(" ", "-")
+    sizes = {gpus.of_name("NVIDIA GeForce RTX 3080", gib << 30).name for gib in (10, 12)}  # type: ignore[union-attr]
+    assert sizes == {"3080", "3080-12"}
+    assert gpus.of_name("NVIDIA GeForce RTX 4090 Laptop GPU", 16 << 30) is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "assumed"), [("8GB", "3060-ti"), ("12GiB", "3060"), ("24GiB", "3090"), ("80GB", "a100-80")]
+)
+def test_of_a_card_with_a_memory_size_alone_the_speed_is_that_of_such_cards(memory: str, assumed: str) -> None:
+    machine = auto.named(None, memory, 1)
+    assert (machine.card.name, machine.memory, machine.assumed) == (assumed, gpus.memory_of(memory), True)
 
 
 # --------------------------------------------------------------------------------------------------------------- auto

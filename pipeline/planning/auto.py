@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.gpus import CARDS, CPU, GIB, UNNAMED, Card, card, memory_of, of_device
+from pipeline.gpus import CARDS, CPU, GIB, Card, card, like, memory_of, of_device
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec
 from pipeline.options import value_at
@@ -166,7 +166,7 @@ def present(device: torch.device, launch: Launch) -> Machine:
     here, nodes = of_device(device), max(1, launch.world // launch.local_world)
     if here is None:  # its speed counts for the ranking only
         memory = torch.cuda.get_device_properties(device).total_memory
-        return Machine(card(UNNAMED), memory, launch.world, nodes, assumed=True)
+        return Machine(like(memory), memory, launch.world, nodes, assumed=True)
     return Machine(here, usable(here, launch.local_world), launch.world, nodes)
 
 
@@ -188,8 +188,9 @@ def named(gpu: str | None, gpu_memory: str | None, gpus: int, nodes: int | None 
             f"--gpus {gpus} (of all nodes together) cannot be divided by --nodes {nodes}",
             expected="one of " + ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0) + " nodes",
         )
-    chosen = card(gpu or UNNAMED)
-    memory = usable(chosen, max(1, gpus // nodes)) if gpu_memory is None else memory_of(gpu_memory)
+    given = None if gpu_memory is None else memory_of(gpu_memory)
+    chosen = like(given or 0) if gpu is None else card(gpu)
+    memory = usable(chosen, max(1, gpus // nodes)) if given is None else given
     return Machine(chosen, memory, gpus, nodes, assumed=gpu is None)
 
 
