@@ -204,7 +204,10 @@ _RESOURCES = {
 _NO_MEMORY = re.compile(
     "memoryerror|can't allocate memory|cannot allocate memory|out of memory|bad_alloc|failed to map segment"
     "|can't start new thread|^resource temporarily unavailable$"  # a thread needs memory, too
-    "|^could not create a primitive$",  # oneDNN
+    "|^could not create a primitive$"  # oneDNN
+    # of a full GPU: cuBLAS, cuDNN, cuSOLVER and cuFFT, which allocate by themselves
+    r"|(?:ALLOC|ALLOCATION)_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED"
+    "|unable to find an engine to execute this computation",
     re.IGNORECASE,
 )
 

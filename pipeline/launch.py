@@ -4,15 +4,26 @@
 wrong rank would train on the wrong slice, and a precision or FSDP option that is accepted but not obeyed would be
 another run than its owner believes: so `check_accelerate()` refuses these, and `mpirun` is refused, not guessed.
 `resolve_device()` turns `auto` into a device, `set_tf32()` and `prefer_expandable_segments()` set up the process for
-it. Only this module reads or writes the environment.
+it, `check_compiler()` refuses a machine that cannot compile kernels. Only this module reads or writes the environment.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import TrainConfig
@@ -278,24 +289,153 @@ def check_accelerate(train: TrainConfig, device: torch.device, environ: Mapping[
         raise UserError("accelerate's environment contradicts the configuration:" + "".join(lines), fix=fix)
 
 
-def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
+PCI, _DRIVER = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia/version")
+_DRIVERS = {"13": 580, "12": 525, "11": 450}
+"""Oldest driver for each major version of CUDA (NVIDIA's release notes)."""
+_OLDER = "https://download.pytorch.org/whl/cu126"
+"""Wheels of torch for CUDA 12."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What torch can use here.
+
+    Attributes:
+        count: GPUs that torch can use.
+        problem: why it can use none of those that are there, in torch's words; None: there are none, or they are
+            hidden by CUDA_VISIBLE_DEVICES.
+        fix: the way out of the problem.
+    """
+
+    count: int
+    problem: str | None = None
+    fix: str = ""
+
+
+def gpus() -> Gpus:
+    """The GPUs of this machine. Torch takes a driver that is too old, and a build without CUDA, for no GPU."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return Gpus(count)
+    reasons = [str(each.message) for each in caught if "CUDA" in str(each.message)]
+    if not reasons:  # the warning comes once for each process
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            reasons = [str(error)]
+    reason = (reasons or ["torch finds none"])[0].partition("\n")[0]
+    reason = reason.partition(" Please ")[0].partition(" (Triggered internally")[0]
+    absent = ("no cuda gpus", "no hip gpus", "no nvidia driver", "not compiled with cuda", "torch finds none")
+    if any(each in reason.lower() for each in absent) and not _has_nvidia_card():
+        return Gpus(0)
+    return Gpus(0, reason, _way_out(reason.lower()))
+
+
+def oldest_driver() -> int | None:
+    """The oldest NVIDIA driver that this build of torch runs on; None: it is no build for CUDA."""
+    import torch
+
+    return _DRIVERS.get(str(torch.version.cuda).partition(".")[0])
+
+
+def driver() -> str | None:
+    """The version of the NVIDIA driver, as 580.65.06; None: there is none, or it does not say."""
+    with suppress(OSError):
+        match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", _DRIVER.read_text(encoding="utf-8", errors="replace"))
+        return match and match[1]
+    return None
+
+
+def _has_nvidia_card() -> bool:
+    """Whether a graphics card of NVIDIA is on the PCI bus, also seen from a container that was not given it."""
+
+    def says(device: Path, name: str, start: str) -> bool:
+        try:
+            return (device / name).read_text(encoding="ascii").startswith(start)
+        except (OSError, ValueError):
+            return False
+
+    try:
+        return any(says(each, "vendor", "0x10de") and says(each, "class", "0x03") for each in PCI.iterdir())
+    except OSError:
+        return False
+
+
+def _way_out(reason: str) -> str:
+    import torch
+
+    version, oldest = torch.__version__.partition("+")[0], oldest_driver()
+    install = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall torch=={version}"
+    wanted = f"the NVIDIA driver{f', version {oldest} or newer' if oldest else ''}"
+    if "not compiled with cuda" in reason:
+        return f"{install}   (the build for CUDA)"
+    if "driver" in reason and "too old" in reason:
+        return f"install {wanted}; or torch for an older CUDA: {install} --index-url {_OLDER}"
+    if "no nvidia driver" in reason:
+        return f"install {wanted}; start a container with its GPUs (docker run --gpus all)"
+    return f"nvidia-smi shows the GPUs and the driver; this torch needs {wanted}; start a container with --gpus all"
+
+
+def describe_gpus(there: Gpus) -> str:
+    """The GPUs and their driver, in a line for people."""
+    import torch
+
+    wanted, version = oldest_driver(), driver()
+    build = f"torch {torch.__version__}" + (f" needs driver {wanted} or newer" if wanted else " has no CUDA")
+    if not there.count:
+        return f"{there.problem or 'none'} ({build})"
+    name = torch.cuda.get_device_name(0)
+    return f"{there.count} x {name}, driver {version or 'of unknown version'} ({build})"
+
+
+def unusable(there: Gpus, option: str) -> UserError:
+    """The error for GPUs that are there and cannot be used."""
+    version = driver()
+    return UserError(
+        "the GPU of this machine cannot be used",
+        found=f"{there.problem}{f' (driver {version})' if version else ''}",
+        fix=f"{there.fix}; or compute on the CPU: --set {option}=cpu",
+    )
+
+
+def resolve_device(
+    name: str,
+    launch: Launch | None = None,
+    *,
+    option: str = "train.device",
+    log: Callable[[str], None] | None = None,
+) -> torch.device:
     """The device of this process. A GPU becomes the current one, which Triton and NCCL go by.
 
     Args:
         name: `auto` (the process's GPU if there is one, else the CPU), `cpu`, `cuda` (the process's GPU) or `cuda:N`.
         launch: `local_rank` is the number of the process's GPU; None: GPU 0.
+        option: where the name comes from, for messages.
+        log: prints a line if `auto` takes the CPU, because there is no GPU.
 
     Raises:
-        UserError: an unknown name, or a GPU that this machine does not have.
+        UserError: an unknown name, a GPU that this machine does not have, or one that is there and cannot be used.
     """
     import torch
 
     launch = launch or Launch()
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        name = "cuda" if count else "cpu"
     if name == "cpu":
         return torch.device("cpu")
+    there = gpus()
+    count = there.count
+    if there.problem is not None and re.fullmatch(r"auto|cuda(?::\d+)?", name):
+        raise unusable(there, option)
+    if name == "auto" and not count:
+        if log is not None:
+            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+            why = "this machine has no GPU" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} shows no GPU"
+            log(f"{why}: the CPU is used ({option}=cpu says that this is meant)")
+        return torch.device("cpu")
+    name = "cuda" if name == "auto" else name
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
     if match is None:
         raise UserError("there is no such device", expected="auto, cpu, cuda or cuda:N", found=repr(name))
@@ -310,7 +450,7 @@ def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
             f"this process needs GPU {index} of this machine",
             expected=f"a GPU number below {count}" if count else "an NVIDIA GPU and a CUDA build of torch",
             found=f"{count} GPUs, {launch.local_world} processes on this node",
-            fix="start no more processes per node than it has GPUs, or set device: cpu",
+            fix=f"start no more processes per node than it has GPUs, or --set {option}=cpu",
         )
     try:
         torch.cuda.set_device(index)
@@ -319,6 +459,58 @@ def resolve_device(name: str, launch: Launch | None = None) -> torch.device:
         raise UserError(f"GPU {index} cannot be used", found=reason, fix="nvidia-smi shows what occupies it") from None
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each shape, tens of milliseconds each
     return torch.device("cuda", index)
+
+
+def check_compiler(device: torch.device, compiled: bool = False) -> None:
+    """Refuse a GPU for which kernels are compiled on a machine without a C compiler or Python's headers: Triton makes
+    its kernels' launcher with them.
+
+    Args:
+        compiled: blocks are compiled, too, also for an older GPU.
+
+    Raises:
+        UserError: with the packages to install.
+    """
+    import torch
+
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return
+    if (compiled or torch.cuda.get_device_capability(device) >= (8, 0)) and (lacks := missing_compiler()) is not None:
+        raise lacks
+
+
+_C_FILE = "#include <Python.h>\nint probe(void) { return Py_IsInitialized(); }\n"
+
+
+@functools.cache
+def missing_compiler() -> UserError | None:
+    """Why no C file that includes Python's headers compiles here; None: it compiles."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    found = "neither gcc nor clang on PATH, and CC is not set"
+    if compiler is not None:
+        scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+        include = sysconfig.get_paths(scheme=scheme)["include"]
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.c")
+            source.write_text(_C_FILE, encoding="ascii")
+            command = [compiler, str(source), "-shared", "-fPIC", f"-I{include}", "-o", str(source.with_suffix(".so"))]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            except (OSError, subprocess.SubprocessError) as error:
+                found = f"{compiler}: {error}"
+            else:
+                if done.returncode == 0:
+                    return None
+                said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+                found = said[0].replace(str(source), "a C file") if said else f"{compiler}: exit {done.returncode}"
+    return UserError(
+        "kernels for the GPU cannot be compiled on this machine",
+        expected="a C compiler and Python's headers (Python.h)",
+        found=found,
+        fix=f"apt-get install gcc libc6-dev {python}-dev   (dnf install gcc {python}-devel; another compiler: "
+        "export CC=...)",
+    )
 
 
 def set_tf32(allowed: bool) -> None:

@@ -1,9 +1,10 @@
 """`sana-pipe check`: whether the models of a configuration are available, of the right kind, and fit together.
 
 Prints a line for the VAE, the text encoder, its tokenizer and the transformer (files, and bytes still to be fetched),
-then compares their shapes, and `train.adapter` or `train.controlnet` with the transformer. So a gated model, a missing
-file or a wrong kind shows before hours of encoding. Only lists and JSON files are fetched; a damaged weight file is
-noticed by the stage that reads it. A local tokenizer is loaded.
+then compares their shapes, and `train.adapter` or `train.controlnet` with the transformer, and asks whether this
+machine's GPU can be used and its kernels compiled. So a gated model, a missing file or a wrong kind shows before hours
+of encoding. Only lists and JSON files are fetched; a damaged weight file is noticed by the stage that reads it. A local
+tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
+from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.config import Config, Weights
 from pipeline.errors import UserError
@@ -70,18 +73,37 @@ def run(config: Config, as_json: bool = False) -> int:
         shape = model.facts
     problems = [part.problem for part in parts if part.problem is not None]
     problems += _misfits(config, vae.facts, text.facts, shape)
+    there = launch.gpus()
+    problems += _problems_of(there, config)
     to_fetch = sum(part.to_fetch for part in parts)
     if as_json:
-        click.echo(json.dumps(_report(parts, problems, to_fetch)))
+        gpu = {"count": there.count, "driver": launch.driver(), "oldest_driver": launch.oldest_driver()}
+        click.echo(json.dumps({**_report(parts, problems, to_fetch), "gpu": gpu}))
     else:
         for part in parts:
             click.echo(_line(part))
+        click.echo(f"{'GPU':12}  {launch.describe_gpus(there)}")
         different = list({(problem.what, problem.fix): problem for problem in problems}.values())
         for problem in different:
             click.echo(f"{problem}", err=True)
         number = "1 problem" if len(different) == 1 else f"{len(different)} problems"
         click.echo(number if problems else f"all available; {amount(to_fetch)} to be fetched")
     return UserError.exit_code if problems else 0
+
+
+def _problems_of(there: launch.Gpus, config: Config) -> list[UserError]:
+    """Why the stages that may take a GPU of this machine cannot use it."""
+    options = {"encode.device": config.encode.device, "train.device": config.train.device}
+    wanting = next((option for option, name in options.items() if name != "cpu"), None)
+    if wanting is not None and there.problem is not None:
+        return [launch.unusable(there, wanting)]
+    if config.train.device == "cpu" or not there.count:
+        return []
+    try:
+        launch.check_compiler(torch.device("cuda", 0), config.train.compile == "block")
+    except UserError as error:
+        return [error]
+    return []
 
 
 def _report(parts: list[_Part], problems: list[UserError], to_fetch: int) -> dict[str, Any]:

@@ -560,6 +560,9 @@ def _encode(
     for line in planned.fit + estimate.ignored_lines(run.source.ignored):
         click.echo(line)
 
+    if not idle and run.engine == "local":
+        unit_encoder.device(run.config, click.echo)  # a GPU that cannot be used shows before the models are read
+
     def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)
 

@@ -32,7 +32,7 @@ from pipeline.encoding.understood import Understood
 from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB
 from pipeline.images import buckets
-from pipeline.launch import Launch
+from pipeline.launch import Launch, gpus, unusable
 from pipeline.options import put, value_at, within
 from pipeline.planning import auto, extent, predict, recommend
 from pipeline.planning.predict import Data, Machine
@@ -289,10 +289,14 @@ def _machine(options: Options) -> Machine | None:
         return None
     if options.gpu is not None or options.gpu_memory is not None:
         return auto.named(options.gpu, options.gpu_memory, options.gpus or 1)
-    if not torch.cuda.is_available():
+    there = gpus()
+    if there.problem is not None:
+        refused = unusable(there, "train.device")
+        raise UserError(refused.what, found=refused.found, fix=f"{there.fix}; or name the card: --gpu 4090, --gpu cpu")
+    if not there.count:
         return None
     here = auto.present(torch.device("cuda", 0), Launch())
-    return replace(here, gpus=options.gpus or torch.cuda.device_count())
+    return replace(here, gpus=options.gpus or there.count)
 
 
 def _override(made: Recommendation, overrides: tuple[str, ...]) -> None:

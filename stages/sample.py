@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from pipeline import outputs
@@ -28,7 +29,7 @@ from pipeline.cache.prompts import spread
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
-from pipeline.launch import resolve_device, set_tf32
+from pipeline.launch import check_compiler, gpus, resolve_device, set_tf32
 from pipeline.models.adapters import Adapter, adapter_from
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import listed, open_tensors, resolve
@@ -38,6 +39,7 @@ from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.training import checkpoint as checkpoints
+from pipeline.training import lock
 from pipeline.training.base_weights import first_weights, whole_weights
 
 SHEET = "contact_sheet.png"
@@ -97,7 +99,7 @@ def run(
     if wanted < (count or config.sample.count):
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
-    chosen, device = spread(len(opened), wanted), resolve_device(config.train.device)
+    chosen, device = spread(len(opened), wanted), _device(config)
 
     def draw(title: str, weights: dict[str, Tensor]) -> list[DrawnLatent]:
         adapter = controlled if title == DRAWN and scale != 0 else None
@@ -256,7 +258,7 @@ def run_prompts(
         columns = _columns(config, stored, scale, base)
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
         shape = channels, size[0] // compression, size[1] // compression
-        device = resolve_device(config.train.device)
+        device = _device(config)
 
         def draw(title: str, weights: dict[str, Tensor]) -> list[Tensor]:
             given = (controlled, drawn_from) if title == DRAWN and scale != 0 else ()
@@ -271,9 +273,18 @@ def run_prompts(
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
-    """Decode the latents that a training draws; see `run_pictures.Watcher.watch`."""
+    """Decode the latents that a training draws; see `run_pictures.Watcher.watch`. While a training of this host is
+    alive, `auto` takes the CPU: a decoder on the training's GPU takes 3 GiB that the training may need."""
     set_tf32(False)
-    run_pictures.Watcher(config.vae, run, resolve_device(config.encode.device), _log).watch(once=once)
+    name = config.encode.device
+    if name == "auto" and gpus().count and (owner := lock.owner_here(run)) is not None:
+        _log(
+            f"decoding on the CPU, since {owner} trains in {run} and may need the GPU's memory; another GPU: "
+            "--set encode.device=cuda:1"
+        )
+        name = "cpu"
+    device = resolve_device(name, option="encode.device", log=_log)
+    run_pictures.Watcher(config.vae, run, device, _log).watch(once=once)
     return 0
 
 
@@ -293,7 +304,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
     with open_tensors(latents) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     set_tf32(False)
-    decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device))
+    decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device, option="encode.device"))
     with writing(out, "check the rights, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors.items():
@@ -368,6 +379,13 @@ def publish(
     )
     _log(f"contact sheet: {out / SHEET}")
     return out / SHEET
+
+
+def _device(config: Config) -> torch.device:
+    """Of the transformer."""
+    device = resolve_device(config.train.device, log=_log)
+    check_compiler(device)
+    return device
 
 
 def _log(line: str) -> None:

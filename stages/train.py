@@ -22,12 +22,12 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, ParallelConfig
 from pipeline.errors import CacheError, ConfigError
-from pipeline.launch import Launch, detect, resolve_device
+from pipeline.launch import Launch, check_compiler, detect, resolve_device
 from pipeline.loader import shard_prefetch
 from pipeline.loader.schedule import Schedule
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
-from pipeline.parallel.mesh import open_mesh, reopening
+from pipeline.parallel.mesh import agreed_device, open_mesh, reopening
 from pipeline.planning import auto
 from pipeline.planning.expectation import Expectation, expect
 from pipeline.planning.predict import Data, Machine
@@ -221,7 +221,8 @@ def _train(config: Config, call: _Call, snapshot: str | None, stop: StopRequest 
         changes.refuse(Path(config.train.output), lines)
     config = _as_encoded(config, cache, opened, log)
     config, inputs = find_inputs(config, cache, opened, resumed, log)
-    data, device = Data.of(config, opened), resolve_device(config.train.device, launch)
+    data = Data.of(config, opened)
+    device = agreed_device(launch, config.train.parallel.timeout_s, partial(_device, config, launch, log))
     config = with_text(config, device)
     if config.train.undecided:
         config = _decided(config, inputs, launch, device, data, continued, log)
@@ -234,6 +235,12 @@ def _train(config: Config, call: _Call, snapshot: str | None, stop: StopRequest 
         task_of(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(inputs.keep, cache)
     )
     return fit(config, given, launch, resume=call.resume, origin=call.origin, log=log, stop=stop)
+
+
+def _device(config: Config, launch: Launch, log: Log) -> torch.device:
+    device = resolve_device(config.train.device, launch, log=log)
+    check_compiler(device, config.train.compile == "block")
+    return device
 
 
 def _decided(

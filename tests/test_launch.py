@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from pipeline import launch
-from pipeline.config import ParallelConfig
+from pipeline.config import ParallelConfig, load
 from pipeline.encoding import unit_encoder
 from pipeline.errors import ConfigError, UserError, printed_first, was_printed
 from pipeline.launch import (
@@ -31,6 +32,7 @@ from pipeline.launch import (
     share_of_work,
 )
 from pipeline.parallel import collectives, mesh
+from pipeline.planning import auto
 from pipeline.training import metrics
 from pipeline.training.checks import check_inputs
 from pipeline.training.trainer import fit
@@ -244,6 +246,147 @@ def test_a_resolved_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert "busy" in str(error.value.found) and "more" not in str(error.value.found)
 
 
+TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12040). Please update."
+
+
+def _no_gpu(monkeypatch: pytest.MonkeyPatch, warning: str | None, reason: str, card: Path | None = None) -> None:
+    """Torch finds no GPU, warns, and says why when it is asked; card: a folder as of the PCI bus."""
+
+    def available() -> bool:
+        if warning:
+            warnings.warn(warning, stacklevel=1)
+        return False
+
+    def init() -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(launch, "PCI", card or Path("/nonexistent"))
+
+
+@pytest.fixture
+def nvidia_card(tmp_path: Path) -> Path:
+    """The PCI bus of a machine with a card of NVIDIA."""
+    for name, vendor, kind in (("0", "0x8086", "0x060000"), ("1", "0x10de", "0x030000")):
+        (tmp_path / "pci" / name).mkdir(parents=True)
+        (tmp_path / "pci" / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / "pci" / name / "class").write_text(kind + "\n")
+    return tmp_path / "pci"
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
+def test_a_gpu_whose_driver_is_too_old_is_an_error_with_torchs_reason(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for warning, reason in ((TOO_OLD, "unused"), (None, TOO_OLD.partition(": ")[2])):  # torch warns only once
+        _no_gpu(monkeypatch, warning, reason)
+        with pytest.raises(UserError, match=naming("too old", "580", "whl/cu", "encode.device=cpu")):
+            resolve_device(name, option="encode.device")
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("reason", "way_out"),
+    [
+        ("No CUDA GPUs are available", "--gpus all"),  # a container that was not given them
+        ("Found no NVIDIA driver on your system.", "driver"),
+        ("Torch not compiled with CUDA enabled", "pip install"),
+    ],
+)
+def test_a_gpu_that_is_there_is_not_passed_over_and_a_machine_without_any_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, nvidia_card: Path, reason: str, way_out: str
+) -> None:
+    _no_gpu(monkeypatch, None, reason, nvidia_card)
+    with pytest.raises(UserError, match=naming(reason, way_out, "train.device=cpu")):
+        resolve_device("auto")
+    lines: list[str] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # they are hidden: this is meant
+    assert resolve_device("auto", log=lines.append) == torch.device("cpu")
+    _no_gpu(monkeypatch, None, reason)
+    assert resolve_device("auto", log=lines.append) == torch.device("cpu")
+    assert len(lines) == 2 and all("train.device=cpu" in line for line in lines)
+    assert resolve_device("cpu", log=lines.append) == torch.device("cpu")
+    assert len(lines) == 2
+
+
+def test_kernels_are_refused_before_a_run_where_nothing_compiles_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run would end in its first step, with Triton's traceback."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: name)
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    launch.missing_compiler.cache_clear()
+    launch.check_compiler(gpu)
+    empty = {"posix_prefix": {"include": str(tmp_path)}}
+    for change in (
+        lambda patch: patch.setenv("PATH", str(tmp_path)),
+        lambda patch: patch.setattr(launch.sysconfig, "get_paths", lambda scheme: empty["posix_prefix"]),
+        lambda patch: patch.setenv("CC", "/nonexistent/cc"),
+    ):
+        launch.missing_compiler.cache_clear()
+        with monkeypatch.context() as patch:
+            change(patch)
+            with pytest.raises(UserError, match=naming("gcc", python)):
+                auto.decide_compile(load("tiny", []), gpu)
+            launch.check_compiler(torch.device("cpu"))
+            patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+            launch.check_compiler(gpu)
+    launch.missing_compiler.cache_clear()
+
+
+_ONE_OF_TWO = """
+import sys
+import torch
+from pipeline.config import ParallelConfig
+from pipeline.errors import UserError
+from pipeline.launch import detect
+from pipeline.parallel import mesh
+
+launch = mesh.reopening(detect(), 60)
+def lacking(): raise UserError("the GPU of this machine cannot be used", found="a driver that is too old")
+first = launch.is_main
+mesh.dist.init_process_group = lambda *args, **more: sys.exit("a group was made")
+mesh.torch.cuda.set_device = lambda device: None
+def agree(kind): mesh.agreed_device(launch, 60, lambda: torch.device(kind))
+def open(kind):
+    with mesh.open_mesh(launch, ParallelConfig(dp_shard=2), torch.device(kind)): pass
+for act in (
+    lambda: agree("cuda" if first else "cpu"),
+    lambda: open("cpu" if first else "cuda"),
+    lambda: mesh.agreed_device(launch, 60, (lambda: torch.device("cuda")) if first else lacking),
+):
+    try:
+        act()
+    except UserError as error:
+        print(error.everywhere, str(error).replace(chr(10), " "))
+"""
+
+
+def test_one_process_without_a_gpu_ends_all_with_its_rank_and_host() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+    environ = {**tiny_run.environ(), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", _ONE_OF_TWO],
+            env={**environ, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tiny_run.ROOT,
+        )
+        for rank in ("0", "1")
+    ]
+    said = [process.communicate(timeout=120)[0].splitlines() for process in both]
+    assert said[0] == said[1] and len(said[0]) == 3
+    for line, named in zip(said[0], ("process 1 on", "process 0 on", "too old"), strict=True):
+        assert line.startswith("True") and named in line and socket.gethostname() in line
+
+
 @pytest.fixture
 def tf32() -> Iterator[Callable[[], tuple[bool, bool]]]:
     """Reads whether TF32 is allowed in matrix products and in convolutions."""
@@ -406,6 +549,7 @@ def test_after_an_error_of_one_process_the_group_is_aborted_and_the_error_printe
     monkeypatch.setattr(mesh.dist, "destroy_process_group", spy("destroy"))
     monkeypatch.setattr(mesh.dist.distributed_c10d, "_abort_process_group", spy("abort"))
     monkeypatch.setattr(mesh, "_mesh", lambda *args: None)
+    monkeypatch.setattr(mesh, "compare_devices", lambda *args: None)
     error = UserError("the disk is full")
     error.everywhere = everywhere
     launch = Launch(1, 2, 1, 2, "torchrun", "env://", stores=iter([dist.HashStore()]))

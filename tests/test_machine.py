@@ -240,6 +240,12 @@ def _allocate() -> Any:
         MemoryError(),
         pa.lib.ArrowMemoryError("malloc of size 64 failed"),
         RuntimeError("std::bad_alloc"),
+        RuntimeError("GET was unable to find an engine to execute this computation"),  # cuDNN
+        RuntimeError("FIND was unable to find an engine to execute this computation"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("can't start new thread"),
         RuntimeError("could not create a primitive"),
         ImportError("libfoo.so: failed to map segment from shared object"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError
@@ -80,6 +81,25 @@ def test_targets_are_the_bases_predictions(packed: bool, prompts: list[torch.Ten
         assert any(torch.equal(caption, text.float()) for text in texts)
     drawn = {len(caption) for caption, new in zip(shown, chosen.tolist(), strict=True) if new}
     assert len(prompts) < 2 or drawn == {5, 20}, "each of the prompts is drawn"
+
+
+def test_no_row_is_selected_by_a_mask_whose_count_the_host_would_read_from_the_gpu() -> None:
+    """In `prepare` the inputs are on the device; the host would wait for it in every microbatch."""
+    masks: list[torch.Size] = []
+
+    class Selections(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.index.Tensor:
+                masks.extend(args[0].shape for each in args[1] if each is not None and each.dtype == torch.bool)
+            return func(*args, **(kwargs or {}))
+
+    given, batch = settings(), tiny_run.global_batch(0)
+    batches = batch, tiny_run.packed(batch)
+    with Selections():
+        for prompts in ([], [ROWS]):
+            for each in batches:
+                recipe_of(given.train, prompts).prepare(each, same, torch.float32)
+    assert not masks
 
 
 def test_the_draw_belongs_to_the_sample_and_has_the_share() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +21,15 @@ from safetensors.torch import load_file, save_file
 import stages.sample
 from pipeline.config import Config
 from pipeline.errors import ConfigError, UserError
+from pipeline.launch import Gpus
 from pipeline.models import encoders
 from pipeline.models.sana import SanaTransformer
 from pipeline.reporting import run_pictures
 from pipeline.reporting.run_pictures import Drawing, Watcher
 from pipeline.signals.latent import LatentRecipe
+from pipeline.training import lock
 from tests.support.drawings import draw
+from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.messages import naming
 
 MakeConfig = Callable[..., Config]
@@ -168,6 +173,37 @@ def test_a_run_without_drawings_is_an_error_with_once(config: Config, run: Path)
         with pytest.raises(UserError, match=naming(run, "--watch", "train.pictures")):
             stages.sample.watch(config, run, once=True)
         run.mkdir(parents=True, exist_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "untouched_s", "asked", "taken"),
+    [
+        (platform.node(), 0, "auto", "cpu"),
+        (platform.node(), 0, "cuda:1", "cuda:1"),
+        (platform.node(), 3600, "auto", "auto"),
+        ("node7", 0, "auto", "auto"),
+    ],
+)
+def test_the_gpu_is_left_to_a_training_that_is_alive_on_this_host(
+    host: str, untouched_s: float, asked: str, taken: str, run: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+
+    def resolve(name: str, **options: object) -> torch.device:
+        chosen.append(name)
+        return torch.device("cpu")
+
+    monkeypatch.setattr(stages.sample, "gpus", lambda: Gpus(2))
+    monkeypatch.setattr(stages.sample, "resolve_device", resolve)
+    monkeypatch.setattr(Watcher, "watch", lambda self, once: None)
+    config = config.model_copy(update={"encode": config.encode.model_copy(update={"device": asked})})
+    plant(run, replace(ELSEWHERE, host=host), untouched_s=untouched_s)
+    stages.sample.watch(config, run)
+    phase = run / "first"
+    phase.mkdir()
+    (run / lock.NAME).rename(phase / lock.NAME)
+    stages.sample.watch(config, run)
+    assert chosen == [taken, taken]
 
 
 def test_the_command_that_is_shown_decodes(run: Path) -> None:

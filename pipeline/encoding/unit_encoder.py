@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 import pyarrow as pa
-import torch
 
 from pipeline import launch
 from pipeline.cache import codec, index
@@ -220,16 +219,16 @@ def build(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ..
     return UnitEncoder(config, cache, sources, [cache.recipe(name) for name in beside], check=True)
 
 
-def device(config: Config) -> Any:
+def device(config: Config, log: Callable[[str], None] | None = None) -> Any:
     """The torch device of this process, set up for exact fp32. Several processes of a node take its GPUs in turn (one
-    may serve two)."""
+    may serve two). log: as of `launch.resolve_device`."""
     launch.set_tf32(False)
     name = config.encode.device
     here = launch.detect()
     if name in ("auto", "cuda") and here.local_world > 1:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = launch.gpus().count
         name = f"cuda:{here.local_rank % count}" if count else name
-    return launch.resolve_device(name)
+    return launch.resolve_device(name, option="encode.device", log=log)
 
 
 class _Metered:

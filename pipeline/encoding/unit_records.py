@@ -277,7 +277,7 @@ def provenance(halved: int = 0) -> dict[str, Any]:
         "numpy": np.__version__,
         "zstd": codec.ZSTD,
         "machine": platform.machine(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
         "threads": torch.get_num_threads(),
         **decoding.versions(),
     }
@@ -316,10 +316,11 @@ def encode_finite(inputs: list[Any], encode: Callable[[list[Any]], Any], limits:
             if len(inputs) == 1:
                 raise ResourceError(
                     "the encoder runs out of memory with a single item",
+                    found=str(error).strip().partition("\n")[0],
                     fix="use a device with more memory, or a smaller data.resolution",
                 ) from None
         limits.most[shape] = len(inputs) - 1
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     limits.halved += 1
     middle = (len(inputs) + 1) // 2

@@ -7,10 +7,12 @@ takes the same path, with a store in its own memory, so it needs no free port.
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import platform
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -150,9 +152,8 @@ def open_mesh(
     if on_gpu:
         torch.cuda.set_device(device)
     hook = sys.excepthook  # torch wraps it in each group
-    try:
-        store = next(launch.stores or _stores(launch, limit))
-        store.set_timeout(limit)
+    with _meeting(launch, parallel.timeout_s) as store:
+        compare_devices(store, launch, device)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,
@@ -161,15 +162,6 @@ def open_mesh(
             timeout=limit,
             device_id=device if on_gpu else None,
         )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"the {launch.world} processes of this launch did not find each other: {reason}",
-            expected=f"all of them at {launch.place} within {parallel.timeout_s} s, as {_said(launch)}",
-            fix="check that every process was launched, and that the port is reachable and no other program's (for "
-            "another port: torchrun --standalone or --master-port PORT, export MASTER_PORT=PORT before srun); "
-            f"{_alone(launch)}",
-        ) from None
     try:
         with printed_first(launch.rank, launch.world):
             require_equal(  # with other sizes a process would wait in groups that the others do not make
@@ -185,6 +177,83 @@ def open_mesh(
     else:
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+def agreed_device(launch: Launch, timeout_s: int, resolve: Callable[[], torch.device]) -> torch.device:
+    """This process's device. An error of one process, or a GPU in some processes and the CPU in others, is raised on
+    all of them, before any of them waits in a process group.
+
+    Args:
+        launch: of `reopening`.
+    """
+    if launch.world == 1:
+        return resolve()
+    try:
+        device: torch.device | UserError = resolve()
+    except UserError as error:
+        device = error
+    with _meeting(launch, timeout_s) as store:
+        compare_devices(store, launch, device)
+    assert isinstance(device, torch.device)
+    return device
+
+
+@contextmanager
+def _meeting(launch: Launch, timeout_s: int) -> Iterator[dist.Store]:
+    """The store in which the processes of the launch meet."""
+    limit = timedelta(seconds=timeout_s)
+    try:
+        store = next(launch.stores or _stores(launch, limit))
+        store.set_timeout(limit)
+        yield store
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"the {launch.world} processes of this launch did not find each other: {reason}",
+            expected=f"all of them at {launch.place} within {timeout_s} s, as {_said(launch)}",
+            fix="check that every process was launched, and that the port is reachable and no other program's (for "
+            "another port: torchrun --standalone or --master-port PORT, export MASTER_PORT=PORT before srun); "
+            f"{_alone(launch)}",
+        ) from None
+
+
+def compare_devices(store: dist.Store, launch: Launch, device: torch.device | UserError) -> None:
+    """Raise, on every process, the error of one that has no device, or that some have a GPU and others have not: NCCL
+    would wait for these. The first process reads what all say."""
+    if launch.world == 1:
+        return
+    fields = device.fields() if isinstance(device, UserError) else None
+    kind = device.type if isinstance(device, torch.device) else None
+    store.set(f"device-{launch.rank}", json.dumps({"host": platform.node(), "kind": kind, "error": fields}))
+    if launch.is_main:
+        said = [json.loads(store.get(f"device-{rank}")) for rank in range(launch.world)]
+        store.set("devices", json.dumps(_verdict(said)))
+    verdict = json.loads(store.get("devices"))
+    if verdict is not None:
+        refused = UserError.of(verdict)
+        refused.everywhere = True
+        raise refused
+
+
+def _verdict(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The error of the devices of all processes, by rank; None: they are alike."""
+    places = [f"process {rank} on {each['host']}" for rank, each in enumerate(said)]
+    failed = next((rank for rank, each in enumerate(said) if each["error"] is not None), None)
+    if failed is not None:
+        error = said[failed]["error"]
+        return {**error, "what": f"{places[failed]}: {error['what']}"}
+    without = [place for place, each in zip(places, said, strict=True) if each["kind"] == "cpu"]
+    if len(without) in (0, len(said)):
+        return None
+    more = f" and {len(without) - 4} more" if len(without) > 4 else ""
+    with_one = next(place for place, each in zip(places, said, strict=True) if each["kind"] != "cpu")
+    return UserError(
+        "some processes of this launch have a GPU, and others have none",
+        expected="a GPU for each, or for none",
+        found=f"without a GPU: {', '.join(without[:4])}{more}; with a GPU: {with_one}",
+        fix="run nvidia-smi where a GPU is missing (--set train.device=cuda says why it cannot be used), or leave that "
+        "host out; --set train.device=cpu computes on the CPU everywhere",
+    ).fields()
 
 
 def _close_after(error: BaseException, world: int) -> None:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.gpus import CARDS, CPU, GIB, Card, card, like, memory_of, of_device
-from pipeline.launch import Launch
+from pipeline.launch import Launch, check_compiler
 from pipeline.models.spec import ModelSpec
 from pipeline.options import value_at
 from pipeline.parallel.mesh import check_sizes
@@ -137,7 +137,11 @@ def decide_compile(
 
     Args:
         earlier: the configuration in the checkpoint that is resumed.
+
+    Raises:
+        UserError: this machine cannot compile kernels for its GPU.
     """
+    check_compiler(device)
     if config.train.compile != "auto":
         return config, []
     reason = None if earlier is None or earlier["train"].get("compile") == "block" else "as in the checkpoint"

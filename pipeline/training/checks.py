@@ -12,7 +12,7 @@ import torch
 
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.launch import Launch, check_accelerate, check_restart, resolve_device
+from pipeline.launch import Launch, check_accelerate, check_compiler, check_restart, resolve_device
 from pipeline.metrics import trackers
 from pipeline.models.spec import ModelSpec
 from pipeline.options import flat
@@ -38,6 +38,7 @@ def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -
     device = resolve_device(train.device, launch)
     check_accelerate(train, device)
     check_restart()
+    check_compiler(device, train.compile != "none")
     optimizers.check(train.optim)
     trackers.check(train.trackers, "train.trackers")
     check_text(train, device)

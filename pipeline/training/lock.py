@@ -112,6 +112,18 @@ class Lock:
                 os.utime(file.fileno())
 
 
+def owner_here(run: Path) -> Owner | None:
+    """The process of this host that trains in a run directory, or in a folder of its phases, at this moment; None:
+    there is none. A lock that was not touched for `STALE_S` counts for nothing."""
+    for path in sorted([*run.glob(NAME), *run.glob(f"*/{NAME}")]):
+        with suppress(OSError, UserError):
+            owner, age = _owner(path), time.time() - path.stat().st_mtime
+            is_here = owner is not None and owner.host == platform.node() and age < STALE_S
+            if owner is not None and is_here and not process_identity.has_ended(owner.place):
+                return owner
+    return None
+
+
 @contextmanager
 def run_lock(run: Path, log: Callable[[str], None]) -> Iterator[Lock]:
     """Own the run directory inside the block: created if missing, removed again if it stays empty. Collective.

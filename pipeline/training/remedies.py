@@ -72,7 +72,7 @@ def memory_advice(train: TrainConfig) -> list[str]:
         if _helps(train, changes)
     ]
     lines = lines or ["more processes (train.parallel.dp_shard), or a GPU with more memory"]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         config = shlex.quote(str(Path(train.output) / "config.yaml"))
         mib = torch.cuda.get_device_properties().total_memory * 9 // 10 >> 20
         lines.append(

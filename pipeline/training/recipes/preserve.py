@@ -52,13 +52,14 @@ class Preserving(Flow):
             batch = with_captions(batch, {n: self.prompts[numbers[n]] for n in chosen.nonzero().flatten().tolist()})
         inputs, targets, *_ = super().prepare(batch, place, dtype)
         rows = chosen.nonzero().flatten() if bool(chosen.any()) else torch.zeros(1, dtype=torch.long)
-        targets = {**targets, _PRESERVED: place(chosen), _ROWS: place(rows)}
+        # selected by numbers: the count of a mask would have to be read from the GPU
+        placed = place(rows)
+        targets = {**targets, _PRESERVED: place(chosen), _ROWS: placed}
         packed = inputs["captions"].ndim == 2
-        owners = torch.arange(len(chosen)).repeat_interleave(batch.mask.sum(1)) if packed else None
-        reference = {
-            name: value[place(rows if owners is None or name != "captions" else torch.isin(owners, rows))]
-            for name, value in inputs.items()
-        }
+        reference = {name: value[placed] for name, value in inputs.items() if not (packed and name == "captions")}
+        if packed:
+            owners = torch.arange(len(chosen)).repeat_interleave(batch.mask.sum(1))
+            reference["captions"] = inputs["captions"][place(torch.isin(owners, rows).nonzero().flatten())]
         return Microbatch(inputs, targets, reference)
 
     def losses(self, outputs: Outputs, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
