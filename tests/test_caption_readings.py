@@ -378,3 +378,26 @@ def test_the_trigger_word_among_tags_stays_in_its_place(captions: list[str], kee
     choices = {each.option: each.value for each in recommend.recommend(facts, "lora", "sks").choices}
     assert choices["data.tags"] == {"shuffle": 4, "drop": drop, "keep": keep}
     assert ("data.caption_prefix" in choices) == ("masks" in captions[0])
+
+
+NESTED: dict[str, Brought] = {
+    "a field of a tar": {"s.tar": {"a.jpg": "x", "a.caption.txt": BARN}},
+    "an object in a tar": {"s.tar": {"a.jpg": "x", "a.json": {"meta": {"prompt": BARN}}}},
+    "a structure in parquet": {"t.parquet": {"jpg": [b"x"], "meta": [{"prompt": BARN}]}},
+    "an object in jsonl": {"a.jpg": "", "metadata.jsonl": row("a.jpg", meta={"prompt": BARN})},
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_the_advice_for_a_caption_within_something_is_accepted(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read(bring(tmp_path, NESTED[name]))
+    [_, option] = shlex.split((refused.value.fix or "").partition(", or")[0])
+    config = load_given(None, [option])[0].data
+    [item] = open_source(str(tmp_path), config).items()
+    assert isinstance(item, Item) and item.captions == ((BARN, 1.0),)
+
+
+def test_the_reject_for_a_caption_within_an_object_names_its_column(tmp_path: Path) -> None:
+    [[reason]] = read(bring(tmp_path, {"a.jpg": "", "a.json": {"meta": {"prompt": BARN}}})).values()
+    assert "data.caption_field=meta.prompt" in reason

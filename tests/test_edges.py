@@ -132,8 +132,8 @@ def test_a_named_column_beside_text_files_alone_is_an_error_and_the_default_is_n
 
 def test_a_caption_file_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sidecars, "MAX_CAPTION_BYTES", 5)
-    assert sidecars.read_sidecar("a.txt", b"12345") == "12345"
-    assert isinstance(sidecars.read_sidecar("a.txt", b"123456"), sidecars.Reject)
+    assert sidecars.read_sidecar("a.txt", b"abcde") == "abcde"
+    assert isinstance(sidecars.read_sidecar("a.txt", b"abcdef"), sidecars.Reject)
 
 
 def test_a_caption_in_a_tar_that_is_too_large_is_refused_and_not_cut(
@@ -141,7 +141,7 @@ def test_a_caption_in_a_tar_that_is_too_large_is_refused_and_not_cut(
 ) -> None:
     for module in (sidecars, tars):
         monkeypatch.setattr(module, "MAX_CAPTION_BYTES", 5)
-    members = [("0.png", b"p"), ("0.txt", "12345"), ("1.png", b"p"), ("1.txt", "123456")]
+    members = [("0.png", b"p"), ("0.txt", "abcde"), ("1.png", b"p"), ("1.txt", "abcdef")]
     items, rejects = listed(opened(make_tar(tmp_path / "a.tar", members)))
     assert list(items) == ["a.tar/0.png"] and list(rejects) == ["a.tar/1.png"]
 

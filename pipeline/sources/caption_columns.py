@@ -243,14 +243,18 @@ class CaptionRule:
     def _read_column(
         self, row: dict[str, Any], column: str, weight: float, scores: dict[str, float], problems: list[str]
     ) -> list[CaptionCandidate]:
-        value = value_of(row, column) if self.raw else unpacked(value_of(row, column))
+        value = row[column] if column in row else value_of(row, column)
+        as_it_is = self.raw or (
+            type(value) is str and self.config.caption_parts == "auto" and value.lstrip()[:1] != "["
+        )
+        value = value if as_it_is else unpacked(value)
         given = scores.get(column)
         if given is None:
             given = row.get(self.config.caption_scores.get(column, ""))
         values = value if isinstance(value, list) else [value]
         if value is _ABSENT:
             values = [_joined(row, column)]
-        elif not self.raw and not isinstance(given, list):
+        elif not as_it_is and not isinstance(given, list):
             try:
                 values = self._parts_of(column, values, is_list=isinstance(value, list))
             except ValueError as error:
