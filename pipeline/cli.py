@@ -669,9 +669,8 @@ _weights = _grouped(
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    default="fp32",
-    show_default=True,
-    help="Precision of the transformer's files.",
+    help="Precision of the transformer's files. Default: bf16 for an adapter or a ControlNet beside a base "
+    "in bf16, else fp32.",
 )
 @click.option(
     "--format",

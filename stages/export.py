@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -26,12 +27,12 @@ from pipeline.cache.disk import sync_path
 from pipeline.config import Config, Weights, written
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.models import hub
-from pipeline.models.adapters import Adapter, Merged, adapter_from
+from pipeline.models.adapters import Adapter, Merged, adapter_from, files
 from pipeline.models.encoders import vae_shape
 from pipeline.models.spec import ModelSpec
 from pipeline.models.text import TOKENIZER_FILES, text_width
 from pipeline.options import value_at
-from pipeline.reporting.export_readme import copy_pictures, readme
+from pipeline.reporting.export_readme import copy_pictures, readme, trigger_of
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.base_weights import whole_weights
 from pipeline.urls import strip_credentials
@@ -71,7 +72,7 @@ def run(
     *,
     ema: bool = False,
     overwrite: bool = False,
-    dtype: str = "fp32",
+    dtype: str | None = None,
     form: str = "diffusers",
 ) -> Path:
     """Write the folder.
@@ -81,7 +82,8 @@ def run(
         out: must not exist, or be empty; no input of the configuration.
         ema: export the EMA weights instead of the last weights.
         overwrite: `out` may hold an export, which is replaced. Files that were added to it or changed stay.
-        dtype: of the transformer's files: fp32, bf16 or fp16.
+        dtype: of the transformer's files: fp32, bf16 or fp16; None: bf16 for what was trained beside a base in bf16,
+            fp32 for a whole model.
         form: `diffusers` (a whole pipeline, an adapter's file, or a ControlNet's folder), `merged` (the whole pipeline
             of an adapter), `nvlabs` (the transformer) or `comfyui` (an adapter's file).
 
@@ -93,9 +95,9 @@ def run(
             that do not fit the model, a precision that breaks the weights or whose range they exceed.
     """
     out = Path(out).absolute()
-    _check_dtype(config, dtype)
+    _check_dtype(config, dtype or "fp32")
     folder = checkpoints.find(config, checkpoint)
-    config = config.at(folder)
+    output, config = Path(config.train.output), config.at(folder)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
     state = {"weights": name, **document.state.as_dict()}
@@ -106,12 +108,14 @@ def run(
     form = _form(form, architecture, adapter)
     of_adapter = adapter is not None and form in adapter.formats
     whole = form in ("diffusers", "merged") and not of_adapter and architecture.pipeline is not None
+    dtype = dtype or default_dtype(config, of_adapter)
     stored = checkpoints.ModelTensors(folder, ema=ema)  # refused before encoders are fetched
     parts = _parts(config, architecture) if whole else None
     if parts is not None:
         architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
     weights = whole_weights(config, stored)
 
+    ending = f"_step_{document.state.step}{'_ema' if ema else ''}"
     about: dict[str, Any] = {"weights": name, "state": document.state, "dtype": dtype}
     with _published(out) as work:
         if parts is not None:
@@ -121,15 +125,25 @@ def run(
             about |= {"vae": _origin(config.vae), "text_encoder": _origin(config.text)}
             text = readme("diffusers", config, architecture, **about)
         elif form == "nvlabs":
-            stem = f"sana_step_{document.state.step}{'_ema' if ema else ''}"
-            architecture.save(weights, work, DTYPES[dtype], form, stem, config.text.max_length)
+            architecture.save(weights, work, DTYPES[dtype], form, f"sana{ending}", config.text.max_length)
             text = readme("nvlabs", config, architecture, **about)
         elif of_adapter:
             assert adapter is not None and isinstance(weights, Merged)
-            adapter.save(form, weights, work, DTYPES[dtype])
-            pictures = copy_pictures(folder.parents[1], document.state.step, work)
+            based, run = _base(config), folder.resolve().parents[1]
+            name = f"{output.name}_{run.name}" if run.parent == output.resolve() else run.name  # of a phase
+            stem = re.sub(r"[^\w.-]+", "_", name) + ending
+            header = files.header(
+                stem,
+                based["base"].strip("`"),
+                trigger_of(config),
+                config.data.resolution,
+                document.state.step,
+                getattr(adapter, "rank", None),
+            )
+            adapter.save(form, weights, work, DTYPES[dtype], header, stem)
+            pictures = copy_pictures(run, document.state.step, work)
             pictures["before"] = first_drawing(document)
-            about |= {"form": form, "adapter": adapter, **_base(config), **pictures}
+            about |= {"form": form, "adapter": adapter, "file": f"{stem}.safetensors", **based, **pictures}
             text = readme(adapter.readme, config, architecture, **about)
         else:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
@@ -137,7 +151,9 @@ def run(
         (work / "README.md").write_text(text, encoding="utf-8")
         record = outputs.recorded(work)
         _json(work / MARK, {"state": state, "config": _shown(config), "files": record})
-    print(f"exported {stored} to {out}; the call is in its README.md", flush=True)
+    print(f"exported {stored} in {dtype} to {out}; the call is in its README.md", flush=True)
+    if form in ("comfyui", "nvlabs") and (warning := architecture.comfyui_warning):
+        print(f"warning: {warning}", flush=True)
     return out
 
 
@@ -235,6 +251,13 @@ def _record(out: Path) -> dict[str, str]:
             f"{path}: does not list the files of the export, so files of others cannot be told from them",
             fix="give another --out",
         ) from None
+
+
+def default_dtype(config: Config, of_adapter: bool) -> str:
+    """bf16 for what was trained beside a base in bf16: it is never more exact than that when it draws."""
+    weights = config.model.weights
+    in_bf16 = config.train.precision.startswith("bf16") and (weights is None or weights.bears("bf16"))
+    return "bf16" if of_adapter and in_bf16 else "fp32"
 
 
 def _check_dtype(config: Config, dtype: str) -> None:

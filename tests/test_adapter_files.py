@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.adapters import patched
+from pipeline.errors import ConfigError
 from pipeline.models.adapters import Merged, files
+from pipeline.models.adapters.chosen import Chosen
 from pipeline.models.adapters.lora import DoRA, LoRA
 from pipeline.models.sana_config import SanaConfig, deinterleave, interleave
+from tests.support.messages import naming
 
 peft = pytest.importorskip("peft")
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,7 +142,7 @@ def comfyui(folder: Path) -> Any:
     """The base with a file of ComfyUI."""
     model = plain()
     spec = SanaConfig(**SHAPE, qk_norm="rms_norm_across_heads")
-    model.load_state_dict(patched(spec, model.state_dict(), folder / files.COMFYUI_FILE))
+    model.load_state_dict(patched(spec, model.state_dict(), folder / f"{files.COMFYUI_STEM}.safetensors"))
     return model
 
 
@@ -153,11 +157,46 @@ def test_comfyui_draws_what_was_trained(some: list[str], rank: int, alpha: int, 
 def test_the_alpha_of_a_joined_layer_is_its_rank_in_any_precision(tmp_path: Path) -> None:
     adapted = Adapted(ALL[:8], 87, 87, dora=False)
     files.save_comfyui(adapted.spec, adapted.changes(), tmp_path, torch.bfloat16)
-    written = load_file(tmp_path / files.COMFYUI_FILE)
+    written = load_file(tmp_path / f"{files.COMFYUI_STEM}.safetensors")
     for name in written:
         if name.endswith(".alpha"):
             down = written[name.removesuffix("alpha") + "lora_A.weight"]
             assert float(written[name]) == len(down) and down.dtype == torch.bfloat16
+
+
+def test_a_file_says_what_it_is(tmp_path: Path) -> None:
+    adapted = Adapted(ALL[:2], 3, 3, dora=False)
+    said = files.header("dog_step_7", "owner/base", "sks dog", 1024, 7, 3)
+    files.save_diffusers(adapted.changes(), tmp_path, torch.float32, 0.0, said)
+    files.save_comfyui(adapted.spec, adapted.changes(), tmp_path, torch.float32, said, "dog_step_7")
+    for name in (files.DIFFUSERS_FILE, "dog_step_7.safetensors"):
+        with safe_open(tmp_path / name, "pt") as file:
+            values = file.metadata()
+        assert values["modelspec.trigger_phrase"] == "sks dog" and "sks dog" in values["ss_tag_frequency"]
+        assert values["ss_sd_model_name"] == "owner/base" and values["modelspec.resolution"] == "1024x1024"
+        assert (values["ss_network_dim"], values["ss_steps"], values["ss_output_name"]) == ("3", "7", "dog_step_7")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "applied"),
+    [
+        ("transformer_blocks.0.attn1.to_q.weight", True),
+        ("transformer_blocks.0.attn1.to_out.0.bias", True),
+        ("transformer_blocks.0.attn1.norm_q.weight", True),
+        ("caption_norm.weight", True),
+        ("transformer_blocks.0.attn2.norm_q.weight", False),
+        ("transformer_blocks.1.scale_shift_table", False),
+        ("scale_shift_table", False),
+    ],
+)
+def test_what_comfyui_does_not_apply_is_not_written_for_it(parameter: str, applied: bool, tmp_path: Path) -> None:
+    spec = SanaConfig(**SHAPE, qk_norm="rms_norm_across_heads")
+    plain().save_pretrained(tmp_path / "base")
+    base = spec.stored(tmp_path / "base")
+    changed = Merged(spec, Chosen([parameter]), base, {parameter: torch.ones(spec.shapes()[parameter])})
+    with nullcontext() if applied else pytest.raises(ConfigError, match=naming(parameter, "--format nvlabs")):
+        changed.adapter.save("comfyui", changed, tmp_path, torch.float32)
+    assert (tmp_path / "comfyui_lora.safetensors").exists() == applied
 
 
 def test_comfyui_draws_whole_differences(targets: list[str], tmp_path: Path) -> None:

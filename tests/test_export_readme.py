@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
 from PIL import Image
 
 from pipeline.config import load
 from pipeline.models.adapters.lora import LoRA
 from pipeline.reporting.export_readme import copy_pictures, readme
+from pipeline.reporting.run_pictures import DECODED
 from pipeline.signals.latent import LatentRecipe
 from pipeline.training.checkpoint import Document
 from stages.export import first_drawing
@@ -48,6 +52,38 @@ def test_pictures_of_the_base_and_of_the_last_drawing_up_to_the_step(tmp_path: P
     red = [Image.open(tmp_path / f"export/pictures/0-{kind}.png").getpixel((0, 0))[0] for kind in ("base", "adapter")]  # type: ignore[index]
     assert red == [0, 100]
     assert '"sks cat, a caption",' in text and 'from_pretrained("owner/base"' in text and "`sks cat, `" in text
+
+
+def test_foreign_text_is_no_markup_in_a_readme(tmp_path: Path) -> None:
+    prefix = "---\nsks: [x](http://evil) `a` | <img src=x> \\'q\\ # {{ 7 * 7 }}, "
+    for step in (0, 100):
+        paint(draw(tmp_path / "run", step, RECIPE, ("**a** <b> [l](u) | `c`\n\n# head\n---", "b")), shade=step)
+    text = written(tmp_path / "run", tmp_path / "export", 150, f"data.caption_prefix={json.dumps(prefix)}")
+    head = text.split("\n---\n")[0]
+    values = yaml.safe_load(head.removeprefix("---\n"))
+    assert values["instance_prompt"] == " ".join(prefix.split()).strip(" ,")
+    assert values["base_model"] == "owner/base" and "lora" in values["tags"] and values["library_name"] == "diffusers"
+    code = text.partition("```python\n")[2].partition("```")[0]
+    (said,) = [line.strip() for line in code.splitlines() if "a caption" in line]
+    assert ast.literal_eval(said)[0] == f"{prefix}a caption"
+    table = text.partition("| | |")[2]
+    assert r"\*\*a\*\* &lt;b&gt; \[l\]\(u\) \| \`c\` \# head \-\-\- |" in table
+    shown = next(line for line in table.splitlines() if line.startswith("| text in front"))
+    assert shown.endswith(" |") and "``" in shown and r" \| <img" in shown and "\n# head" not in table
+
+
+def test_a_controlnet_shows_the_control_beside_its_pictures(tmp_path: Path) -> None:
+    for step in (0, 100):
+        path = draw(tmp_path / "run", step, RECIPE, ("a", "b"), controls=[])
+        paint(path, shade=step)
+        document = json.loads((path.with_suffix("") / DECODED).read_text())
+        document["files"] |= {f"{name[:4]}-control": name for name in document["files"].values()}
+        (path.with_suffix("") / DECODED).write_text(json.dumps(document))
+    (tmp_path / "export").mkdir()
+    made = copy_pictures(tmp_path / "run", 100, tmp_path / "export")
+    files = sorted(path.name for path in (tmp_path / "export/pictures").iterdir())
+    assert files == sorted(f"{number}-{kind}.png" for number in (0, 1) for kind in ("adapter", "base", "control"))
+    assert made["controls"] and all(name in str(made["pictures"]) for name in files)
 
 
 def test_without_a_drawing_of_the_base_it_says_how_to_get_pictures(tmp_path: Path) -> None:

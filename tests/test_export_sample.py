@@ -287,6 +287,13 @@ def test_a_variant_and_its_shards_lose_the_name(trained: Trained, tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(vae.parameters(), again.parameters(), strict=True))
 
 
+def test_an_adapter_is_written_in_the_precision_of_its_base() -> None:
+    expected = {"sana_1600m_1024_lora": "bf16", "controlnet_24gb": "bf16", "sana_600m_512": "fp32", "tiny": "fp32"}
+    for name, dtype in expected.items():
+        assert export.default_dtype(load(name), of_adapter=True) == dtype, name
+        assert export.default_dtype(load(name), of_adapter=False) == "fp32", name
+
+
 def test_another_configuration_than_the_checkpoints_is_refused(trained: Trained, tmp_path: Path) -> None:
     for override, name in (
         ("train.flow.shift=4.0", "train.flow.shift"),

@@ -48,8 +48,8 @@ ALLOWED: dict[str, set[str]] = {
         " metrics signals sources models kernels snapshots loader parallel",
         "pipeline.planning": "config errors options gpus amounts launch cache signals images models loader parallel"
         " training",
-        "pipeline.reporting": "config errors options amounts processes cache signals sources images models snapshots"
-        " loader encoding training",
+        "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"
+        " snapshots loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",
         "stages": "config errors options outputs yaml_text gpus amounts urls launch processes retrying cache metrics"
         " signals"

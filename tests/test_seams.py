@@ -249,7 +249,7 @@ def test_readers_draw_what_another_number_of_processes_has_resumed(launched: Pat
     base, merged, comfyui, loaded = (
         SanaTransformer2DModel.from_pretrained(tmp_path / name).eval() for name in ("base", "merged", "base", "base")
     )
-    comfyui.load_state_dict(patched(spec, comfyui.state_dict(), tmp_path / "comfyui/comfyui_lora.safetensors"))
+    comfyui.load_state_dict(patched(spec, comfyui.state_dict(), next((tmp_path / "comfyui").glob("*.safetensors"))))
     pipe = SanaPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=loaded, scheduler=None)
     pipe.load_lora_weights(tmp_path / "diffusers")
     batch = tiny_run.global_batch(0)

@@ -176,6 +176,16 @@ class SanaConfig(ModelSpec):
         norm = "true" if self.qk_norm else "false"
         return f"depth {self.num_layers}, width {self.inner_dim}, `qk_norm` and `cross_norm` {norm}"
 
+    @property
+    def comfyui_warning(self) -> str:
+        if self.qk_norm is None:
+            return ""
+        return (
+            "ComfyUI's nodes for Sana never apply the norms of queries and keys of the cross attention, which this "
+            "model (SANA-1.5) has: it loads there without a word and computes another function (12 % in a tried case); "
+            "draw with diffusers or NVlabs' app"
+        )
+
     def controlnet(self, layers: int | None = None) -> SanaControlNetConfig:
         """The shape of a ControlNet of this model. layers: its blocks; None: diffusers' 7, or as many as fit.
 

@@ -188,6 +188,11 @@ class ModelSpec(ABC):
         """The shape, for people who set up another trainer."""
         return f"depth {self.num_layers}"
 
+    @property
+    def comfyui_warning(self) -> str:
+        """Why ComfyUI computes another function with this model's files, for people; empty: it does not."""
+        return ""
+
     def with_layers(self, count: int) -> Self:
         """With other blocks, for predictions."""
         return replace(self, num_layers=count)  # type: ignore[type-var]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from pipeline.models.spec import ModelSpec
 from pipeline.reporting.page import render
 from pipeline.reporting.run_pictures import Drawing, files
 from pipeline.sources.caption_rules import INSTRUCTIONS, instruction
+from pipeline.yaml_text import as_yaml
 
 BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
 """sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
@@ -45,6 +48,9 @@ def readme(
     arguments = call_arguments(config, architecture.sample_size, compression)
     quoted = json.dumps(json.dumps(instruction(config.text).split("\n")))
     values = {
+        "head": _head(template, place, trigger_of(config) if adapter is not None else "", adapter),
+        "prefix": code(config.data.caption_prefix) if config.data.caption_prefix else None,
+        "prompt": json.dumps((config.data.caption_prefix if adapter else "") + "a caption", ensure_ascii=False),
         "config": config,
         "architecture": architecture,
         "compression": compression,
@@ -56,6 +62,42 @@ def readme(
         "multiple": PIPELINE_MULTIPLE,
     }
     return render(f"{template}.md", **values, **facts) + "\n"
+
+
+def trigger_of(config: Config) -> str:
+    """The text in front of every caption in training, without the comma that parts it from them; "": none."""
+    return " ".join(config.data.caption_prefix.split()).strip(" ,;:.")
+
+
+def _head(template: str, place: str, trigger: str, adapter: object) -> str:
+    """The YAML that the hub reads at the top of a model's README."""
+    kind = {"lora": ["lora"], "dora": ["lora", "dora"], "controlnet": ["controlnet"]}.get(
+        getattr(adapter, "kind", ""), []
+    )
+    values: dict[str, Any] = {"license": "other", "library_name": "diffusers"}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", place) and adapter is not None:
+        values["base_model"] = place
+    if trigger:
+        values["instance_prompt"] = trigger
+    if template != "controlnet":
+        values["pipeline_tag"] = "text-to-image"
+    values["tags"] = ["text-to-image", "diffusers", "sana", *kind]
+    text = as_yaml(values, sort_keys=False, allow_unicode=True, width=10**6)
+    remark = "license: other  # fill in: that of the base, and the rights of the pictures"
+    return f"---\n{text.replace('license: other', remark, 1)}---\n"
+
+
+def code(text: str) -> str:
+    """Foreign text as a code span of Markdown, also in a table."""
+    text = re.sub(r"[\r\n]+", " ", text).replace("|", r"\|")
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") or not text.strip() else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def plain(text: str) -> str:
+    """Foreign text that Markdown shows as it is, also in a table: no markup, no link, no line break."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|~$-])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
 def call_arguments(config: Config, sample_size: int, compression: int) -> dict[str, str]:
@@ -83,21 +125,23 @@ def copy_pictures(run: Path, step: int, folder: Path) -> dict[str, Any]:
     unless the run continued an adapter.
 
     Returns:
-        Values of `adapter.md`: `pictures`, cells of each row of its table (none without both drawings), and
-        `drawn_after`, the step of the second drawing.
+        Values of `adapter.md`: `pictures`, cells of each row of its table (none without both drawings), `drawn_after`,
+        the step of the second drawing, and `controls`, whether the second cell is a control picture.
     """
     drawn = [drawing for path in files(run) if (drawing := Drawing.read(path)).facts["step"] <= step]
     shown = [(drawing, made) for drawing in drawn if (made := drawing.pictures())]
     if len(shown) < 2 or shown[0][0].facts["step"] != 0:
-        return {"pictures": []}
+        return {"pictures": [], "controls": False}
     (_, before), (last, after) = shown[0], shown[-1]
-    rows = []
+    rows, controls = [], any(name.endswith("-control") for name in after)
+    columns = [("control", after, "-control")] * controls + [("base", before, ""), ("adapter", after, "")]
     for number, prompt in enumerate(last.facts["prompts"][:PICTURES]):
-        cells = [str(prompt).replace("|", r"\|")]
-        for kind, made in (("base", before), ("adapter", after)):
-            if (source := made.get(f"{number:04d}")) is not None:
+        cells = [plain(str(prompt))]
+        for kind, made, ending in columns:
+            cells.append("")  # one that could not be decoded
+            if (source := made.get(f"{number:04d}{ending}")) is not None:
                 (folder / "pictures").mkdir(exist_ok=True)
                 shutil.copyfile(source, folder / f"pictures/{number}-{kind}.png")
-                cells.append(f"![](pictures/{number}-{kind}.png)")
+                cells[-1] = f"![](pictures/{number}-{kind}.png)"
         rows.append(cells)
-    return {"pictures": rows, "drawn_after": last.facts["step"]}
+    return {"pictures": rows, "drawn_after": last.facts["step"], "controls": controls}

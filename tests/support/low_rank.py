@@ -65,7 +65,15 @@ class LowRank(Adapter):
             return weight
         return weight + strength * trained[f"{LAYER}.lora_B"] @ trained[f"{LAYER}.lora_A"]
 
-    def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
+    def save(
+        self,
+        form: str,
+        weights: Merged,
+        folder: Path,
+        dtype: torch.dtype,
+        header: Mapping[str, str] = {},
+        stem: str = "",
+    ) -> None:
         save_file({name: each.to(dtype) for name, each in weights.trained.items()}, folder / "low_rank.safetensors")
 
 

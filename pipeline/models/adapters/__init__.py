@@ -87,8 +87,21 @@ class Adapter(ABC):
         """Frobenius norm of the change of each module's matrix, by its path; empty where it takes the base to know."""
         return {}
 
-    def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
-        """Write the trained parameters in one of `formats`, as its readers expect them."""
+    def save(
+        self,
+        form: str,
+        weights: Merged,
+        folder: Path,
+        dtype: torch.dtype,
+        header: Mapping[str, str] = {},
+        stem: str = "",
+    ) -> None:
+        """Write the trained parameters in one of `formats`, as its readers expect them.
+
+        Args:
+            header: what the file says of itself, see `files.header`.
+            stem: of its name, where readers expect no other.
+        """
         raise NotImplementedError(form)
 
 

@@ -50,8 +50,17 @@ class Chosen(Adapter):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         return cls(values["parameters"])
 
-    def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
-        files.save_differences(weights, self.parameters, folder, dtype)
+    def save(
+        self,
+        form: str,
+        weights: Merged,
+        folder: Path,
+        dtype: torch.dtype,
+        header: Mapping[str, str] = {},
+        stem: str = "",
+    ) -> None:
+        files.check_applied(weights.spec, self.parameters)
+        files.save_differences(weights, self.parameters, folder, dtype, header, stem)
 
     def __str__(self) -> str:
         return f"training of {len(self.parameters)} parameters"

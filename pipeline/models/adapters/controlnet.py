@@ -74,7 +74,15 @@ class ControlNet(Adapter):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         return cls(values["layers"])
 
-    def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
+    def save(
+        self,
+        form: str,
+        weights: Merged,
+        folder: Path,
+        dtype: torch.dtype,
+        header: Mapping[str, str] = {},
+        stem: str = "",
+    ) -> None:
         shape = weights.spec.controlnet(self.layers)
         shape.save(
             {name.removeprefix(PREFIX): weights.trained[name] for name in weights.trained}, folder / FOLDER, dtype

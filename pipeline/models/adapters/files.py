@@ -9,6 +9,7 @@ and other readers ignore the settings.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,18 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from pipeline.errors import ConfigError
+from pipeline.models.hub import listed
+
 if TYPE_CHECKING:
     from pipeline.models.adapters import Merged
     from pipeline.models.spec import ModelSpec
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-COMFYUI_FILE = "comfyui_lora.safetensors"
+COMFYUI_STEM = "comfyui_lora"
+"""Of a file that is given no other name."""
+_NOT_APPLIED = re.compile(r"\.attn2\.norm_[qk]\.")
+"""Parameters of ours that ComfyUI's nodes for Sana load and never apply."""
 _COMFYUI = "diffusion_model."
 
 
@@ -65,7 +72,58 @@ def changes(spec: ModelSpec, weights: Mapping[str, Tensor], scaling: float) -> d
     return found
 
 
-def save_diffusers(found: Mapping[str, Change], folder: Path, dtype: torch.dtype, dropout: float) -> None:
+def header(title: str, base: str, trigger: str, resolution: int, step: int, rank: int | None = None) -> dict[str, str]:
+    """What a file says of itself, by the names that managers of LoRA files show: kohya's (`ss_*`) and `modelspec.*`.
+
+    Args:
+        trigger: the text in front of every caption in training; empty: none.
+        rank: None: the changes are whole.
+    """
+    named = {
+        "ss_output_name": title,
+        "ss_base_model_version": "sana",
+        "ss_sd_model_name": base,
+        "ss_steps": str(step),
+        "ss_resolution": f"({resolution}, {resolution})",
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": "sana/lora",
+        "modelspec.title": title,
+        "modelspec.resolution": f"{resolution}x{resolution}",
+        "modelspec.description": f"for {base}, step {step}",
+        "modelspec.tags": "sana, lora",
+    }
+    if rank is not None:
+        named |= {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
+    if trigger:
+        counts = json.dumps({"captions": {trigger: 1}}, ensure_ascii=False)
+        named |= {"modelspec.trigger_phrase": trigger, "ss_tag_frequency": counts}
+    return named
+
+
+def check_applied(spec: ModelSpec, names: Sequence[str]) -> None:
+    """Refuse changes that ComfyUI takes and leaves undone: it changes parameters of modules without children only, and
+    its nodes for Sana never apply the norms of the cross attention.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    module = spec.module()
+    undone = [
+        name
+        for name in names
+        if _NOT_APPLIED.search(name) or any(module.get_submodule(name.rpartition(".")[0]).children())
+    ]
+    if undone:
+        raise ConfigError(
+            f"ComfyUI loads changes of {listed(undone, 3)} without a word and does not apply them",
+            expected="parameters of layers (weights and biases) for --format comfyui",
+            fix="--format nvlabs (the whole model, which ComfyUI reads), or --format merged",
+        )
+
+
+def save_diffusers(
+    found: Mapping[str, Change], folder: Path, dtype: torch.dtype, dropout: float, header: Mapping[str, str] = {}
+) -> None:
     """Write the file that `load_lora_weights` of a pipeline reads."""
     tensors = {}
     for module, change in found.items():
@@ -85,11 +143,18 @@ def save_diffusers(found: Mapping[str, Change], folder: Path, dtype: torch.dtype
         "use_dora": any(change.magnitude is not None for change in found.values()),
         "bias": "none",
     }
-    header = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in settings.items()})}
-    _save(tensors, folder / DIFFUSERS_FILE, dtype, header)
+    adapter = json.dumps({f"transformer.{key}": value for key, value in settings.items()})
+    _save(tensors, folder / DIFFUSERS_FILE, dtype, {**header, "lora_adapter_metadata": adapter})
 
 
-def save_comfyui(spec: ModelSpec, found: Mapping[str, Change], folder: Path, dtype: torch.dtype) -> None:
+def save_comfyui(
+    spec: ModelSpec,
+    found: Mapping[str, Change],
+    folder: Path,
+    dtype: torch.dtype,
+    header: Mapping[str, str] = {},
+    stem: str = "",
+) -> None:
     """Write low-rank changes by the names of ComfyUI's model; exact, also where it joins layers."""
     shapes, tensors = spec.shapes(), {}
     for theirs, names in spec.joined_parts().items():
@@ -108,20 +173,27 @@ def save_comfyui(spec: ModelSpec, found: Mapping[str, Change], folder: Path, dty
         tensors[f"{key}.lora_A.weight"] = torch.cat([member.a for member in members])[(..., *sides)]
         tensors[f"{key}.lora_B.weight"] = b[(..., *sides)]
         tensors[f"{key}.alpha"] = torch.tensor(float(rank))
-    _save(tensors, folder / COMFYUI_FILE, dtype)
+    _save(tensors, folder / f"{stem or COMFYUI_STEM}.safetensors", dtype, header)
 
 
-def save_differences(weights: Merged, names: Sequence[str], folder: Path, dtype: torch.dtype) -> None:
+def save_differences(
+    weights: Merged,
+    names: Sequence[str],
+    folder: Path,
+    dtype: torch.dtype,
+    header: Mapping[str, str] = {},
+    stem: str = "",
+) -> None:
     """Write whole differences of parameters by the names of ComfyUI's model: for changes that are no product of two
     matrices, such as DoRA's. names: of the parameters that differ."""
     spec, base, changed, tensors = weights.spec, weights.at(0), set(names), {}
     for theirs, members in spec.joined_parts().items():
         if changed.isdisjoint(members):
             continue
-        stem, _, kind = theirs.rpartition(".")
-        key = {"weight": f"{stem}.diff", "bias": f"{stem}.diff_b"}.get(kind, f"{theirs}.diff")
+        layer, _, kind = theirs.rpartition(".")
+        key = {"weight": f"{layer}.diff", "bias": f"{layer}.diff_b"}.get(kind, f"{theirs}.diff")
         tensors[_COMFYUI + key] = torch.cat([spec.rows_to_file(name, weights[name] - base[name]) for name in members])
-    _save(tensors, folder / COMFYUI_FILE, dtype)
+    _save(tensors, folder / f"{stem or COMFYUI_STEM}.safetensors", dtype, header)
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path, dtype: torch.dtype, header: Mapping[str, str] = {}) -> None:

@@ -109,14 +109,23 @@ class LoRA(Adapter):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         return cls(values["rank"], values["alpha"], values["targets"], values["dropout"])
 
-    def save(self, form: str, weights: Merged, folder: Path, dtype: torch.dtype) -> None:
+    def save(
+        self,
+        form: str,
+        weights: Merged,
+        folder: Path,
+        dtype: torch.dtype,
+        header: Mapping[str, str] = {},
+        stem: str = "",
+    ) -> None:
         changes = files.changes(weights.spec, weights.trained, self.scale)
         if form == "diffusers":
-            files.save_diffusers(changes, folder, dtype, self.dropout)
+            files.save_diffusers(changes, folder, dtype, self.dropout, header)
         elif "lora_magnitude" in self.parts:
-            files.save_differences(weights, [f"{module}.weight" for module in changes], folder, dtype)
+            names = [f"{module}.weight" for module in changes]
+            files.save_differences(weights, names, folder, dtype, header, stem)
         else:
-            files.save_comfyui(weights.spec, changes, folder, dtype)
+            files.save_comfyui(weights.spec, changes, folder, dtype, header, stem)
 
     def __str__(self) -> str:
         return f"a {type(self).__name__} of rank {self.rank}"
