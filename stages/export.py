@@ -129,21 +129,13 @@ def run(
             text = readme("nvlabs", config, architecture, **about)
         elif of_adapter:
             assert adapter is not None and isinstance(weights, Merged)
-            based, run = _base(config), folder.resolve().parents[1]
+            run = folder.resolve().parents[1]
             name = f"{output.name}_{run.name}" if run.parent == output.resolve() else run.name  # of a phase
             stem = re.sub(r"[^\w.-]+", "_", name) + ending
-            header = files.header(
-                stem,
-                based["base"].strip("`"),
-                trigger_of(config),
-                config.data.resolution,
-                document.state.step,
-                getattr(adapter, "rank", None),
-            )
-            adapter.save(form, weights, work, DTYPES[dtype], header, stem)
+            adapter.save(form, weights, work, DTYPES[dtype], _header(config, adapter, document, stem), stem)
             pictures = copy_pictures(run, document.state.step, work)
             pictures["before"] = first_drawing(document)
-            about |= {"form": form, "adapter": adapter, "file": f"{stem}.safetensors", **based, **pictures}
+            about |= {"form": form, "adapter": adapter, "file": f"{stem}.safetensors", **_base(config), **pictures}
             text = readme(adapter.readme, config, architecture, **about)
         else:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
@@ -155,6 +147,12 @@ def run(
     if form in ("comfyui", "nvlabs") and (warning := architecture.comfyui_warning):
         print(f"warning: {warning}", flush=True)
     return out
+
+
+def _header(config: Config, adapter: Adapter, document: checkpoints.Document, title: str) -> dict[str, str]:
+    """What an adapter's file says of itself."""
+    base, rank = _base(config)["base"].strip("`"), getattr(adapter, "rank", None)
+    return files.header(title, base, trigger_of(config), config.data.resolution, document.state.step, rank)
 
 
 def first_drawing(document: checkpoints.Document) -> str:
