@@ -24,10 +24,12 @@ from pipeline.cache.cache import Cache
 from pipeline.config import Config, Given, reads
 from pipeline.options import flat, put, value_at
 from pipeline.processes import INTERRUPTED, call, command, shown
-from pipeline.training import changes, checkpoint
+from pipeline.reporting import run_pictures
+from pipeline.training import changes, checkpoint, metrics
 
 PROMPTS = "prompts.txt"
 STAGES = ("encode", "bucket", "train", "sample", "export")
+METRICS = "metrics.jsonl"
 SAMPLES, EXPORT = "samples", "export"
 """Folders of the results in `train.output`."""
 TORCHRUN = ("--standalone", "--nproc-per-node")
@@ -85,7 +87,35 @@ def run(
             what = f"was ended by {stopped_by.name};" if stopped_by else f"ended with {code}; when that is mended,"
             click.echo(f"\nstopped: {step} {what} the same command goes on from here", err=True)
             return INTERRUPTED if stopped_by == signal.SIGINT else code
+    for line in best(Path(config.train.output)):
+        click.echo(line)
     return 0
+
+
+def best(output: Path) -> list[str]:
+    """The checkpoint with the lowest held-out loss among those that are left of a run, for people, with what it drew;
+    empty: nothing was held out, or the run has phases."""
+    journal = output / METRICS
+    rows = metrics.read_events(journal).get("validation", []) if journal.is_file() else []
+    losses = {row["step"]: row["loss"] for row in rows if isinstance(row.get("loss"), float)}
+    there = [path for path in checkpoint.complete(output / "checkpoints") if _step(path) in losses]
+    if not there:
+        return []
+    chosen = min(there, key=lambda path: losses[_step(path)])
+    lines = [f"lowest held-out loss of the checkpoints: {losses[_step(chosen)]:.4f}, {chosen}"]
+    if chosen != there[-1]:
+        lines[0] += (
+            f" (the last: {losses[_step(there[-1])]:.4f}); {shown('export', '--checkpoint', str(chosen), '--out', 'DIR')}"
+        )
+    pictures = run_pictures.files(output)
+    drawn = [path.with_suffix("") for path in pictures if int(path.stem.removeprefix("step-")) <= _step(chosen)]
+    if drawn and drawn[-1].is_dir():
+        lines.append(f"its pictures: {drawn[-1]}")
+    return lines
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def chain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -131,6 +132,21 @@ def test_it_ends_with_the_code_of_the_first_command_that_fails(
     assert scripted(encode="import os; os.kill(os.getpid(), 9)") == 128 + 9
     assert scripted() == 0
     assert started(capsys.readouterr().out)[-5:] == list(STAGES)
+
+
+def test_the_checkpoint_with_the_lowest_heldout_loss_is_named(tmp_path: Path) -> None:
+    assert stage.best(tmp_path) == []
+    losses = {2: 0.5, 4: 0.1, 6: 0.3, 8: 0.4}  # of the checkpoint of step 4 nothing is left
+    rows = [{"event": "validation", "step": step, "loss": loss} for step, loss in losses.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step in (2, 6, 8):
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+    for step in (4, 8):
+        (tmp_path / f"pictures/step-{step:08d}").mkdir(parents=True)
+        (tmp_path / f"pictures/step-{step:08d}.safetensors").touch()
+    checkpoint, pictures = stage.best(tmp_path)
+    assert "0.3" in checkpoint and str(tmp_path / "checkpoints/step-00000006") in checkpoint
+    assert str(tmp_path / "pictures/step-00000004") in pictures
 
 
 WAITING = "import pathlib, signal, time; {handler}; pathlib.Path({file!r}).touch(); time.sleep(60)"
