@@ -104,9 +104,8 @@ def best(output: Path) -> list[str]:
     chosen = min(there, key=lambda path: losses[_step(path)])
     lines = [f"lowest held-out loss of the checkpoints: {losses[_step(chosen)]:.4f}, {chosen}"]
     if chosen != there[-1]:
-        lines[0] += (
-            f" (the last: {losses[_step(there[-1])]:.4f}); {shown('export', '--checkpoint', str(chosen), '--out', 'DIR')}"
-        )
+        way = shown("export", "--checkpoint", str(chosen), "--out", "DIR")
+        lines[0] += f" (the last: {losses[_step(there[-1])]:.4f}); {way}"
     pictures = run_pictures.files(output)
     drawn = [path.with_suffix("") for path in pictures if int(path.stem.removeprefix("step-")) <= _step(chosen)]
     if drawn and drawn[-1].is_dir():
