@@ -82,7 +82,7 @@ KERNELS: dict[tuple[str, str], Callable[[Any, str], dict[str, Any]]] = {  # the 
     (ATTENTION, "_query_backward"): lambda m, t: m.constants(32) | {"TILE": m.SMALL_TILE},
     (ATTENTION, "_key_value_backward"): lambda m, t: m.constants(32),
 }
-GPUS = (80, 90, 100)
+GPUS = (80, 86, 89, 90, 100, 120)
 
 
 def fits(kernel: tuple[str, str], gpu: int, dtype: str, **more: int) -> bool:

@@ -33,7 +33,7 @@ from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")
-NO_GPU = ("memory_gib", "memory_rank", "reserved_gib", "reserved_rank")
+NO_GPU = ("memory_gib", "memory_rank", "reserved_gib", "reserved_rank", "alloc_retries")
 
 
 # ---------------------------------------------------------------------------------------------------------- FLOPs
@@ -127,7 +127,7 @@ def test_a_row_is_of_all_processes_since_the_last_row(packed: bool, monkeypatch:
     clock = [100.0]
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(throughput, "all_gather_objects", lambda numbers: [numbers, [2 * n for n in numbers]])
-    monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (2.0**30, 1.0, 1.0, 0.0))
+    monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (2.0**30, 1.0, 1.0, 0.0, 0.0))
     settings = tiny_run.config(peak_tflops=0.5).train.model_copy(update={"text": "packed" if packed else "padded"})
     shape = replace(tiny_run.model(tiny_run.config()).config, patch_size=2)
     counts = throughput.Throughput(settings, shape, Layout(1, 1, 1, 2), CPU, print)
@@ -188,7 +188,7 @@ def test_a_checkpoint_takes_no_time_of_the_steps(monkeypatch: pytest.MonkeyPatch
 def test_a_full_gpu_is_reported_once_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
     share = 0.91
-    monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (0, 6 * 2**30, 7 * 2**30, share))
+    monkeypatch.setattr(memory.MemoryMonitor, "peaks", lambda self: (0, 6 * 2**30, 7 * 2**30, share, 0))
     with open_mesh(Launch(), tiny_run.config().train.parallel, CPU):
         counts = _counts(printed)
         for share in (0.91, 0.93, 0.99):
@@ -207,6 +207,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device]]:
         "max_memory_reserved": 3 * 2**30,
         "max_memory_allocated": 2 * 2**30,
         "reset_peak_memory_stats": None,
+        "memory_stats": {"num_alloc_retries": 37},
         "get_device_properties": SimpleNamespace(total_memory=4 * 2**30),
         "get_device_name": "NVIDIA L4",
         "get_device_capability": (7, 5),
@@ -229,10 +230,10 @@ def test_on_a_gpu_peaks_are_those_since_the_last_row_and_the_peak_is_the_cards(
     assert throughput.Throughput(given, shape, Layout(1, 1, 1, 1), device, printed.append).peak == 7.0
     assert sum(name == "reset_peak_memory_stats" for name, _ in card) == 2, "a run begins with fresh peaks"
     card.clear()
-    assert counts.memory.peaks()[1:] == (2 * 2**30, 3 * 2**30, 0.75)
+    assert counts.memory.peaks()[1:] == (2 * 2**30, 3 * 2**30, 0.75, 0), "retries are those since the last row"
     assert [name for name, _ in card[:3]][-1] == "reset_peak_memory_stats"
     assert {place for _, place in card} == {device}
-    row = counts.memory.row([2**30, 2**31], [2**31, 2**30], [2.0**30, 2.0**32], [0.1, 0.93])
+    row = counts.memory.row([2**30, 2**31], [2**31, 2**30], [2.0**30, 2.0**32], [0.1, 0.93], [0, 0])
     assert row == {
         "memory_gib": 2.0,
         "memory_rank": 0,
@@ -240,8 +241,21 @@ def test_on_a_gpu_peaks_are_those_since_the_last_row_and_the_peak_is_the_cards(
         "reserved_rank": 1,
         "rss_gib": 2.0,
         "rss_rank": 1,
+        "alloc_retries": 0,
     }
     assert "process 1 is nearly full: 4.0 GiB, 93 %" in printed[0]
+
+
+def test_an_allocator_that_tries_again_is_warned_of_once_and_stands_in_the_row(
+    card: list[tuple[str, torch.device]],
+) -> None:
+    printed: list[str] = []
+    monitor = memory.MemoryMonitor(tiny_run.config().train, torch.device("cuda", 1), printed.append)
+    for again in ([0, 0], [0, 3], [5, 0]):
+        row = monitor.row([1, 1], [1, 1], [2.0**30, 2.0**30], [0.7, 0.6], again)
+        assert row["alloc_retries"] == max(again)
+        assert len(printed) == any(again)
+    assert "process 1" in printed[0] and " 3 times" in printed[0]
 
 
 def test_packed_text_is_refused_where_it_has_no_kernel(
@@ -364,7 +378,7 @@ def test_no_advice_makes_several_microbatches_keep_a_whole_gradient(monkeypatch:
 
 def test_on_a_gpu_the_advice_ends_with_the_command_that_checks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(total_memory=24 << 30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
     monkeypatch.setattr(remedies, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 8))
     *_, last = remedies.memory_advice(configured(output="/runs/my run"))

@@ -27,37 +27,49 @@ class MemoryMonitor:
 
     def __init__(self, train: TrainConfig, device: torch.device, log: Callable[[str], None]):
         self.train, self.device, self._log = train, device, log
-        self._warned = False
+        self._warned, self._retries = False, 0
         self.peaks()
 
-    def peaks(self) -> tuple[float, float, float, float]:
+    def peaks(self) -> tuple[float, float, float, float, float]:
         """Peak bytes since the last call: of main memory (since the process began), allocated and reserved on the GPU,
-        and the share of the GPU that is reserved; the last three are 0 on the CPU."""
+        the share of the GPU that is reserved, and how often the allocator gave memory back to the GPU and tried again;
+        the last four are 0 on the CPU."""
         if self.device.type != "cuda":
-            return peak_rss(), 0, 0, 0
+            return peak_rss(), 0, 0, 0, 0
         allocated = torch.cuda.max_memory_allocated(self.device)
         reserved = torch.cuda.max_memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        return peak_rss(), allocated, reserved, reserved / torch.cuda.get_device_properties(self.device).total_memory
+        before, self._retries = self._retries, torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
+        share = reserved / torch.cuda.get_device_properties(self.device).total_memory
+        return peak_rss(), allocated, reserved, share, self._retries - before
 
     def row(
-        self, rss: list[float], allocated: list[float], reserved: list[float], share: list[float]
+        self,
+        rss: list[float],
+        allocated: list[float],
+        reserved: list[float],
+        share: list[float],
+        retries: list[float],
     ) -> dict[str, Any]:
         """The largest peaks and their processes, from `peaks` of all processes by rank. Warns once of a GPU that is
-        nearly full."""
-        fullest = share.index(max(share))
-        if not self._warned and share[fullest] > NEARLY_FULL:
+        nearly full, or whose allocator had to try again: each time the GPU stands still, and other programs on it may
+        be the cause."""
+        most = share if not any(retries) else retries
+        fullest = most.index(max(most))
+        if not self._warned and (share[fullest] > NEARLY_FULL or retries[fullest]):
             self._warned = True
+            again = f"; {retries[fullest]:.0f} times the allocator waited for the GPU and gave memory back to it"
             self._log(
                 f"warning: the GPU of process {fullest} is nearly full: {reserved[fullest] / 2**30:.1f} GiB, "
-                f"{100 * share[fullest]:.0f} % of it, are reserved. What would lower that, cheapest first:\n  "
-                + "\n  ".join(memory_advice(self.train))
+                f"{100 * share[fullest]:.0f} % of it, are reserved{again if retries[fullest] else ''}. What would "
+                "lower that, cheapest first:\n  " + "\n  ".join(memory_advice(self.train))
             )
         on_gpu = self.device.type == "cuda"
         return {
             **_largest("memory", allocated if on_gpu else None),
             **_largest("reserved", reserved if on_gpu else None),
             **_largest("rss", rss),
+            "alloc_retries": round(max(retries)) if on_gpu else None,
         }
 
 

@@ -200,9 +200,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     last row, all processes), quarantined (samples that substitute for unreadable ones since this attempt began, all
     processes), quarantine_rate (their share of the last 10,000 samples), memory_gib, reserved_gib (peaks on a GPU since
     the last row, allocated and reserved: the largest of any process, whose number is memory_rank, reserved_rank; null
-    on the CPU), rss_gib, rss_rank (the same for main memory, since the process began), seconds (since this attempt
-    began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the whole run that were skipped because
-    the gradient overflowed); such steps do not count in grad_norm, which is null if the row has no other step.
+    on the CPU), alloc_retries (how often since the last row the allocator of a GPU gave memory back and tried again,
+    the most of any process; null on the CPU), rss_gib, rss_rank (the same for main memory, since the process began),
+    seconds (since this attempt began) and time (UTC). In fp16 also loss_scale and skipped_steps (steps of the whole run
+    that were skipped because the gradient overflowed); such steps do not count in grad_norm, which is null if the row
+    has no other step.
 
     As rows of `encode` (docs/metrics.md) it has left (steps), left_s (seconds, at the speed since the last row), and of
     all processes samples, bytes (of records read), data_wait_s and the counts of stores.

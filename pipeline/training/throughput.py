@@ -126,8 +126,8 @@ class Throughput:
             "padded_tokens": round(padded),
             "quarantined": round(replaced_in_all),
             "samples": self._samples,
-            **self.memory.row(*columns[5:9]),
-            **dict(zip(self.of_process, map(sum, columns[9:]), strict=True)),
+            **self.memory.row(*columns[5:10]),
+            **dict(zip(self.of_process, map(sum, columns[10:]), strict=True)),
         }
 
 

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a block may have, by compute capability (CUDA C programming guide, technical
 specifications per compute capability)."""
 _INTEGERS = ("height", "width", "channels", "tokens", "dim", "count", "rows", "above")
