@@ -104,7 +104,13 @@ def run(
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
                     source, reading = surveying.opened(config, data, source_name, format, mends=True)
-                    if asked is None and (prefix := reading.config.data.caption_prefix).strip():
+                    prefix = reading.config.data.caption_prefix
+                    if asked is not None:
+                        lines, notes = prompting.with_trigger(asked[1], prefix)
+                        asked = prompts_name, lines
+                        for line in notes:
+                            click.echo(line, err=True)
+                    elif prefix.strip():
                         asked = prompt_sets.TRIGGER, prompting.of_trigger(prefix)
                     done = _run(reading, source, rehash, share, engine, stop, asked)
         except Stopped:

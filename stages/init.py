@@ -204,17 +204,15 @@ def _subject(looked: Sequence[_Looked], trigger: str | None) -> list[_Looked]:
 
 
 def _regularisation(each: _Looked, config: Config, options: Options) -> list[str]:
-    """How to encode a source of regularisation pictures: without the trigger word."""
+    """How a source of regularisation pictures is encoded: without the trigger word."""
     trigger = config.data.caption_prefix or config.data.caption or ""
-    settings = ["data.caption_prefix=''"] if config.data.caption_prefix else []
-    if each.taken.captioned < each.taken.usable:
-        settings.append(f"data.caption={understood.class_of(trigger)}")
+    what = f"source {each.source.name!r} is called like regularisation pictures: encode gives it no trigger word"
+    if each.taken.captioned == each.taken.usable:
+        return [what]
+    settings = [f"data.caption={understood.class_of(trigger)}"]
     words = ["encode", "--data", each.data, *_config(options)]
     words += [word for text in settings for word in ("--set", text)]
-    return [
-        f"source {each.source.name!r} is called like regularisation pictures: without the trigger word. First: "
-        f"{shown(*words)}"
-    ]
+    return [f"{what}. First, for those without a caption: {shown(*words)}"]
 
 
 def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence[str]) -> None:

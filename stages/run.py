@@ -21,7 +21,7 @@ import torch
 
 from pipeline import outputs
 from pipeline.cache.cache import Cache
-from pipeline.config import Config, Given, reads
+from pipeline.config import LOCAL_NAME, Config, Given, reads
 from pipeline.options import flat, put, value_at
 from pipeline.processes import INTERRUPTED, call, command, shown
 from pipeline.reporting import run_pictures
@@ -77,6 +77,12 @@ def run(
     for folder in (SAMPLES, EXPORT):
         place = Path(config.train.output, folder)
         outputs.check(config, place, whole=folder == EXPORT, option="train.output", sources=data)
+    if path is None and given.file.name != LOCAL_NAME:
+        click.echo(
+            f"no {LOCAL_NAME} here: {given.file.stem} trains the whole model; "
+            f"{shown('init', *(word for each in data for word in ('--data', each)))} writes a file, for a LoRA if the "
+            "pictures are few"
+        )
     steps = list(chain(config, given, path, overrides, data, prompts))
     for number, step in enumerate(steps, 1):
         click.echo(f"\n[{number}/{len(steps)}] $ {step}")

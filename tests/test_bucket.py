@@ -618,6 +618,8 @@ def test_the_numbers_of_kohyas_folders_are_visits(root: Path, capsys: pytest.Cap
     add(of, "plain", [Picture(f"{folder}/{i}.png", f"p{folder}{i}") for folder in ("3_x", "y") for i in range(4)])
     summary = report(of, capsys)
     assert summary["repeats"] == {"kohya": {"1": 4, "10": 4}}
+    [note] = summary["notes"]
+    assert "plain" in note and "bucket.sources.plain.repeats=true" in note, "numbers that do not count are said"
     [bucket] = Cache(of.cache).open_snapshot().head.buckets
     assert bucket.parts == (BucketPart(4, Fraction(10)), BucketPart(12, Fraction(1)))
     stages.bucket.run(of)

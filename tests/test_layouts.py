@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pyarrow as pa
 import pytest
 
 import stages.encode
+from pipeline.cache.cache import Cache
 from pipeline.config import Config
+from pipeline.encoding import prompts as prompting
 from pipeline.errors import UserError
 from pipeline.options import value_at
 from pipeline.sources import name_patterns
@@ -136,20 +139,56 @@ def test_what_an_encode_accepted_is_not_asked_again(tmp_path: Path, make_config:
         stages.encode.run(config, str(tmp_path / "data"))
 
 
-@pytest.mark.parametrize("option", ["caption_prefix", "caption"])
-def test_regularisation_pictures_do_not_get_the_trigger_word_silently(
-    option: str, tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+def in_file(config: Config, **data: str) -> Config:
+    """The configuration as if its file said so."""
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
+
+
+def test_regularisation_pictures_get_the_prefix_only_by_set(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pictures(tmp_path / "reg", caption="{}.txt" if option == "caption_prefix" else None)
+    """Whatever the file says later; what `--set` gave is remembered."""
+    for name in ("reg", "class_images"):
+        picture(tmp_path / name / "0.png", (32, 32))
+        text(tmp_path / name / "0.txt", "a wheel")
     config = make_config(tmp_path)
-    file = config.model_copy(update={"data": config.data.model_copy(update={option: "sks dog"})})
-    other = "data.caption_prefix=" if option == "caption_prefix" else "data.caption=dog"
-    with pytest.raises(UserError, match=naming("reg", "sks dog", f"data.{option}")) as refused:
+
+    def captions(name: str, config: Config) -> list[str]:
+        stages.encode.run(config, str(tmp_path / name))
+        cache = Cache.of(config)
+        scan = cache.last_scan(name)
+        assert scan is not None
+        [[caption]] = cache.table(scan["table"]).column("captions").to_pylist()
+        return [caption["text"], capsys.readouterr().out]
+
+    caption, said = captions("reg", in_file(config, caption_prefix="sks dog, "))
+    assert caption == "a wheel" and "data.caption_prefix" in said
+    assert captions("reg", in_file(config, caption_prefix="zwx dog, "))[0] == "a wheel"
+    given = make_config(tmp_path, "data.caption_prefix='sks dog, '")
+    assert captions("class_images", given)[0] == "sks dog, a wheel"
+    assert captions("class_images", make_config(tmp_path))[0] == "sks dog, a wheel"
+
+
+def test_regularisation_pictures_without_captions_do_not_get_the_subjects(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures(tmp_path / "reg", caption=None)
+    file = in_file(make_config(tmp_path), caption="sks dog")
+    with pytest.raises(UserError, match=naming("reg", "sks dog", "data.caption=dog")):
         stages.encode.dry_run(file, str(tmp_path / "reg"), probe=False)
-    assert other in str(refused.value.fix)
     capsys.readouterr()
-    assert dry(make_config, tmp_path / "reg", other.replace("prefix=", "prefix=''")) == 0
+    assert dry(make_config, tmp_path / "reg", "data.caption=dog") == 0
     assert "sks" not in capsys.readouterr().out
+
+
+def test_prompts_without_the_trigger_word_do_not_take_the_place_of_those_with_it() -> None:
+    lines = [(1, "a cat on a beach"), (5, "masks, asks")]
+    more, notes = prompting.with_trigger(lines, "sks, ")
+    assert more[:2] == lines and len(notes) == 1
+    assert [number for number, _ in more] == [1, 5, 6, 7, 8, 9]
+    assert all("sks" in line for _, line in more[2:])
+    assert prompting.with_trigger([*lines, (6, "an SKS")], "sks, ") == ([*lines, (6, "an SKS")], [])
+    assert prompting.with_trigger(lines, " ") == (lines, [])
 
 
 def test_a_default_caption_does_not_hide_a_column_of_captions(tmp_path: Path, make_config: MakeConfig) -> None:
@@ -199,5 +238,36 @@ def test_init_takes_regularisation_pictures_for_none_of_the_subject(
     assert (data.caption_prefix, data.caption) == ("sks dog, ", None)
     lines = capsys.readouterr().out.splitlines()
     first = next(line for line in lines if "sana-pipe encode" in line and str(tmp_path / "reg") in line)
-    assert "data.caption_prefix=" in first and "data.caption=dog" in first
+    assert "data.caption=dog" in first
     assert lines[-1].startswith("next: sana-pipe run ")
+
+
+def test_a_folder_of_links_and_a_mistyped_name_are_answered_with_the_place(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    pictures(tmp_path / "pictures")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/there").symlink_to(tmp_path / "pictures")
+    with pytest.raises(UserError, match=naming("there")) as error:
+        dry(make_config, tmp_path / "linked")
+    assert error.value.fix == f"--data {tmp_path / 'linked/there'}"
+    assert dry(make_config, tmp_path / "linked/there") == 0
+    with pytest.raises(UserError, match=naming("picturs")) as error:
+        dry(make_config, tmp_path / "picturs")
+    assert f"--data {tmp_path / 'pictures'}," in str(error.value.fix)
+
+
+def test_run_without_a_configuration_says_that_it_trains_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import stages.run
+    from pipeline.config import load_given, shipped
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stages.run, "chain", lambda *arguments: iter(()))
+    assert stages.run.run(*load_given(None), None, (), ("pictures",), None) == 0
+    said = capsys.readouterr().out
+    assert "whole model" in said and "sana-pipe init --data pictures" in said
+    shutil.copy(shipped()[0], "sana-pipe.yaml")
+    assert stages.run.run(*load_given(None), None, (), ("pictures",), None) == 0
+    assert "whole model" not in capsys.readouterr().out

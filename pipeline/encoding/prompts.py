@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipeline.cache.prompts import TRIGGER_CONTEXTS
+from pipeline.cache.prompts import TRIGGER_CONTEXTS, has_words
 from pipeline.cache.recipes import CaptionRecipe
 from pipeline.encoding.plan import text_work
 from pipeline.errors import UserError
@@ -52,8 +52,28 @@ def of_trigger(prefix: str) -> list[tuple[int, str]]:
     Args:
         prefix: `data.caption_prefix`, such as `sks dog, `.
     """
-    word = prefix.strip().rstrip(",;:. ")
-    return list(enumerate((context.format(word) for context in TRIGGER_CONTEXTS), 1))
+    return list(enumerate((context.format(_word(prefix)) for context in TRIGGER_CONTEXTS), 1))
+
+
+def with_trigger(lines: list[tuple[int, str]], prefix: str) -> tuple[list[tuple[int, str]], list[str]]:
+    """Prompts, and those of `of_trigger` behind them if none has the trigger word; and notes that say so.
+
+    Args:
+        prefix: as of `of_trigger`; blank: there is no trigger word.
+    """
+    word = _word(prefix)
+    if not word or any(has_words(text, word) for _, text in lines):
+        return lines, []
+    more = [(lines[-1][0] + number, text) for number, text in of_trigger(prefix)]
+    note = (
+        f"note: no prompt has the trigger word {word!r} (data.caption_prefix), so their pictures would not show what "
+        f"is learned: {len(more)} prompts with it are added"
+    )
+    return [*lines, *more], [note]
+
+
+def _word(prefix: str) -> str:
+    return prefix.strip().rstrip(",;:. ")
 
 
 def read(file: str, patience_s: float) -> list[tuple[int, str]]:

@@ -27,6 +27,7 @@ from pipeline.encoding import estimate, last_scan, scan_rows
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
+from pipeline.encoding.understood import without_trigger
 from pipeline.errors import IntegrityError, UserError, escaped
 from pipeline.images import buckets, decoding
 from pipeline.models.text import count_rows
@@ -110,7 +111,8 @@ def opened(
             if not mends:
                 raise
             cache = Cache.of(config, create=True)
-        readings.append(settled(config, format, name, None if cache is None else cache.last_scan(name)))
+        last = None if cache is None else cache.last_scan(name)
+        readings.append(without_trigger(settled(config, format, name, last), name, last))
         return readings[0].config.data, readings[0].format
 
     raw = config.text.recipe == "nvlabs"

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ import pyarrow.compute as pc
 from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import ABSENT, places
 from pipeline.config import Config, DataConfig, setting
+from pipeline.encoding.reading import Reading
 from pipeline.errors import UserError, escaped
 from pipeline.sources import caption_rules, caption_signs, name_patterns
 from pipeline.sources.caption_columns import TEXT_FILE, CaptionCandidate, CaptionRule
@@ -186,13 +188,13 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
     if document is not None or not reached or word in ("", "none", "filename", "folder"):
         return
     if name_patterns.is_regularisation(source.name):
-        if option not in config._data_given.overridden:
-            other = "''" if option == "caption_prefix" else class_of(word)
+        if option == "caption" and option not in config._data_given.overridden:
             raise UserError(
-                f"source {source.name!r} is called like regularisation pictures, and its captions would get "
-                f"{word!r} (data.{option}) like those of the subject",
+                f"source {source.name!r} is called like regularisation pictures, and its captions would be "
+                f"{word!r} (data.caption) like those of the subject",
                 expected="captions without the trigger word for regularisation pictures",
-                fix=f"without it: {command([f'data.{option}={other}'])}; with it: {command([f'data.{option}={word}'])}",
+                fix=f"without it: {command([f'data.caption={class_of(word)}'])}; with it: "
+                f"{command([f'data.caption={word}'])}",
             )
     elif understood.regularisation and not settles(config, "pictures"):
         raise UserError(
@@ -203,6 +205,27 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
             fix=f"two commands, with --data {shlex.quote(places_of(understood)[0])} and with --data "
             f"{shlex.quote(places_of(understood)[1])}; with it: {command([ALL_PICTURES])}",
         )
+
+
+def without_trigger(reading: Reading, name: str, scan: dict[str, Any] | None) -> Reading:
+    """How a source is read, without the prefix of the configuration where it is called like regularisation pictures,
+    unless `--set` gives it now or gave it at an earlier scan.
+
+    Args:
+        name: of the source. scan: its last scan document.
+    """
+    config, prefix = reading.config, reading.config.data.caption_prefix
+    used = (scan or {}).get("read", {}).get("used", {}).get("caption_prefix", "")
+    given = "caption_prefix" in config._data_given.overridden or used.strip()
+    if not prefix.strip() or given or not name_patterns.is_regularisation(name):
+        return reading
+    data = config.data.model_copy(update={"caption_prefix": ""})
+    note = (
+        f"source {name!r} is called like regularisation pictures: its captions are made without data.caption_prefix "
+        f"({setting('data.caption_prefix', prefix)} gives it to them, too)"
+    )
+    notes = [each for each in reading.notes if "data.caption_prefix" not in each]
+    return replace(reading, config=config.model_copy(update={"data": data}), notes=(*notes, note))
 
 
 def places_of(understood: Understood) -> tuple[str, str]:

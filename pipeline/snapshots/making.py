@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pipeline.cache.arrow import batches
 from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Head, HeldOut, Policies
-from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig
+from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig, setting
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.signals.phash import HashRecipe
 from pipeline.snapshots import balance, near_samples, selection
@@ -111,8 +111,17 @@ class _Maker:
         if common or by_source:
             items = selection.filtered(joined, items, common, by_source)
         for source, table in items.items():
-            if repeats := _repeats(table, settings.sources.get(source, SourceConfig()).repeats):
-                joined.repeats[source] = repeats
+            counts, wanted = _numbers(table), settings.sources.get(source, SourceConfig()).repeats
+            if not counts.keys() - {0, 1} or wanted is False:
+                pass
+            elif wanted is None and counts[0]:
+                joined.notes.append(
+                    f"source {source!r}: {sum(counts.values()) - counts[0]} pictures lie in folders such as 10_name, "
+                    f"whose numbers do not count, since {counts[0]} others lie in folders without one "
+                    f"({setting(f'bucket.sources.{source}.repeats', True)} lets them count, and visits the others once)"
+                )
+            else:
+                joined.repeats[source] = {visits or 1: items for visits, items in sorted(counts.items())}
             for resolution in self.inputs.resolutions:
                 join(joined, source, table, self.inputs.records, resolution)
 
@@ -229,15 +238,13 @@ class _Maker:
             return {part.id: near_samples.leaked(frame, inputs.records, inputs.caches, *shared)}
 
 
-def _repeats(table: pa.Table, wanted: bool | None) -> dict[int, int]:
-    """Visits by the numbers of the folders -> items; empty if they do not count. wanted: `repeats` of the source."""
+def _numbers(table: pa.Table) -> Counter[int]:
+    """The numbers that folders begin with (0: none), with their items."""
     counts: Counter[int] = Counter()
-    for batch in batches(table.select(["item"])) if wanted is not False else ():
+    for batch in batches(table.select(["item"])):
         numbers, items = np.unique(folder_repeats(batch.column("item").combine_chunks()), return_counts=True)
         counts.update(dict(zip(numbers.tolist(), items.tolist(), strict=True)))
-    if wanted is None and 0 in counts:
-        return {}
-    return {visits or 1: items for visits, items in sorted(counts.items())} if set(counts) - {0, 1} else {}
+    return counts
 
 
 def _clusters(joined: Joined, frame: Frame, visits: list[Fraction]) -> list[dict[str, Any]]:

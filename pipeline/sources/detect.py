@@ -9,10 +9,12 @@ varies, so they do not change when files are added to a set.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 import posixpath
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -29,8 +31,8 @@ from pipeline.errors import UserError, alternatives, not_permitted
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources import further
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, base, error_text, extension, is_url, kind_of_file
-from pipeline.sources.filesystem import Filesystem, LocalFilesystem, mode_of, refuse_surrogates, suggestion
+from pipeline.sources.filenames import EXTENSIONS, base, error_text, escaped, extension, is_url, kind_of_file
+from pipeline.sources.filesystem import Filesystem, LocalFilesystem, mode_of, refuse_surrogates
 from pipeline.sources.formats import FORMATS, formats
 from pipeline.sources.metadata_files import METADATA_NAMES
 from pipeline.sources.remote import RemoteFilesystem, last_part
@@ -187,8 +189,15 @@ def _missing(data: str, path: str) -> UserError:
         found=reason,
         expected="a folder of pictures with captions, a file that ends in "
         f"{', '.join(f'.{ending}' for ending in _endings())}, a folder of them, or a pattern",
-        fix=suggestion(name, others, "sana-pipe encode --data DIR"),
+        fix=_other_place(folder, name, others),
     )
+
+
+def _other_place(folder: str, name: str, others: list[str]) -> str:
+    """The place of a similar name as `--data` takes it, or what to give."""
+    if near := difflib.get_close_matches(name, others, n=1):
+        return f"--data {shlex.quote(escaped(os.path.join(folder, near[0])))}, if that is meant"
+    return "give the path of a folder that is there, or of a file in it"
 
 
 def _expand(filesystem: Filesystem, pattern: str, data: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,11 +92,12 @@ _BESIDE = pa.schema([("item", pa.string()), ("kind", pa.string()), ("name", pa.s
 
 class _Found:
     """Files of a folder while it is listed. beside: captions and further pictures, with the `base` of their pictures;
-    refused: pictures among the rejects."""
+    refused: pictures among the rejects; linked: folders that are links."""
 
     def __init__(self, scratch: Scratch):
         self.beside, self.rejects = scratch.row_writer(FILES), scratch.row_writer(REJECTS)
         self.metadata: list[str] = []
+        self.linked: list[str] = []
         self.refused = 0
 
 
@@ -331,7 +333,10 @@ class FolderSource(Source):
         self.shared = listing.shared
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
         if not len(listing) and not found.refused:
-            what, way = explain(self.filesystem) or ("", "sana-pipe encode --data DIR with the folder of the pictures")
+            what, way = explain(self.filesystem) or ("", "--data DIR with the folder of the pictures")
+            if found.linked:
+                what = f"links to folders, which are not entered: {', '.join(map(escaped, found.linked[:3]))}"
+                way = f"--data {shlex.quote(escaped(self.filesystem.full_name(found.linked[0])))}"
             kinds = "\n" + "\n".join(self.ignored.ranked().lines()) if self.ignored.total else "an empty folder"
             raise UserError(
                 f"the data folder {self.location!r} holds no picture",
@@ -365,6 +370,7 @@ class FolderSource(Source):
                 self._ignore("hidden", 1, [key])
             elif disk.is_folder(entry):
                 found.rejects.add(escaped(key), "is a linked folder; move or mount its pictures under the root")
+                found.linked.append(key)
             else:
                 yield key, _problem(entry, key, disk) if _is_data(entry.name, extension(key)) else None
 
