@@ -226,7 +226,8 @@ class _Planned:
         ignored: as `Source.ignored`, its fields by name.
         new, reused: records by noun.
         plans: number of plans by recipe.
-        fit: as `Understood.lines` and `surveying.fit_notes`.
+        taken: as `Understood.summary`.
+        fit: as `Understood.remarks` and `surveying.fit_notes`.
     """
 
     table: str
@@ -238,6 +239,7 @@ class _Planned:
     new: dict[str, int]
     reused: dict[str, int]
     plans: dict[str, int]
+    taken: list[str]
     fit: list[str]
 
 
@@ -505,7 +507,8 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         new={noun: missing for noun, (missing, _) in counts.items()},
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
-        fit=[*taken.lines(config.data, run.text.normalisation), *surveying.fit_notes(table, run.table, config.data)],
+        taken=taken.summary(config.data, run.text.normalisation),
+        fit=[*taken.remarks(), *surveying.fit_notes(table, run.table, config.data)],
     )
 
 
@@ -562,7 +565,7 @@ def _encode(
     if idle:
         click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
     else:
-        click.echo("\n".join(_summary(run, planned)))
+        click.echo("\n".join([*_summary(run, planned), *planned.taken]))
     for line in planned.fit + estimate.ignored_lines(run.source.ignored):
         click.echo(line)
 

@@ -68,7 +68,16 @@ class Understood:
 
     def lines(self, data: DataConfig, normalisation: str) -> list[str]:
         """For people. data: the settings that the captions will be made with; normalisation: of the text recipe."""
-        return [*self._captions(data, normalisation), *self._pictures(), *self.notes]
+        return [*self.summary(data, normalisation), *self.remarks()]
+
+    def summary(self, data: DataConfig, normalisation: str) -> list[str]:
+        """What was taken for what."""
+        further = [f"{kind} pictures: {count} of {self.usable}" for kind, count in self.further.items()]
+        return [*self._captions(data, normalisation), *further]
+
+    def remarks(self) -> list[str]:
+        """What was not used, and may be meant."""
+        return [*map(_said, self.patterns), *self.notes]
 
     @property
     def remedy(self) -> str | None:
@@ -97,10 +106,6 @@ class Understood:
             text = caption_rules.normalise(_made(data, "", "", self.source.name), normalisation)
             lines.append(f"  as the model reads it: {escaped(shortened(text, LENGTH))!r}")
         return lines
-
-    def _pictures(self) -> list[str]:
-        further = [f"{kind} pictures: {count} of {self.usable}" for kind, count in self.further.items()]
-        return [*further, *map(_said, self.patterns)]
 
 
 def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
